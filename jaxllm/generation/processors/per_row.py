@@ -60,12 +60,12 @@ class RowProcessor:
         **_: object,
     ) -> Scores:
         """Scores [B * M, V]: M sequences per row, equally long and starting at column 0."""
-        processor, cur_len = per_sequence(input_ids, cur_len, self.stacked)
+        processor, lengths = per_sequence(input_ids, cur_len, self.stacked)
         if isinstance(processor, BATCHED):
-            return processor(input_ids, scores, cur_len)
+            return processor(input_ids, scores, lengths)
 
         def apply() -> Scores:
-            return jax.vmap(_one_row)(processor, input_ids, scores, cur_len)
+            return jax.vmap(_one_row)(processor, input_ids, scores, lengths)
 
         # The size is given because some processors have no parameters.
         neutral = jax.vmap(_is_neutral, axis_size=len(cur_len))(self.stacked)
