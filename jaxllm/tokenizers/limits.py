@@ -181,5 +181,5 @@ def _part_starts(size: int, length: int) -> Iterable[int]:
     [[0, 256, 512, 768, 1024, 1280, 1536, 1744], [0, 1488], [0, 976]]
     """
     ends = (0, size - length)
-    is_second = (length // _FIRST_PROBE_CHARACTERS).bit_length() % 2 == 0
-    return ends if is_second else (*range(0, size - length, length), size - length)
+    only_ends = (length // _FIRST_PROBE_CHARACTERS).bit_length() % 2 == 0
+    return ends if only_ends else (*range(0, size - length, length), size - length)

@@ -57,7 +57,8 @@ def test_a_real_model_is_served_and_drains(smollm2_gguf: Path, tmp_path: Path):
                 break
         assert match, "".join(lines)
         said = [line for line in lines if "compiling" in line]
-        assert said[0].strip() == "compiling all programs"  # before the minutes that it may take
+        # Before the minutes that it may take.
+        assert said[0].strip() == "jaxllm serve: compiling all programs"
         assert re.search(r"compiling: \d+\.\d s", said[1])
         headers = {"Authorization": "Bearer secret-key"}
         with httpx.Client(base_url=match[1], headers=headers, timeout=60) as client:
