@@ -20,7 +20,7 @@ from jaxllm.generation.settings.lengths import with_default_length
 from jaxllm.generation.stopping.sequence_end import sequence_end, stop_string_matcher
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.config import ModelConfig
-from jaxllm.models.decoder_only import CausalLM
+from jaxllm.models.decoder_only import CausalLM, with_rope_per_row
 from jaxllm.models.model import BaseModel, Model, without_metadata
 from jaxllm.models.t5 import T5ForConditionalGeneration
 from jaxllm.tokenizers import Tokenizer
@@ -56,7 +56,7 @@ def _generate(
         config = with_default_length(settings, pipe.model, width)
         # Row ids go on from batch to batch, so that rows draw different numbers.
         ids = np.arange(first, first + len(rows))
-        call = {"row_ids": ids, "tokenizer": pipe.tokenizer}
+        call = {"row_ids": ids, "tokenizer": pipe.tokenizer, "rope_length": "row"}
         out = generate(pipe.model, batch.input_ids, batch.attention_mask, config, key, **call)
         merged, eos = merged_config(pipe.model, config, {})
         results = np.split(np.asarray(out.sequences), len(rows))
@@ -147,7 +147,7 @@ def _outputs(
     Raises:
         NonFiniteError: a result is NaN or infinite.
     """
-    model = without_metadata(pipe.model)
+    model = with_rope_per_row(without_metadata(pipe.model))
 
     def run(texts: list[str]) -> Sequence[np.ndarray]:
         batch = pipe.tokenizer(texts, bucket="power_of_two", return_tensors="np", **encoding)

@@ -69,15 +69,7 @@ def keep_programs(pytestconfig: pytest.Config) -> None:
     """Compiling takes most of the time, so programs stay in .pytest_cache from run to run, in one
     folder for all workers."""
     import jax
-    from jax._src.lru_cache import LRUCache
 
-    def put(self: LRUCache, key: str, value: bytes) -> None:
-        path = Path(str(self.path)) / f"{key}-cache"
-        full = path.with_name(f"{path.name}.{os.getpid()}")
-        full.write_bytes(value)
-        full.replace(path)
-
-    LRUCache.put = put  # JAX's own lets other processes read a file that is half written
     folder = pytestconfig.cache.mkdir("jax")
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

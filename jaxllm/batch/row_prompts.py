@@ -63,8 +63,11 @@ class PromptReader:
         """True if the prompt is a text that is tokenized as it is."""
         return row.prompt is not None and not self._chat
 
-    def ids(self, row: RowPrompt) -> Int[np.ndarray, " T"]:
+    def ids(self, row: RowPrompt, *, ends: bool = True) -> Int[np.ndarray, " T"]:
         """The row's prompt as token ids.
+
+        Args:
+            ends: append the end token that the tokenizer adds to a text, if it adds one.
 
         Raises:
             JaxLLMError: it has none, or a wrong one.
@@ -81,7 +84,9 @@ class PromptReader:
             system = [] if self._system is None else [{"role": "system", "content": self._system}]
             messages = [*system, {"role": "user", "content": row.prompt}]
         if messages is None:
-            ids = self._tokenizer([row.prompt or ""]).input_ids
+            text = row.prompt or ""
+            encode = self._tokenizer.encode if ends else self._tokenizer.encode_beginning
+            ids = [encode(text)]
         else:
             ids = [self._tokenizer.apply_chat_template(messages)]
         return checked_ids(key, np.asarray(ids), self._vocab_size)[0]

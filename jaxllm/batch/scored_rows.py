@@ -76,7 +76,7 @@ class RowScorer(RowTask[Pair, tuple[np.ndarray, ...]]):
 
     def read(self, row: RawRow) -> Pair:
         row_input = checked_row(ScoreInput, row.mapping(SCORE_KEYS))
-        prompt, completion = self._prompts.ids(row_input), self._completion(row_input)
+        prompt, completion = self._prompt_ids(row_input), self._completion(row_input)
         if completion is None:
             prompt, completion = self._split(row_input)
         return make_pair(self._model, row.index, prompt, completion)
@@ -116,13 +116,18 @@ class RowScorer(RowTask[Pair, tuple[np.ndarray, ...]]):
             ids = self._tokenizer.encode(ids, add_special_tokens=False)
         return checked_ids("completion", np.array([ids]), self._model.config.vocab_size)[0]
 
+    def _prompt_ids(self, row: ScoreInput) -> Int[np.ndarray, " T"]:
+        """The prompt's tokens. A causal model continues them with the completion, so they have no
+        end token; an encoder reads the end token that its tokenizer adds."""
+        return self._prompts.ids(row, ends=self._model.is_encoder_decoder)
+
     def _split(self, row: ScoreInput) -> tuple[np.ndarray, np.ndarray]:
         """Prompt and completion of one text: the completion begins where the tokens differ from
         those of the prompt alone."""
         assert self._tokenizer is not None
-        prompt = self._prompts.ids(row)
         assert isinstance(row.completion, str)
-        whole = self._prompts.ids(dataclasses.replace(row, prompt=f"{row.prompt}{row.completion}"))
+        prompt = self._prompt_ids(row)
+        whole = self._prompt_ids(dataclasses.replace(row, prompt=f"{row.prompt}{row.completion}"))
         shorter = min(len(prompt), len(whole))
         differs = np.flatnonzero(prompt[:shorter] != whole[:shorter])
         start = int(differs[0]) if differs.size else shorter

@@ -44,7 +44,7 @@ class RowSettings:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SlotCache(Cache):
-    """KV cache of independent rows: RoPE that depends on a length takes the row's own."""
+    """KV cache of independent rows, each of its own length."""
 
     @classmethod
     def of(cls, cache: Cache) -> Self:
@@ -72,16 +72,6 @@ class SlotCache(Cache):
 
     def align_lengths(self) -> Self:
         return self
-
-    def make_view(
-        self,
-        mask: Bool[Array, "B T"],
-        *,
-        cache_is_empty: bool = False,
-        branches: Branches | None = None,
-    ) -> tuple[AttentionView, Self]:
-        view, reserved = super().make_view(mask, cache_is_empty=cache_is_empty, branches=branches)
-        return dataclasses.replace(view, rope_length=reserved.next_position), reserved
 
 
 @jax.tree_util.register_dataclass

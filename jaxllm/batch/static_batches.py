@@ -31,9 +31,6 @@ from jaxllm.generation.stopping.sequence_end import sequence_end, stop_string_ma
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
-_DEPEND_ON_LENGTH = ("dynamic", "longrope")
-"""RoPE types whose frequencies depend on the longest row of a batch."""
-
 
 @dataclasses.dataclass(frozen=True)
 class StaticBatch:
@@ -53,11 +50,10 @@ def batches(
         slots: maximum number of beams of a batch, over all its rows.
         shards: number of shards of the row axis on a mesh.
     """
-    rope_type = getattr(getattr(model.config, "rotary", None), "rope_type", "")
     groups: dict[Hashable, list[BatchRow]] = {}
     for row in rows:
         config, width = row.config, bucket(len(row.input_ids), SMALLEST_BUCKET)
-        runs_alone = rope_type in _DEPEND_ON_LENGTH or row.mode not in INDEPENDENT_MODES
+        runs_alone = row.mode not in INDEPENDENT_MODES
         runs_alone |= row.constraint is not None
         runs_alone |= any(
             FIELDS[name].alone for name, x in config.to_dict().items() if x is not None
@@ -137,6 +133,7 @@ def _generate(
         row_ids=np.array([row.row_number for row in rows], np.uint32),
         tokenizer=tokenizer,
         logits_processor=[] if constraint is None else [constraint.processor],
+        rope_length="row",
     )
     prompt_columns = len(rows[0].decoder_prompt) if model.is_encoder_decoder else width
     return np.asarray(out.sequences)[:, prompt_columns:]

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jaxllm.common.errors import UnsupportedError
+
 SlotIndices = Int[Array, ""] | Int[Array, " B"] | Int[Array, "B T"]
 """Cache slots of T new columns: the first one, for all rows or per row, or one for each column."""
 
@@ -71,16 +73,16 @@ class AttentionView:
     """Column of the sequence that each key is in."""
     visible: Bool[Array, "B 1 #T S"] | SequenceMask
     """Attention mask: True where the query attends to the key, or the parts that give it."""
-    rope_length: Int[Array, ""] | Int[Array, " B"]
-    """Sequence length, for RoPE types that depend on it: 1 + the largest position of a real token
-    so far, of the batch or of each row."""
+    rope_length: Int[Array, "#B #T"]
+    """Length of each query's own sequence, for RoPE types that depend on it: 1 + the largest
+    position of a real token so far in its row, or in its document of a packed row."""
     write_slots: SlotIndices | None
     """Cache slot of the first query (for all rows or per row), or of each query; None: no cache."""
     used_slots: Int[Array, ""] | None = None
     """Only the first `used_slots` cache slots hold tokens; None: any slot may."""
     query_index: Int[Array, "B T"] | None = None
     """Index of each query among the real tokens of its row, which is its position unless the caller
-    gave `position_ids`; None if no layer has a window."""
+    gave `position_ids`; None if no layer has a window, or attention is not causal."""
     key_index: Int[Array, "B S"] | None = None
     """Index of each key among the real tokens of its row."""
 
@@ -91,9 +93,16 @@ class AttentionView:
 
     def within(self, window: int | Int[Array, ""]) -> AttentionView:
         """The view with attention limited to the last `window` real tokens, the query's own
-        included. Padding does not count."""
-        assert self.query_index is not None
-        assert self.key_index is not None
+        included. Padding does not count.
+
+        Raises:
+            UnsupportedError: queries attend to keys on both sides.
+        """
+        if self.query_index is None or self.key_index is None:
+            raise UnsupportedError(
+                f"a sliding window of {window}: only causal attention has one here, but this view "
+                "attends to keys on both sides, where a window would have to limit both"
+            )
         index = (self.query_index, self.key_index)
         if isinstance(self.visible, SequenceMask) and isinstance(window, int):
             parts = dict(zip(("query_index", "key_index"), index, strict=True))
@@ -121,10 +130,12 @@ def make_view(
     mask, T = jnp.asarray(mask), mask.shape[1]
     counts = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
     slots = jnp.arange(T, dtype=jnp.int32)
+    rope_length = counts[:, -1:]
     if segments is not None:
         segments = jnp.asarray(segments)
         earlier_tokens = jnp.where(document_starts(segments), counts - mask, 0)
         counts = counts - jax.lax.cummax(earlier_tokens, axis=1)
+        rope_length = document_lengths(counts, segments)
     positions = jnp.maximum(counts - 1, 0)
     return AttentionView(
         positions=positions,
@@ -136,10 +147,10 @@ def make_view(
             query_segments=segments,
             key_segments=segments,
         ),
-        rope_length=jnp.max(counts),
+        rope_length=rope_length,
         write_slots=None,
-        query_index=positions,
-        key_index=positions,
+        query_index=positions if causal else None,
+        key_index=positions if causal else None,
     )
 
 
@@ -151,6 +162,22 @@ def document_starts(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     """
     previous = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     return segments != previous
+
+
+def document_lengths(counts: Int[Array, "B T"], segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Number of tokens in each token's document of a packed row.
+
+    Args:
+        counts: number of tokens of the document up to each column.
+
+    >>> document_lengths(jnp.array([[1, 2, 1, 2, 3]]), jnp.array([[1, 1, 2, 2, 2]])).tolist()
+    [[2, 2, 3, 3, 3]]
+    """
+    T = segments.shape[1]
+    columns = jnp.arange(T, dtype=jnp.int32)
+    following = jnp.pad(segments[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+    last = jax.lax.cummin(jnp.where(segments != following, columns, T - 1), axis=1, reverse=True)
+    return jnp.take_along_axis(counts, last, axis=1)
 
 
 @jax.tree_util.register_dataclass

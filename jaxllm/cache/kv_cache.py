@@ -274,7 +274,7 @@ class Cache:
             query_columns=query_columns,
             key_columns=key_columns,
             visible=visible[:, None],
-            rope_length=jnp.max(counts[:, -1]),
+            rope_length=counts[:, -1:],
             write_slots=slots,
             used_slots=jnp.max(self.length) + T,
             query_index=None if slot_positions is None else positions,

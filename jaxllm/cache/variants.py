@@ -141,7 +141,7 @@ class RingCache(Cache):
             query_columns=positions,
             key_columns=slot_positions,
             visible=visible[:, None, None, :],
-            rope_length=jnp.max(counts[:, -1]),
+            rope_length=counts[:, -1:],
             write_slots=write_slots,
             query_index=positions,
             key_index=jnp.broadcast_to(slot_positions, (mask.shape[0], size)),

@@ -41,6 +41,7 @@ from jaxllm.generation.strategies.guidance import Guided
 from jaxllm.generation.strategies.records import check_record_size
 from jaxllm.generation.strategies.strategy import DecodeState, Result
 from jaxllm.models.decoder import Decoder, GenerativeModel
+from jaxllm.models.decoder_only import with_rope_length
 from jaxllm.models.model import without_metadata
 from jaxllm.parallel.mesh import use_mesh
 
@@ -95,6 +96,8 @@ def generate(
             - `assistant_model`: a smaller model of the same vocabulary, which drafts tokens.
             - `streamer`: an object with `put` and `end`, called on the host after each token.
             - `row_ids` int [B], default 0..B-1: a row draws by `key` and its id alone.
+            - `rope_length="row"`: dynamic and longrope RoPE use the length of each row alone.
+              By default they use that of the longest row, as in transformers.
             - `return_past_key_values=True` returns the KV cache. A later call takes it as
               `past_key_values`, with the whole conversation as `input_ids` (encoder-decoders:
               `decoder_input_ids`, without the encoder's input), and computes only the new part.
@@ -309,5 +312,5 @@ def run_prefill(model: Decoder, request: Request, program: Callable[..., Prefill
 def program_model(model: GenerativeModel, request: Request) -> Decoder:
     """The model as an argument of the compiled programs: without metadata, and with guidance
     wrapped in `Guided`."""
-    bare = without_metadata(model)
+    bare = with_rope_length(without_metadata(model), request.rope_length)
     return bare if request.negative is None else Guided(bare, request.negative)

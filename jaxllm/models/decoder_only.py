@@ -14,6 +14,7 @@ from jaxllm.cache.attention_view import AttentionView, SequenceMask, make_view
 from jaxllm.cache.kv_cache import KV, Cache
 from jaxllm.common.arguments import checks_flags
 from jaxllm.common.errors import InputError
+from jaxllm.common.messages import quoted
 from jaxllm.models import input_checks as check
 from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.config import DecoderOnlyConfig
@@ -28,6 +29,7 @@ from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.stack import Stack, StackOutput
 
 C = TypeVar("C", bound=DecoderOnlyConfig)
+M = TypeVar("M")
 
 
 class Backbone(nnx.Module, Generic[C]):
@@ -49,6 +51,11 @@ class Backbone(nnx.Module, Generic[C]):
     def rotary(self, view: AttentionView) -> tuple[Array, Array] | None:
         """RoPE cosines and sines of the view's positions; None for a family without RoPE."""
         return None
+
+    def with_rope_per_row(self) -> Self:
+        """A copy whose RoPE depends on the length of each row, not on the longest row of a call.
+        Returns the backbone itself if its positions depend on no length."""
+        return self
 
     def run(
         self,
@@ -104,6 +111,7 @@ class DecoderOnly(Model[DecoderOnlyConfig]):
         segment_ids: object = None,
         cache: Cache | None = None,
         head_mask: object = None,
+        rope_length: object = "batch",
         dropout_key: Array | None = None,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
@@ -133,7 +141,8 @@ class DecoderOnly(Model[DecoderOnlyConfig]):
         cross_kv, cross_mask = self._cross_inputs(
             encoder_hidden_states, encoder_attention_mask, cache, len(inputs.mask), cross_key
         )
-        out = self.backbone.run(
+        backbone = with_rope_length(self, rope_length).backbone
+        out = backbone.run(
             inputs.input_ids,
             view,
             inputs_embeds=inputs.inputs_embeds,
@@ -161,9 +170,8 @@ class DecoderOnly(Model[DecoderOnlyConfig]):
             view, cache = cache.make_view(mask)
         if position_ids is not None:
             positions = check.position_ids(position_ids, mask.shape, limit)
-            view = dataclasses.replace(
-                view, positions=positions, rope_length=jnp.max(positions) + 1
-            )
+            lengths = jnp.max(positions, axis=1, keepdims=True) + 1
+            view = dataclasses.replace(view, positions=positions, rope_length=lengths)
         return view, cache
 
     def _cross_inputs(
@@ -259,8 +267,10 @@ class CausalLM(DecoderOnly, LanguageModel[DecoderOnlyConfig]):
                 document's number from 1 elsewhere), `position_ids` [B, T], `inputs_embeds`,
                 `token_type_ids` [B, T] (GPT-2), `encoder_hidden_states` [B, E, D] and
                 `encoder_attention_mask` [B, E] (GPT-2 with cross-attention), `cache` (a KV cache to
-                continue; the output has the updated one), `head_mask` [L, N], `dropout_key`
-                (training), `output_hidden_states`, `output_attentions`.
+                continue; the output has the updated one), `head_mask` [L, N], `rope_length`
+                ("batch" or "row": the sequence length that dynamic and longrope RoPE use, of the
+                longest row as in transformers, or of each row alone), `dropout_key` (training),
+                `output_hidden_states`, `output_attentions`.
 
         Raises:
             InputError: token ids outside the vocabulary, or shapes that do not match.
@@ -342,6 +352,31 @@ class CausalLM(DecoderOnly, LanguageModel[DecoderOnlyConfig]):
     def early_exit(self, layers: int) -> Self:
         first = shallow_copy(self.backbone, stack=self.backbone.stack.first_blocks(layers))
         return shallow_copy(self, backbone=first)
+
+
+def with_rope_per_row(model: M) -> M:
+    """A copy of a model whose result for a row does not depend on the other rows of a call.
+
+    Dynamic and longrope RoPE use the sequence length. In transformers this is the length of the
+    longest row of a batch. The copy uses the length of each row, and in packed rows the length of
+    each document. Other models depend on no length and are returned as they are.
+    """
+    backbone = getattr(model, "backbone", None)
+    if not isinstance(backbone, Backbone):
+        return model
+    per_row = backbone.with_rope_per_row()
+    return model if per_row is backbone else shallow_copy(model, backbone=per_row)
+
+
+def with_rope_length(model: M, rope_length: object) -> M:
+    """The model for an argument `rope_length`: itself for "batch", `with_rope_per_row` for "row".
+
+    Raises:
+        InputError: another value.
+    """
+    if rope_length not in ("batch", "row"):
+        raise InputError(f"rope_length: expected 'batch' or 'row', found {quoted(rope_length)}")
+    return model if rope_length == "batch" else with_rope_per_row(model)
 
 
 if TYPE_CHECKING:

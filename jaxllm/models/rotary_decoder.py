@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self, TypeVar
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -21,7 +22,7 @@ from jaxllm.models.decoder_only import Backbone
 from jaxllm.models.weights import Table, linear, norm, same
 from jaxllm.nn.activations import activation
 from jaxllm.nn.attention import Attention
-from jaxllm.nn.blocks import Block
+from jaxllm.nn.blocks import Block, shallow_copy
 from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.mlp import GatedMLP
 from jaxllm.nn.norm import RMSNorm
@@ -221,11 +222,15 @@ class LayerFactory:
 
 
 class RotaryModel(Backbone[C]):
-    """Backbone of Llama-like models: embedding, blocks, RMSNorm. A family defines `block`."""
+    """Backbone of Llama-like models: embedding, blocks, RMSNorm. A family defines `block`.
+
+    Dynamic and longrope RoPE depend on a length: that of each row (of each document of a packed
+    row) if `rope_per_row` is set, otherwise that of the longest row of the call.
+    """
 
     def __init__(self, config: C, options: Options, *, rngs: nnx.Rngs | None):
         make = LayerFactory(config, options, rngs)
-        self.config, self.rope = config, config.rotary
+        self.config, self.rope, self.rope_per_row = config, config.rotary, False
         self.embed = make.embedding()
         blocks = [self.block(make, layer) for layer in range(config.num_hidden_layers)]
         self.stack = Stack(
@@ -248,7 +253,13 @@ class RotaryModel(Backbone[C]):
         return self.embed.from_ids_or_embeds(input_ids, inputs_embeds)
 
     def rotary(self, view: AttentionView):
-        return self.rope.angles(view.positions, view.rope_length)
+        length = view.rope_length
+        if not self.rope_per_row:  # as in transformers
+            length = jnp.max(length, keepdims=True)
+        return self.rope.angles(view.positions, length)
+
+    def with_rope_per_row(self) -> Self:
+        return shallow_copy(self, rope_per_row=True) if self.rope.uses_length else self
 
 
 LAYER, HF_LAYER = "backbone.stack.blocks.{i}", "model.layers.{i}"

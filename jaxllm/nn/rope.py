@@ -47,11 +47,11 @@ class Rope:
     long_factor: tuple[float, ...] = ()
 
     def angles(
-        self, positions: Int[Array, "B T"], rope_length: Int[Array, "*B"]
+        self, positions: Int[Array, "B T"], rope_length: Int[Array, "#B #T"]
     ) -> tuple[Float[Array, "B T 1 H"], Float[Array, "B T 1 H"]]:
-        """Cosines and sines for `rotate`; `rope_length` is 1 + the largest position so far, of the
-        batch or of each row."""
-        frequencies = self.frequencies(jnp.reshape(rope_length, (-1, 1, 1, 1)))
+        """Cosines and sines for `rotate`. `rope_length` is 1 + the largest position so far: of the
+        batch, of each row, or of the document of each position."""
+        frequencies = self.frequencies(rope_length[..., None, None])
         frequencies = jnp.concatenate([frequencies, frequencies], axis=-1)
         angle = positions[..., None, None].astype(jnp.float32) * frequencies
         scale = self.attention_scaling

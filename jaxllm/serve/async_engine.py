@@ -26,6 +26,7 @@ from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket, is_integer
 from jaxllm.generation.processors.host.grammar import GrammarLogitsProcessor
 from jaxllm.models.decoder import GenerativeModel
+from jaxllm.models.decoder_only import with_rope_per_row
 from jaxllm.models.model import without_metadata
 from jaxllm.parallel.mesh import row_shards
 from jaxllm.parallel.placement import platform_of_arrays
@@ -121,7 +122,8 @@ class AsyncEngine:
         self.context = sizes.columns if limit is None else min(sizes.columns, limit)
         prefill = prefill_options(model, sizes.columns, prefill_chunk_size, kept_prefixes, mesh)
         self._widths = buckets(min(self.context, prefill.longest_whole))
-        bare, group = without_metadata(model), live_group(steps_per_call, model.config.vocab_size)
+        bare = with_rope_per_row(without_metadata(model))
+        group = live_group(steps_per_call, model.config.vocab_size)
         reader = RowReader(model, tokenizer, fields, seed, default_new_tokens)
         self._reader = LiveRowReader(bare, reader, group, sizes)
         widest = self._warm_up_task(self._widths[-1])

@@ -221,6 +221,14 @@ class TextEncoder(Vocabulary):
         ids = self._add_special_tokens(*_placeholders(*map(len, tokens)))
         return [everything[-1 - i] if i < 0 else str(self.id_to_token(i)) for i in ids]
 
+    def encode_beginning(self, text: str, *, max_bytes: int = MAX_TEXT_BYTES) -> list[int]:
+        """Encodes a text that goes on: with the special tokens that the tokenizer adds before a
+        text (BOS), without those that it adds after it (EOS)."""
+        own = self._encode(text, add_special_tokens=False, max_bytes=max_bytes)
+        (placeholder,), _ = _placeholders(1)
+        places = self._add_special_tokens([placeholder], None)
+        return places[: places.index(placeholder)] + own
+
     def encode_user(self, text: str, *, max_bytes: int = MAX_TEXT_BYTES) -> list[int]:
         """Encodes untrusted text: special tokens in it are plain text; adds none."""
         return self._encode(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxllm.common.errors import ConfigError, InputError
-from jaxllm.models.decoder_only import CausalLM
+from jaxllm.models.decoder_only import CausalLM, with_rope_per_row
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.language_model import head_logits
 from jaxllm.models.losses import token_losses
@@ -106,7 +106,7 @@ def pair_logps(
         inputs, labels = causal_inputs_and_labels(flat)
     else:
         raise InputError(f"{type(model).__name__}: DPO needs a language model")
-    x, head_key = model.head_inputs(**inputs, dropout_key=key)
+    x, head_key = with_rope_per_row(model).head_inputs(**inputs, dropout_key=key)
     rows, length = labels.shape
     columns = columns_within(max_logits, (rows, length), model.config.vocab_size)
     if columns >= length:

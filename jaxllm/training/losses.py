@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.common.errors import InputError
 from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.decoder_only import CausalLM
+from jaxllm.models.decoder_only import CausalLM, with_rope_per_row
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.language_model import head_logits
 from jaxllm.models.losses import (
@@ -92,7 +92,7 @@ class TokenLoss:
         key: Array | None,
     ) -> LossSums:
         """Loss sums of a language model for labels [B, T] that its logits predict."""
-        x, head_key = model.head_inputs(**inputs, dropout_key=key)
+        x, head_key = with_rope_per_row(model).head_inputs(**inputs, dropout_key=key)
         labels = jnp.asarray(labels)
         columns = columns_within(self.max_logits, labels.shape, model.config.vocab_size)
         if columns >= labels.shape[1]:
@@ -195,7 +195,8 @@ class ClassificationLoss:
     ) -> LossSums:
         weights = batch.get("weights")
         inputs, labels = inputs_and_labels({k: v for k, v in batch.items() if k != "weights"})
-        logits, labels = model(**inputs, dropout_key=key).logits, jnp.asarray(labels)
+        logits = with_rope_per_row(model)(**inputs, dropout_key=key).logits
+        labels = jnp.asarray(labels)
         counted = jnp.ones(logits.shape[0], bool) if weights is None else jnp.asarray(weights) > 0
         problem = model.config.problem_type
         if jnp.issubdtype(labels.dtype, jnp.integer) and problem in (

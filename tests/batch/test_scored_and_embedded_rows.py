@@ -6,7 +6,9 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from paths import DATA
 from serving_tools import chat_tokenizer
+from small_tokenizers import small_tokenizer
 
 import jaxllm
 from jaxllm.batch import embedder
@@ -14,6 +16,8 @@ from jaxllm.batch.embedded_rows import RowEmbedder
 from jaxllm.batch.rows import RawRow
 from jaxllm.batch.scored_rows import RowScorer
 from jaxllm.common.errors import NonFiniteError
+from jaxllm.tokenizers import LlamaTokenizer
+from jaxllm.tokenizers.settings import TokenizerSettings
 
 TOKENIZER = chat_tokenizer()
 
@@ -73,6 +77,26 @@ def test_scores_are_those_of_score(family):
         assert why in output.error
     assert (engine.counts.rows, engine.counts.errors.total()) == (8, 4)
     assert engine.counts.work == engine.counts.work_done > 0
+
+
+def test_an_end_token_that_the_tokenizer_adds_is_not_scored():
+    """A causal model continues the prompt, as in training; an encoder reads the end token."""
+    settings = TokenizerSettings(options={"add_eos_token": True})
+    ending = LlamaTokenizer((DATA / "tokenizers" / "llama.model").read_bytes(), settings, {})
+    plain = small_tokenizer("llama.model")
+    assert ending.encode("Hello")[-1] == ending.eos_token_id
+    assert ending.encode_beginning("Hello") == plain.encode("Hello")
+    rows = [
+        {"prompt": "Hello there", "completion": " my friend"},
+        {"prompt": "Hello there", "completion": [8, 9]},
+    ]
+    model = tiny.make("llama", vocab_size=len(plain))
+    with_end = [x.to_dict() for x in answers(RowScorer(model, ending), rows)]
+    assert with_end == [x.to_dict() for x in answers(RowScorer(model, plain), rows)]
+    t5 = tiny.make("t5", vocab_size=len(plain))
+    expected = jaxllm.score(t5, [ending.encode("Hello there")], [[8, 9]]).log_likelihoods[0]
+    (output,) = answers(RowScorer(t5, ending), rows[1:])
+    np.testing.assert_allclose(output.log_likelihood, expected, rtol=1e-5)
 
 
 def test_embeddings_are_pooled_states_of_length_1():

@@ -248,7 +248,7 @@ def test_rope_parameters_act(name):
         parameters = dict(config.pop("rope_scaling", {}))
         parameters["rope_theta"] = config.pop("rope_theta", 10000.0)
         assert model_spec({**config, "rope_parameters": parameters}).config == spelt_v4
-        angles.append(np.asarray(spelt_v4.rotary.angles(jnp.arange(9)[None], jnp.int32(9))))
+        angles.append(np.asarray(spelt_v4.rotary.angles(jnp.arange(9)[None], jnp.array([[9]]))))
     assert np.abs(angles[0] - angles[1]).max() > 1e-3
 
 

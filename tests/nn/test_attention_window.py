@@ -7,6 +7,9 @@ import pytest
 import tiny
 from generation_tools import banded
 
+from jaxllm.cache.attention_view import make_view
+from jaxllm.common.errors import UnsupportedError
+
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
 WINDOW = 3
@@ -50,3 +53,11 @@ def test_documents_of_a_packed_row_have_windows_of_their_own(windowed):
         own = segments[0] == number
         single = tiny.logits(windowed, tokens[:, own])
         np.testing.assert_allclose(packed[0, own], single[0], atol=2e-5)
+
+
+def test_a_window_of_attention_on_both_sides_is_refused():
+    """It would limit the keys before a query and let it see all keys after it."""
+    view = make_view(np.ones((1, 8), bool), causal=False)
+    assert view.for_layer(None).visible.array().all()
+    with pytest.raises(UnsupportedError, match="window of 2: only causal attention"):
+        view.for_layer(2)

@@ -27,7 +27,7 @@ TABLES = [
 def test_angles(name, call):
     stored = load_case(name).calls[call]
     positions = jnp.asarray(stored.inputs["position_ids"], jnp.int32)
-    cos, sin = model_of(name).config.rotary.angles(positions, positions.max() + 1)
+    cos, sin = model_of(name).config.rotary.angles(positions, positions.max(keepdims=True) + 1)
     np.testing.assert_allclose(cos[:, :, 0], stored.outputs["cos"], atol=1e-5)
     np.testing.assert_allclose(sin[:, :, 0], stored.outputs["sin"], atol=1e-5)
 
@@ -43,7 +43,7 @@ def test_rotation_turns_half_split_pairs():
     rope = Rope(head_dim=4, theta=100.0)
     x = np.random.default_rng(0).standard_normal((1, 3, 2, 4)).astype(np.float32)
     positions = jnp.array([[0, 1, 7]])
-    actual = rotate(jnp.asarray(x), *rope.angles(positions, jnp.int32(8)))
+    actual = rotate(jnp.asarray(x), *rope.angles(positions, jnp.array([[8]])))
     expected = np.empty_like(x)
     for t, position in enumerate([0, 1, 7]):
         for i, frequency in enumerate([1.0, 0.1]):
@@ -59,7 +59,7 @@ def test_scores_depend_on_distance_only():
 
     def score(a, b):
         turned = [
-            rotate(jnp.asarray(x), *rope.angles(jnp.array([[p]]), jnp.int32(4096)))
+            rotate(jnp.asarray(x), *rope.angles(jnp.array([[p]]), jnp.array([[4096]])))
             for x, p in ((q, a), (k, b))
         ]
         return float((turned[0] * turned[1]).sum())
@@ -70,7 +70,7 @@ def test_scores_depend_on_distance_only():
 
 def test_far_positions_stay_apart_under_bfloat16():
     """bfloat16 holds 769 of the positions 0..4095; the angles are float32 whatever x is."""
-    cos, sin = Rope(head_dim=64).angles(jnp.arange(4096)[None], jnp.int32(4096))
+    cos, sin = Rope(head_dim=64).angles(jnp.arange(4096)[None], jnp.array([[4096]]))
     assert cos.dtype == sin.dtype == jnp.float32
     assert len(np.unique(np.asarray(sin[0, :, 0, 0]))) > 4000
     x = jnp.ones((1, 4096, 1, 64), jnp.bfloat16)
@@ -150,7 +150,7 @@ def test_settings_without_effect_are_accepted():
 def test_rotation_by_a_product_is_exact(dtype: str) -> None:
     """Equal but for fused multiply-adds, with which XLA leaves out the rounding of a product."""
     x = jax.random.normal(jax.random.key(0), (2, 1, 3, 8), dtype)
-    angles = Rope(head_dim=8).angles(jnp.array([[3], [11]]), jnp.int32(12))
+    angles = Rope(head_dim=8).angles(jnp.array([[3], [11]]), jnp.array([[12]]))
     actual, expected = (jax.jit(f)(x, *angles) for f in (rotate_by_product, rotate_halves))
     # A rounding of two products and of their sum, of at most 2**-24 each; bfloat16 hides them.
     rounding = 4 * 2**-24 * float(abs(x).max()) if dtype == "float32" else 0

@@ -47,6 +47,7 @@ from jaxllm.generation.strategies.strategy import (
     PrefillInputs,
 )
 from jaxllm.models.decoder import GenerativeModel, checked_generative
+from jaxllm.models.decoder_only import with_rope_length
 from jaxllm.parallel.placement import mesh_of, put_everywhere, put_rows
 
 
@@ -69,6 +70,8 @@ class Request:
     traced: bool
     """The call is being traced by the caller's jit."""
     return_past_key_values: bool
+    rope_length: str = "batch"
+    """Sequence length that dynamic and longrope RoPE use: of the "batch" or of each "row"."""
     mesh: Mesh | None = None
     """Mesh of the model, if it is on several devices."""
 
@@ -129,6 +132,9 @@ def prepare_call(
     model = checked_generative(model, "generate")
     split = split_keywords({**keywords, "input_ids": input_ids, "attention_mask": attention_mask})
     arguments, mesh = split.arguments, mesh_of(model)
+    model = with_rope_length(model, arguments.rope_length)
+    assistant = with_rope_length(arguments.assistant_model, arguments.rope_length)
+    arguments = dataclasses.replace(arguments, assistant_model=assistant)
     past = checked_past(arguments.past_key_values)
     config, eos = merged_config(model, generation_config, split.settings, arguments.assistant_model)
     inputs = checked_inputs(model, split.inputs, arguments, config, eos, past)
@@ -160,6 +166,7 @@ def prepare_call(
         time_limits=time_limits,
         traced=traced or any_traced(keys),
         return_past_key_values=arguments.return_past_key_values,
+        rope_length=arguments.rope_length,
     )
     return request if mesh is None or request.traced else request.on_mesh(mesh)
 

@@ -74,6 +74,8 @@ class CallArguments:
     past_key_values: Any = None
     """KV cache returned by an earlier call as `out.past_key_values`."""
     return_past_key_values: bool = False
+    rope_length: Any = "batch"
+    """"batch" or "row": the sequence length that dynamic and longrope RoPE use."""
 
 
 INPUTS = frozenset(field.name for field in dataclasses.fields(ModelInputs))

@@ -28,6 +28,7 @@ from jaxllm.generation.inputs.values import (
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.strategies.token_choice import choose_greedy
 from jaxllm.models.decoder import Decoder, GenerativeModel, checked_generative
+from jaxllm.models.decoder_only import with_rope_per_row
 from jaxllm.models.model import without_metadata
 from jaxllm.parallel.mesh import use_mesh
 from jaxllm.parallel.placement import mesh_of, put_rows
@@ -143,7 +144,7 @@ def stream_scores(
 
 def batch_scorer(model: GenerativeModel) -> Callable[[list[Pair]], list[tuple[np.ndarray, ...]]]:
     """Returns a function that scores a batch of pairs: for each the results of `_score_batch`."""
-    bare, mesh = without_metadata(model), mesh_of(model)
+    bare, mesh = with_rope_per_row(without_metadata(model)), mesh_of(model)
 
     def run(batch: list[Pair]) -> list[tuple[np.ndarray, ...]]:
         arrays = padded_pairs(batch)

@@ -70,7 +70,7 @@ class PromptCompletionFormat:
     completion: str
 
     def __call__(self, row: Row) -> Example:
-        prompt = beginning(self.tokenizer, get(row, self.prompt, str))
+        prompt = encode_beginning(self.tokenizer, get(row, self.prompt, str))
         completion = encode_continuation(self.tokenizer, get(row, self.completion, str))
         ids = int32([*prompt, *completion, self.eos])
         return CausalExample.of(ids, learnt_from=len(prompt))
@@ -135,16 +135,13 @@ def encode_continuation(tokenizer: Tokenizer, text: str) -> list[int]:
     return plain(tokenizer, text)
 
 
-def beginning(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode_beginning(tokenizer: Tokenizer, text: str) -> list[int]:
     """Encodes a text that will be continued: with the tokenizer's BOS, without EOS."""
-    marked = encode(tokenizer, "a")
-    body = plain(tokenizer, "a")
-    front = next((n for n in range(len(marked)) if marked[n : n + len(body)] == body), 0)
-    return marked[:front] + plain(tokenizer, text)
+    return tokenizer.encode_beginning(text, max_bytes=sys.maxsize)
 
 
 def encode_document(tokenizer: Tokenizer, text: str, size: int = PART_CHARACTERS) -> list[int]:
-    """Like `beginning`, but encodes a long text in parts that end at line ends."""
+    """Like `encode_beginning`, but encodes a long text in parts that end at line ends."""
     ids: list[int] = []
     start = 0
     while start < len(text) or start == 0:
@@ -152,7 +149,7 @@ def encode_document(tokenizer: Tokenizer, text: str, size: int = PART_CHARACTERS
         if stop < len(text):
             stop = text.rfind("\n", start, stop) + 1 or stop
         part = text[start:stop]
-        ids += encode_continuation(tokenizer, part) if start else beginning(tokenizer, part)
+        ids += encode_continuation(tokenizer, part) if start else encode_beginning(tokenizer, part)
         start = stop
     return ids
 

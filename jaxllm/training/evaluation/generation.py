@@ -20,7 +20,7 @@ from jaxllm.training.data import DataConfig, ModelInfo, rows_of
 from jaxllm.training.data.chat import Message, messages_of
 from jaxllm.training.data.config import eos_of, length_limits
 from jaxllm.training.data.examples import fit
-from jaxllm.training.data.formats import beginning, encode, get, with_end
+from jaxllm.training.data.formats import encode, encode_beginning, get, with_end
 from jaxllm.training.data.pipeline import make_format
 from jaxllm.training.data.preference import conversations_of
 from jaxllm.training.data.rows import Row
@@ -122,7 +122,7 @@ def prompt_of(
     if config.format == "chat":
         messages = messages_of(row, config.messages_field)
         return chat_prompt(messages, row, config, tokenizer, config.messages_field)
-    return beginning(tokenizer, get(row, prompt, str)), get(row, answer, str)
+    return encode_beginning(tokenizer, get(row, prompt, str)), get(row, answer, str)
 
 
 def chat_prompt(

@@ -22,6 +22,8 @@ class SmallBytes:
     def encode(self, text: str, **options) -> list[int]:
         return [ord(letter) - ord("a") + 2 for letter in text if letter.islower()]
 
+    encode_beginning = encode
+
 
 def rows(count: int) -> list[dict[str, str]]:
     rng = np.random.default_rng(5)
