@@ -44,7 +44,7 @@ test-all: $(DEV) $(MODEL) $(TEST_KERNELS) ## Run all tests, the slow ones too
 	$(PYTEST) -m "" $(PYTEST_ARGS)
 
 fuzz: $(FUZZ) $(MODEL) ## Fuzz each format, guided by coverage (FUZZ_SECONDS=60 each)
-	JAX_PLATFORMS=cpu PYTHONPATH=tests $(BIN)/python tests/coverage_fuzz.py \
+	JAX_PLATFORMS=cpu PYTHONPATH=tests/support $(BIN)/python tests/support/coverage_fuzz.py \
 		--seconds $(or $(FUZZ_SECONDS),60) $(FUZZ_TARGETS)
 
 mutants: $(DEV) $(MODEL) ## Run the mutation tests with 10,000 files a format (FUZZ_N=...)

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from paths import TESTS
+from paths import ROOT, SUPPORT
 
 SCRIPT = """
 import jax, numpy as np
@@ -42,7 +42,7 @@ def test_without_the_graph():
         "NNX_GRAPH_MODE": "false",
         "NNX_GRAPH_UPDATES": "false",
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
+        "PYTHONPATH": os.pathsep.join([str(SUPPORT), str(ROOT)]),
     }
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", SCRIPT],

@@ -10,14 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
-from paths import TESTS
+from paths import SUPPORT
 from run_states import bits, like, meta, state
 
 from jaxllm.checkpoint.orbax import RunCheckpoints
 
 RUN = f"""
 import sys
-sys.path.insert(0, {str(TESTS)!r})
+sys.path.insert(0, {str(SUPPORT)!r})
 from run_states import bits, like, meta, state
 from jaxllm.checkpoint.orbax import RunCheckpoints
 

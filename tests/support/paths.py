@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parent
+SUPPORT = Path(__file__).resolve().parent
+"""Modules that tests share; on the path of all tests."""
+TESTS = SUPPORT.parent
 ROOT = TESTS.parent
 DATA = TESTS / "data"
 DOCS = ROOT / "docs"

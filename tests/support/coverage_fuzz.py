@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing with atheris (libFuzzer): files that reach new lines of jaxllm are kept.
 
-    python tests/coverage_fuzz.py --seconds 60 [TARGET ...]
+    python tests/support/coverage_fuzz.py --seconds 60 [TARGET ...]
 
 Each target of `fuzz_targets` runs in a process of its own, from the files of `fuzz_seeds` and those
 that earlier runs kept in build/fuzz. Ends with 1 if one raised something else than a JaxLLMError,
@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "fuzz"
 INSTRUMENTED = [
     *(f"jaxllm.{name}" for name in ("batch", "checkpoint", "common", "models", "tokenizers")),

@@ -7,13 +7,13 @@ import socket
 import subprocess
 import sys
 
-from paths import TESTS
+from paths import SUPPORT
 
 
 def environment(devices: int) -> dict[str, str]:
     """Environment variables of a child process with this many devices and the tests' helpers."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    folders = [str(TESTS), os.environ.get("PYTHONPATH", "")]
+    folders = [str(SUPPORT), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "XLA_FLAGS": flags,
         "PYTHONPATH": os.pathsep.join(filter(None, folders)),
