@@ -2,7 +2,7 @@
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-ci test-all fuzz mutants lint format types doctest docs model kernels data dev clean
+.PHONY: help demo test test-ci test-all fuzz mutants seeded-faults lint format types doctest docs model kernels data dev clean
 
 # The first Python that is new enough; `make PYTHON=... test` chooses another.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -29,7 +29,7 @@ TEST_KERNELS := $(shell $(PYTHON) -c "import shutil, sysconfig; \
 	print('$(KERNELS)' * (shutil.which(sysconfig.get_config_var('CXX').split()[0]) is not None))")
 
 help: ## List the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 15
 
 demo: $(PACKAGE) $(MODEL) ## Install everything and let SmolLM2-135M answer a question
 	$(BIN)/python generate.py --chat "What is the capital of France?"
@@ -49,6 +49,9 @@ fuzz: $(FUZZ) $(MODEL) ## Fuzz each format, guided by coverage (FUZZ_SECONDS=60 
 
 mutants: $(DEV) $(MODEL) ## Run the mutation tests with 10,000 files a format (FUZZ_N=...)
 	JAXLLM_FUZZ_N=$(or $(FUZZ_N),10000) $(PYTEST) -m "" -k fuzz $(PYTEST_ARGS)
+
+seeded-faults: $(DEV) $(MODEL) $(TEST_KERNELS) ## Run the tests on 40 seeded faults (FAULTS="03 21")
+	$(BIN)/python tests/seeded_faults/run.py $(FAULTS)
 
 lint: $(DEV) ## Check style and formatting
 	$(BIN)/ruff check .
