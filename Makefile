@@ -2,7 +2,7 @@
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-ci test-all fuzz mutants seeded-faults lint format types doctest docs model kernels data dev clean
+.PHONY: help demo test test-ci test-shipped test-compilers test-all fuzz mutants seeded-faults lint format types doctest docs model kernels data dev clean
 
 # The first Python that is new enough; `make PYTHON=... test` chooses another.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -24,6 +24,12 @@ MODEL := $(VENV)/.stamp-model
 TRAIN := $(VENV)/.stamp-train
 DOCS := $(VENV)/.stamp-docs
 KERNELS := $(VENV)/.stamp-kernels
+# The compilers for TPU and GPU run without such a device, but not beside each other.
+TPU_VENV := .venv-tpu
+GPU_VENV := .venv-gpu
+TPU := $(TPU_VENV)/.stamp
+GPU := $(GPU_VENV)/.stamp
+SHIPPED_TESTS := tests/models/test_parity.py tests/models/test_reference.py tests/generation
 # Without the compiler that Python extensions are built with, the tests of the kernels are skipped.
 TEST_KERNELS := $(shell $(PYTHON) -c "import shutil, sysconfig; \
 	print('$(KERNELS)' * (shutil.which(sysconfig.get_config_var('CXX').split()[0]) is not None))")
@@ -37,8 +43,17 @@ demo: $(PACKAGE) $(MODEL) ## Install everything and let SmolLM2-135M answer a qu
 test: $(DEV) $(MODEL) $(TEST_KERNELS) ## Run the tests
 	$(PYTEST) $(PYTEST_ARGS)
 
-test-ci: $(DEV) $(MODEL) $(TEST_KERNELS) ## Run what CI adds: the code of README and docs, longer cases
-	$(PYTEST) -m ci $(PYTEST_ARGS)
+test-ci: $(DEV) $(MODEL) $(TEST_KERNELS) ## Run what CI adds: README and docs, commands, killed processes, longer cases
+	$(PYTEST) -m "ci and not slow" $(PYTEST_ARGS)
+
+# Slower to compile, so only the tests whose results could depend on how programs are compiled.
+test-shipped: $(DEV) $(MODEL) $(TEST_KERNELS) ## Run conformance, parity and generation, compiled as users do
+	$(PYTEST) --as-shipped $(SHIPPED_TESTS) $(PYTEST_ARGS)
+	$(PYTEST) --as-shipped -m ci -k smollm2 tests/models $(PYTEST_ARGS)
+
+test-compilers: $(TPU) $(GPU) ## Run the planning tests with the compilers for TPU and GPU
+	JAXLLM_TEST_COMPILER=tpu $(TPU_VENV)/bin/python -m pytest -k tpu tests/planning $(PYTEST_ARGS)
+	JAXLLM_TEST_COMPILER=gpu $(GPU_VENV)/bin/python -m pytest -k gpu tests/planning $(PYTEST_ARGS)
 
 test-all: $(DEV) $(MODEL) $(TEST_KERNELS) ## Run all tests, the slow ones too
 	$(PYTEST) -m "" $(PYTEST_ARGS)
@@ -78,7 +93,7 @@ kernels: $(KERNELS) ## Build and install the CPU kernels (needs a C++17 compiler
 dev: $(DEV) ## Install the development tools
 
 clean: ## Remove .venv and everything that tools left behind
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist docs/_build *.egg-info
+	rm -rf $(VENV) $(TPU_VENV) $(GPU_VENV) .pytest_cache .ruff_cache .hypothesis build dist docs/_build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/pyvenv.cfg:
@@ -104,6 +119,15 @@ $(TRAIN): $(PACKAGE)
 
 $(DOCS): $(PACKAGE)
 	$(PIP) install --group docs
+	touch $@
+
+$(TPU_VENV)/.stamp: EXTRA := plan-tpu
+$(GPU_VENV)/.stamp: EXTRA := plan-gpu
+$(TPU) $(GPU): pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check --quiet install --upgrade "pip>=25.1"
+	$(@D)/bin/python -m pip --disable-pip-version-check --quiet install \
+		--editable '.[$(EXTRA)]' --group compilers
 	touch $@
 
 $(KERNELS): $(wildcard cpu_kernels/src/*) $(wildcard cpu_kernels/*/*.py) cpu_kernels/pyproject.toml cpu_kernels/setup.py | $(PACKAGE)

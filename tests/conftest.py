@@ -25,7 +25,13 @@ shape_checks.decorate_shaped_only()
 from jaxllm.checkpoint.bundled import smollm2  # noqa: E402
 from jaxllm.common.errors import MissingFileError  # noqa: E402
 
-CI_CASES = Path(__file__).with_name("ci_cases.txt")
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--as-shipped",
+        action="store_true",
+        help="compile as users do: XLA's default optimization, and the CPU kernels if installed",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,21 +42,29 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(100_000, 20, 100)
     # A run in the background ignores SIGINT, and so would the processes that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if config.option.markexpr not in ("", "slow"):
+    if config.option.as_shipped:
+        os.environ["JAXLLM_CPU_KERNELS"] = "1"
+    elif config.option.markexpr not in ("", "slow"):
         compile_fast()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the cases of ci_cases.txt for CI: those that take the most time, of which most have
-    other cases in the default run, on another family or setting."""
-    cases = set(CI_CASES.read_text().splitlines())
+    """Marks for `make test-ci` the cases of a parametrized test that its markers `by_default` and
+    `in_ci` leave out of the default run. Both name cases by their ids."""
+    missing: dict[str, set[str]] = {}
     for item in items:
-        if item.nodeid in cases:
-            cases.remove(item.nodeid)
-            item.add_marker(pytest.mark.ci)
-    if cases and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-        raise pytest.UsageError(f"{CI_CASES}: no such tests: {sorted(cases)}")
+        for marker in item.iter_markers():
+            if marker.name not in ("by_default", "in_ci"):
+                continue
+            function, _, case = item.nodeid.partition("[")
+            case = case.removesuffix("]")
+            missing.setdefault(function, set(marker.args)).discard(case)
+            if (case in marker.args) == (marker.name == "in_ci"):
+                item.add_marker(pytest.mark.ci)
+    unknown = {function: cases for function, cases in missing.items() if cases}
+    if unknown and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        raise pytest.UsageError(f"by_default, in_ci: no such cases: {unknown}")
 
 
 def compile_fast() -> None:

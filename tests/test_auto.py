@@ -32,6 +32,7 @@ def same_weights(a, b) -> None:
     jax.tree.map(np.testing.assert_array_equal, parameters(a), parameters(b))
 
 
+@pytest.mark.by_default("llama")
 @pytest.mark.parametrize("family", FOLDERS)
 def test_auto_and_family_classes_load_a_checkpoint(family):
     folder = REFERENCE / FOLDERS[family]
@@ -46,6 +47,7 @@ def test_auto_and_family_classes_load_a_checkpoint(family):
     assert jaxllm.AutoConfig.from_pretrained(folder) == model.config
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", FOLDERS)
 def test_models_without_a_head_give_the_last_hidden_state(family, tmp_path):
     folder = REFERENCE / FOLDERS[family]
@@ -63,6 +65,7 @@ def test_models_without_a_head_give_the_last_hidden_state(family, tmp_path):
     assert listed == [type(model).__name__]
 
 
+@pytest.mark.by_default("llama")
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", *FOLDERS])
 def test_models_of_a_config(family):
     config = tiny.make(family).config
@@ -104,6 +107,7 @@ def test_a_whole_config_replaces_the_files(tmp_path):
         models.GPT2LMHeadModel.from_pretrained(folder, config=models.LlamaConfig())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_the_method_generates_like_the_function(family):
     model = tiny.cached(family)
@@ -116,6 +120,7 @@ def test_the_method_generates_like_the_function(family):
     assert output[0] is output.sequences
 
 
+@pytest.mark.ci
 def test_outputs_by_name_and_index():
     model = tiny.cached("gpt2")
     ids = tiny.ids()
@@ -153,6 +158,7 @@ def test_renamed_arguments_say_what_to_write(name):
         CALLS[name](tiny.cached("llama"))
 
 
+@pytest.mark.ci
 def test_arguments_that_ask_for_what_happens_anyway():
     folder = REFERENCE / "tiny-gpt2"
     off = {"cache_dir": None, "use_auth_token": None, "trust_remote_code": True}
@@ -248,6 +254,7 @@ def test_a_tokenizer_with_options(tmp_path):
         jaxllm.AutoTokenizer.from_pretrained(folder, add_prefix_space=True)
 
 
+@pytest.mark.ci
 def test_push_to_hub(monkeypatch, tmp_path):
     """The real client, and a Hub on this machine."""
     model, tokenizer = jaxllm.load(REFERENCE / "tiny-t5")

@@ -50,6 +50,7 @@ def test_a_cpu_is_checked_and_measured(
     assert "batch engine, 2 slots: " in capsys.readouterr().out
 
 
+@pytest.mark.ci
 def test_measurements(benchmark: Any, config: Path) -> None:
     code, report = run(benchmark, config, "--device", "cpu", "--families")
     assert (code, report["checks"]) == (0, [])

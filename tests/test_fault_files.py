@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
 from fuzz_seeds import fault_files
 from fuzzing import run_batch
 
 
+@pytest.mark.ci
 def test_files_of_faults_are_harmless(tmp_path: Path) -> None:
     files = []
     for target, path in fault_files():

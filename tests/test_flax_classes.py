@@ -38,6 +38,7 @@ def weighted(x) -> float:
     return float(values @ np.cos(np.arange(values.size)))
 
 
+@pytest.mark.by_default("tiny-t5 FlaxT5EncoderModel")
 @pytest.mark.parametrize("name", CASES)
 def test_params_and_outputs_match_transformers(name):
     model, case = loaded(name, from_pt=True)
@@ -67,6 +68,7 @@ def test_sequences_match_transformers(name):
     assert beams.scores.shape == (2,)
 
 
+@pytest.mark.ci
 def test_results_have_all_columns():
     model, _ = loaded("tiny-gpt2 FlaxGPT2LMHeadModel")
     greedy = model.generate(IDS, max_length=9).sequences
@@ -75,6 +77,7 @@ def test_results_have_all_columns():
     assert output.sequences.tolist() == [[*greedy[0, :8].tolist(), 3]]
 
 
+@pytest.mark.ci
 def test_parameters_apart():
     name = "tiny-gpt2 FlaxGPT2LMHeadModel"
     (model, params), _ = loaded(name, _do_init=False)
@@ -171,6 +174,7 @@ def test_training_as_in_the_examples(tmp_path):
     np.testing.assert_array_equal(again, generated[0])
 
 
+@pytest.mark.ci
 def test_an_encoder_and_a_decoder_apart():
     model, _ = loaded("tiny-t5 FlaxT5ForConditionalGeneration")
     whole = model(IDS, np.ones_like(IDS), IDS[:, :4])
@@ -179,6 +183,7 @@ def test_an_encoder_and_a_decoder_apart():
     np.testing.assert_allclose(decoded.logits, whole.logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.ci
 def test_params_are_those_of_the_moment():
     model, _ = loaded("tiny-gpt2 FlaxGPT2LMHeadModel")
     first = model(IDS).logits

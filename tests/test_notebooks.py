@@ -18,6 +18,7 @@ def read(name: str) -> nbformat.NotebookNode:
     return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
 
 
+@pytest.mark.in_ci("batch")
 @pytest.mark.parametrize("name", NAMES)
 def test_stores_what_it_prints(name: str) -> None:
     """As docs/run_notebooks.py writes it: printed text alone, and nothing of the machine."""

@@ -22,6 +22,7 @@ def writer() -> jaxllm.Pipeline:
     return jaxllm.pipeline("text-generation", REFERENCE / "tiny-gpt2", batch_size=2)
 
 
+@pytest.mark.ci
 def test_text_generation(writer):
     results = writer(TEXTS, max_new_tokens=4, return_full_text=False)
     for text, [result] in zip(TEXTS, results, strict=True):
@@ -33,6 +34,7 @@ def test_text_generation(writer):
     assert writer([]) == []
 
 
+@pytest.mark.ci
 def test_rows_of_all_batches_draw_different_numbers(writer):
     fields = {"max_new_tokens": 6, "do_sample": True, "num_return_sequences": 2, "key": 5}
     results = writer(["Hello"] * 4, **fields)
@@ -53,6 +55,7 @@ def test_chats_are_answered(writer):
     assert pipe(chat, max_new_tokens=4) == [{"generated_text": [*chat, message]}]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("task", ["text-generation", "text2text-generation"])
 def test_stop_strings_end_answers_without_padding(task):
     """The pipeline's own tokenizer finds them; the pad is a token that would be read as text."""
@@ -73,6 +76,7 @@ def test_stop_strings_end_answers_without_padding(task):
     assert texts[1]["generated_text"] != plain[1]
 
 
+@pytest.mark.ci
 def test_text_to_text():
     pipe = jaxllm.pipeline("text2text-generation", REFERENCE / "tiny-t5")
     batch = pipe.tokenizer(TEXTS, padding=True, return_tensors="np")
@@ -85,6 +89,7 @@ def test_text_to_text():
     assert pipe(TEXTS[:1], **two) == [answers]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification"])
 def test_text_classification(problem, tmp_path):
     tokenizer = byte_tokenizer()
@@ -112,6 +117,7 @@ def test_text_classification(problem, tmp_path):
     assert [each["label"] for each in pipe(TEXTS)] == [names[i] for i in expected.argmax(1)]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-t5"])
 def test_feature_extraction(name):
     tokenizer = byte_tokenizer() if name == "tiny-llama" else None
@@ -123,6 +129,7 @@ def test_feature_extraction(name):
         np.testing.assert_allclose(pipe(text, pooling=None), states, rtol=2e-4, atol=1e-5)
 
 
+@pytest.mark.by_default("feature-extraction")
 @pytest.mark.parametrize("task", ["feature-extraction", "text-classification"])
 def test_outputs_that_are_not_finite(task):
     tokenizer = byte_tokenizer()
@@ -154,6 +161,7 @@ def test_options_of_transformers(writer):
         features("Hello", top_k=2)
 
 
+@pytest.mark.ci
 def test_refusals(writer):
     with pytest.raises(UnsupportedError, match="'translation'; pipelines have text-generation"):
         jaxllm.pipeline("translation", writer.model)

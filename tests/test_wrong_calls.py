@@ -77,6 +77,7 @@ MODEL_CALLS = {
 }
 
 
+@pytest.mark.in_ci("logits_to_keep: .* an integer of 5001")
 @pytest.mark.parametrize("message", MODEL_CALLS)
 def test_of_models(message: str) -> None:
     with pytest.raises(InputError, match=message) as failure:

@@ -93,6 +93,7 @@ def test_a_neutral_value_asks_for_nothing():
     assert len(engine.counts.program_calls) == 2
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("beams", [1, 3])
 def test_what_a_broken_row_leaves_in_its_slot_is_gone(beams):
     """0 * NaN is NaN, so values behind the mask matter, too."""

@@ -133,6 +133,7 @@ print("done")
 )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("code", "families"),
     [

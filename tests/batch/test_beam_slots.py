@@ -57,6 +57,7 @@ def check(family: str, rows: list[dict[str, Any]], slots: int, **fields: Any) ->
     return engine
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", tiny.mostly("t5"))
 def test_rows_equal_rows_alone(family):
     """With lengths, end tokens, penalties and numbers of results of their own, in few slots."""
@@ -92,6 +93,7 @@ def test_sampled_beams_have_the_rows_keys():
     check("llama", rows, slots=2, num_beams=3, do_sample=True)
 
 
+@pytest.mark.ci
 def test_results_do_not_depend_on_slots_or_neighbours():
     rows = beam_rows(10, seed=3, num_beams=3)
     results = [
@@ -105,6 +107,7 @@ def test_results_do_not_depend_on_slots_or_neighbours():
     assert {reason for _, reasons in results[0].values() for reason in reasons} == {"eos", "length"}
 
 
+@pytest.mark.ci
 def test_programs_are_one_a_bucket_and_none_the_second_time():
     net = tiny.make("llama", num_hidden_layers=1, max_position_embeddings=128)
     with contextlib.closing(CompileClock()) as clock:
@@ -194,6 +197,7 @@ def test_memory_knows_the_beams():
     assert int(output.error.split("at most ")[1].split(",")[0]) == 29
 
 
+@pytest.mark.ci
 def test_advice_is_about_new_tokens_where_the_prompt_takes_most():
     """Fewer of them make a slot smaller even if prompt and text still need as many columns."""
     row = {"input_ids": [5] * 60, "max_new_tokens": 32}
@@ -220,6 +224,7 @@ def test_fewer_slots_where_memory_is_short():
     assert output.error is None
 
 
+@pytest.mark.ci
 def test_an_error_is_its_rows_alone():
     rows = beam_rows(3, num_beams=3)
     rows[1]["suppress_tokens"] = list(range(50))

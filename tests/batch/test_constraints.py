@@ -25,6 +25,7 @@ SCHEMA = {
 }
 
 
+@pytest.mark.ci
 def test_rows_match_their_own_or_the_jobs_constraint():
     engine = jaxllm.BatchGenerator(MODEL, TOKENIZER, slots=4, max_new_tokens=40, schema=SCHEMA)
     rows = [
@@ -88,6 +89,7 @@ def test_beams_match_a_constraint(num_beams):
     jsonschema.validate(json.loads(output.text), SCHEMA)
 
 
+@pytest.mark.ci
 def test_texts_of_prompts(capsys):
     prompts = ["Hi", [{"role": "user", "content": "Hello"}], {"prompt": "x", "max_new_tokens": 2}]
     jaxllm.set_progress(True, least_seconds=0)

@@ -24,6 +24,7 @@ def lengths(name: str, count: int, rng: np.random.Generator) -> np.ndarray:
     return np.minimum(drawn, 240)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["geometric", "lognormal", "a tenth long"])
 def test_decoding_steps_are_near_the_ideal(name):
     rng = np.random.default_rng(0)
@@ -41,6 +42,7 @@ def test_decoding_steps_are_near_the_ideal(name):
     assert counts.utilisation > 0.9
 
 
+@pytest.mark.ci
 def test_programs_are_one_a_bucket_and_none_the_second_time():
     model = tiny.make("llama", num_hidden_layers=1, max_position_embeddings=256)
     engine = BatchGenerator(model, slots=8, do_sample=True)

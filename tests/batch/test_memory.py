@@ -32,6 +32,7 @@ def test_budget():
             memory_budget(wrong)
 
 
+@pytest.mark.ci
 def test_prediction_is_what_the_slots_take():
     engine = BatchGenerator(MODEL, slots=8)
     engine.generate(ROWS)
@@ -43,6 +44,7 @@ def test_prediction_is_what_the_slots_take():
     assert str(actual.slots) in str(actual)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("width", [64, 512])
 def test_activations_are_near_what_the_compiler_allocates(width, monkeypatch):
     compiled = []
@@ -70,6 +72,7 @@ def test_fewer_slots_where_memory_is_short():
     assert 1 < engine.memory[0].slots <= 4
 
 
+@pytest.mark.ci
 def test_long_rows_have_a_pool_of_their_own():
     """Not all rows pay for one that needs a large slot."""
     rows = [*ROWS, {"input_ids": [5] * 100, "max_new_tokens": 3900}]
@@ -94,6 +97,7 @@ def test_a_prompt_beyond_the_context_names_the_limit():
     assert message.startswith("prompt: has 5000 tokens, but the model's context is 4096")
 
 
+@pytest.mark.ci
 def test_a_row_that_never_fits_says_which_number_to_change():
     rows = [*ROWS, {"input_ids": [5, 6, 7], "max_new_tokens": 3900}]
     small = BatchGenerator(MODEL, slots=1)
@@ -110,6 +114,7 @@ def test_a_row_that_never_fits_says_which_number_to_change():
         assert all(why in output.error for output in tight)
 
 
+@pytest.mark.ci
 def test_slots_are_halved_when_memory_runs_out(monkeypatch):
     """A device that has less than it says, at any call."""
     rows = uneven_rows(30, prompts=16, new=16)

@@ -17,6 +17,7 @@ from jaxllm.models.build_options import Options
 from jaxllm.planning import lower
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -51,6 +52,7 @@ def test_rows_equal_rows_alone(
     assert prompts
 
 
+@pytest.mark.by_default("cpu-2")
 @pytest.mark.parametrize(("platform", "scatters"), [("tpu", 0), ("cpu", 2)])
 def test_a_tpu_writes_keys_and_values_with_a_slice(
     platform: str, scatters: int, monkeypatch: pytest.MonkeyPatch

@@ -33,12 +33,14 @@ def check(net: Any, rows: list[dict[str, Any]], slots: int, **fields: Any) -> Ba
     return engine
 
 
+@pytest.mark.ci
 def test_greedy_rows_equal_rows_alone():
     engine = check(model("llama"), uneven_rows(100, prompts=20, new=20), slots=8)
     assert engine.counts.rows == 100
     assert engine.counts.finish_reasons.keys() == {"eos", "length"}
 
 
+@pytest.mark.ci
 def test_rows_with_four_steps_between_checks_equal_rows_alone(monkeypatch):
     """As on a GPU; rows end, and slots become free, between two checks."""
     monkeypatch.setattr(programs, "steps_between_checks", lambda platform: 4)
@@ -46,6 +48,7 @@ def test_rows_with_four_steps_between_checks_equal_rows_alone(monkeypatch):
     assert engine.counts.decode_steps % 4 == 0
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.slow), "t5"])
 def test_sampled_rows_equal_rows_alone(family):
     """With numbers of their own, and keys from the job's seed or their own."""
@@ -59,6 +62,7 @@ def test_sampled_rows_equal_rows_alone(family):
     check(model(family), rows, slots=4, do_sample=True)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("fields", [{}, {"do_sample": True}, {"num_beams": 2}])
 def test_processors_without_parameters(fields):
     """Beside rows without them, which run in another group."""

@@ -14,6 +14,7 @@ from jaxllm import BatchGenerator
 MODEL = tiny.make("llama", num_hidden_layers=1)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["s_llama_dynamic", "s_llama_longrope"])
 def test_rope_that_depends_on_the_length_sees_its_own_row(name):
     net = jaxllm.load(DATA / "models" / name)[0]
@@ -28,6 +29,7 @@ def test_rope_that_depends_on_the_length_sees_its_own_row(name):
         assert output.output_ids[0] == new_tokens(net, row, sequence, ())
 
 
+@pytest.mark.ci
 def test_rows_of_other_programs_form_groups():
     rows = [{"input_ids": [5, 6, 7, 8 + i], "max_new_tokens": 6} for i in range(8)]
     rows[1]["suppress_tokens"] = [9, 10]
@@ -36,6 +38,7 @@ def test_rows_of_other_programs_form_groups():
     assert differences(MODEL, rows, outputs)[0] == []
 
 
+@pytest.mark.ci
 def test_stop_strings_of_each_row():
     net, tokenizer = jaxllm.load(DATA / "models" / "s_llama_tok")
     rng = np.random.default_rng(0)

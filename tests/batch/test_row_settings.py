@@ -11,6 +11,7 @@ from jaxllm import BatchGenerator
 MODEL = tiny.make("llama", num_hidden_layers=1)
 
 
+@pytest.mark.ci
 def test_greedy_and_sampled_rows_side_by_side():
     rows = uneven_rows(12, prompts=16, new=16, seed=2)
     for i, row in enumerate(rows):
@@ -52,6 +53,7 @@ def test_several_samples_a_row():
     assert outputs[0].to_dict()["output_ids"] == list(outputs[0].output_ids)
 
 
+@pytest.mark.ci
 def test_result_does_not_depend_on_slots_or_neighbours():
     rows = uneven_rows(40, prompts=16, new=16, seed=4)
     results = [

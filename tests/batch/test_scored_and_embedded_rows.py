@@ -27,6 +27,7 @@ def answers(engine, rows):
     return sorted(engine.answer(raw_rows), key=lambda output: output.index)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_scores_are_those_of_score(family):
     model = tiny.make(family, vocab_size=len(TOKENIZER))
@@ -99,6 +100,7 @@ def test_an_end_token_that_the_tokenizer_adds_is_not_scored():
     np.testing.assert_allclose(output.log_likelihood, expected, rtol=1e-5)
 
 
+@pytest.mark.ci
 def test_embeddings_are_pooled_states_of_length_1():
     model = tiny.make("t5", vocab_size=len(TOKENIZER))
     rows = ["Hello", {"id": "b", "prompt": "Hello there, all of you"}, {"input_ids": []}]
@@ -112,6 +114,7 @@ def test_embeddings_are_pooled_states_of_length_1():
     assert "expected a list of token ids" in outputs[2].error
 
 
+@pytest.mark.by_default("1e+30")
 @pytest.mark.parametrize("scale", [np.nan, 1e30])
 def test_hidden_states_that_are_not_finite(scale):
     """With 1e30 each is finite, but not the square of their length."""

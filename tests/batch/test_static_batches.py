@@ -34,6 +34,7 @@ def three_rows(**fields: Any) -> list[dict[str, Any]]:
     return [{"input_ids": list(range(5, 5 + n)), "max_new_tokens": 8, **fields} for n in sizes]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
 def test_beams_equal_beams_alone(family):
     rows = three_rows(**BEAMS, num_return_sequences=2)
@@ -47,6 +48,7 @@ def test_beams_equal_beams_alone(family):
     assert engine.counts.program_calls["beam_search of 1 x 16"] == 1
 
 
+@pytest.mark.by_default("cache_implementation")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -63,6 +65,7 @@ def test_other_settings_equal_rows_alone(fields):
     assert differences(model("llama"), rows, outputs)[0] == []
 
 
+@pytest.mark.ci
 def test_an_error_is_its_rows_alone():
     rows = three_rows(**BEAMS)
     rows[1]["suppress_tokens"] = list(range(50))
@@ -70,6 +73,7 @@ def test_an_error_is_its_rows_alone():
     assert [output.error_kind for output in outputs] == [None, "NonFiniteError", None]
 
 
+@pytest.mark.ci
 def test_batches_are_halved_when_memory_runs_out(monkeypatch):
     rows = three_rows(**BEAMS)
     expected = BatchGenerator(model("llama"), slots=12).generate(rows)
@@ -86,6 +90,7 @@ def test_batches_are_halved_when_memory_runs_out(monkeypatch):
     assert engine.counts.halvings == 2  # 4 rows at once, 2, 1
 
 
+@pytest.mark.ci
 def test_stop_strings_beside_other_samples_and_at_the_limit():
     """The pads after a stop string may be EOS tokens."""
     net = tiny.make("llama", **SMALL["llama"] | {"vocab_size": 258, "eos_token_id": 256})

@@ -34,6 +34,13 @@ def written(old: np.ndarray, new: np.ndarray, slots: np.ndarray) -> np.ndarray:
     return old
 
 
+@pytest.mark.by_default(
+    "False-all rows",
+    "False-per column, some dropped",
+    "False-per row, beyond the end",
+    "True-per column, some dropped",
+    "True-per row, beyond the end",
+)
 @pytest.mark.parametrize("name", SLOTS)
 @pytest.mark.parametrize("merged", [True, False])
 def test_columns_are_written_to_their_slots(name, merged):
@@ -64,6 +71,7 @@ def test_a_mask_is_written_like_keys():
     np.testing.assert_array_equal(np.argwhere(mask), [[0, 0], [1, 3], [2, 6]])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", tiny.mostly("t5"))
 def test_a_model_for_tpus_has_a_cache_with_an_axis_of_heads(family: str) -> None:
     """Scores and sums are then products across heads, and the sequences are the same."""

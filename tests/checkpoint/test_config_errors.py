@@ -156,6 +156,35 @@ def lying_copy(case: str, folder: Path, field: str, value) -> Path:
     return folder
 
 
+@pytest.mark.in_ci(
+    "gpt2_base-add_cross_attention-True",
+    "gpt2_base-n_embd-48",
+    "gpt2_base-n_inner-7",
+    "gpt2_base-n_layer-3",
+    "gpt2_base-n_positions-9",
+    "llama_bias-attention_bias-False",
+    "llama_bias-head_dim-1048576",
+    "llama_bias-head_dim-2",
+    "llama_bias-hidden_size-33554432",
+    "llama_bias-hidden_size-48",
+    "llama_bias-intermediate_size-4096",
+    "llama_bias-mlp_bias-False",
+    "llama_bias-num_attention_heads-8",
+    "llama_bias-num_hidden_layers-1",
+    "llama_bias-num_hidden_layers-3",
+    "llama_bias-num_key_value_heads-1",
+    "llama_bias-tie_word_embeddings-False",
+    "llama_bias-vocab_size-52",
+    "t5_v11-d_ff-1",
+    "t5_v11-d_kv-3",
+    "t5_v11-d_model-8",
+    "t5_v11-feed_forward_proj-relu",
+    "t5_v11-is_gated_act-False",
+    "t5_v11-num_decoder_layers-2",
+    "t5_v11-num_heads-9",
+    "t5_v11-num_layers-1",
+    "t5_v11-relative_attention_num_buckets-30",
+)
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize(
     ("case", "field", "value"), LIES, ids=[f"{c}-{f}-{str(v)[:20]}" for c, f, v in LIES]

@@ -154,6 +154,7 @@ CASES: dict[str, Callable[[], Files]] = {
 }
 
 
+@pytest.mark.ci
 def test_a_gap_in_the_ids_is_found_in_linear_time(tmp_path: Path) -> None:
     vocabulary = {word: index for index, word in enumerate(["<s>", *words(50_000)])}
     (tmp_path / "gap").write_bytes(

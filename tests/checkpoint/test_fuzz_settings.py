@@ -31,6 +31,7 @@ def check(count: int, folder: Path) -> None:
         assert min(counts.values()) > count / 20, (status, counts)
 
 
+@pytest.mark.ci
 def test_some_settings(tmp_path: Path) -> None:
     check(fuzz_count(300), tmp_path)
 

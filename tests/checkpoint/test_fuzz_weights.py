@@ -82,6 +82,7 @@ def safetensors_file(original: bytes, rng: random.Random) -> bytes:
 
 
 class TestMutations:
+    @pytest.mark.ci
     @pytest.mark.parametrize("count", COUNTS)
     def test_safetensors(self, count, tmp_path):
         write_safetensors(tmp_path / "a.safetensors", every_dtype())
@@ -96,6 +97,7 @@ class TestMutations:
         assert statuses["refused"] > count / 2
         assert statuses["ok"] > 0
 
+    @pytest.mark.ci
     @pytest.mark.parametrize("count", COUNTS)
     def test_index(self, count, tmp_path):
         original = fuzz_seeds.with_shards(tmp_path)
@@ -105,6 +107,7 @@ class TestMutations:
         assert statuses["refused"] > count / 2
         assert statuses["ok"] > 0
 
+    @pytest.mark.ci
     @pytest.mark.parametrize("count", COUNTS)
     def test_gguf(self, count, tmp_path):
         original = gguf_file()
@@ -120,16 +123,19 @@ class TestMutations:
 
 
 class TestDirected:
+    @pytest.mark.ci
     def test_the_malformed_safetensors(self, tmp_path):
         contents = [safetensors_bytes(h, b"\0" * n) for h, n, _ in MALFORMED_SAFETENSORS.values()]
         files = [written(tmp_path / f"{i}.safetensors", c) for i, c in enumerate(contents)]
         assert check("safetensors", files) == {"refused": len(files)}
 
+    @pytest.mark.ci
     def test_the_malformed_gguf(self, tmp_path):
         contents = [data for data, _ in MALFORMED_GGUF.values()]
         files = [written(tmp_path / f"{i}.gguf", c) for i, c in enumerate(contents)]
         assert check("gguf", files) == {"refused": len(files)}
 
+    @pytest.mark.ci
     def test_many_tensors(self, tmp_path):
         entry = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
         header = json.dumps({f"{i}": entry for i in range(50_000)}).encode()

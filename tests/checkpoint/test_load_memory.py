@@ -51,6 +51,7 @@ def write(tmp_path_factory):
     return make
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_peak_memory(write, dtype):

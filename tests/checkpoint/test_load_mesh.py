@@ -38,6 +38,7 @@ def check_slices(source) -> None:
         np.testing.assert_array_equal(source.read(name), full)
 
 
+@pytest.mark.in_ci("t5_relu")
 @pytest.mark.parametrize("name", ["llama_bias", "gpt2_hub_layout", "t5_relu"])
 def test_slices_of_tensors(name, tmp_path):
     folder = DATA / "parity" / name
@@ -126,6 +127,7 @@ print("done")
 """
 
 
+@pytest.mark.ci
 def test_load_and_save_on_eight_devices(tmp_path):
     convert(DATA / "parity" / "llama_bias", tmp_path / "llama.gguf")
     convert(DATA / "conformance" / "models" / "s_gpt2", tmp_path / "gpt2.gguf")

@@ -96,6 +96,7 @@ def test_weights_of_other_dtypes(copy, dtype):
         jaxllm.load(copy("llama_bias", {"model.norm.weight": norm}))
 
 
+@pytest.mark.by_default("float32-nan")
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_nonfinite_weights(copy, value, dtype):
@@ -187,6 +188,7 @@ def test_missing_files(copy, tmp_path):
         jaxllm.load(tmp_path)
 
 
+@pytest.mark.ci
 def test_differing_head_of_tied_config_is_used(copy):
     """Same as transformers 5; version 4 ties it over."""
     head = np.array(tensor("lm_head.weight", "gpt2_unscaled"))
@@ -214,6 +216,7 @@ def test_tying_compares_bits(copy):
         assert saved.read("lm_head.weight").tobytes() == other.tobytes()
 
 
+@pytest.mark.ci
 def test_unscaled_mt5_head_saved_by_transformers_5(copy):
     """The file has tie_word_embeddings true, and no other key, beside mT5's own unscaled head."""
     folder = copy("mt5", config={"tie_word_embeddings": True})
@@ -229,6 +232,7 @@ def test_copies_must_be_equal(copy):
         jaxllm.load(copy("t5_relu", {name: tensor(name, "t5_relu") + 1}))
 
 
+@pytest.mark.ci
 def test_missing_head_of_untied_config_is_an_error_except_for_t5(copy):
     folder = copy("llama_base_keys", config={"tie_word_embeddings": False})
     with pytest.raises(CheckpointError, match=r"missing lm_head\.weight"):

@@ -62,11 +62,29 @@ def check_round_trip(folder: Path, saved: Path, **options) -> None:
     assert config_of(saved) == config_of(folder)
 
 
+@pytest.mark.in_ci(
+    "gpt2_cls_regression",
+    "gpt2_cross",
+    "mt5",
+    "qwen2_window",
+    "t5_default_buckets",
+    "t5_far",
+    "t5_flan_resaved",
+    "t5_gated_silu",
+    "t5_gelu",
+    "t5_head_mask",
+    "t5_relu",
+    "t5_tied_unscaled",
+    "t5_v11",
+    "umt5",
+    "umt5_tied",
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_round_trip(name, tmp_path):
     check_round_trip(ROOT / name, tmp_path)
 
 
+@pytest.mark.by_default("llama_base_keys-bfloat16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["gpt2_hub_layout", "llama_base_keys", "t5_relu", "mt5"])
 def test_round_trip_of_half_precision(name, dtype, tmp_path):
@@ -144,6 +162,7 @@ def test_shards(tmp_path):
     assert tensors_of(tmp_path) == tensors_of(ROOT / "gpt2_base")
 
 
+@pytest.mark.ci
 def test_trained_weights_stay_float32(tmp_path):
     model, _ = jaxllm.load(ROOT / "sharded" / "bf16")
     trained = jax.tree.map(lambda x: x * 1.001, model)
@@ -217,6 +236,7 @@ OWN = {
 }
 
 
+@pytest.mark.by_default("llama llama3")
 @pytest.mark.parametrize("name", OWN)
 def test_model_without_checkpoint(name, tmp_path):
     model = tiny.make(name.split()[0], **OWN[name])
@@ -232,6 +252,7 @@ def test_model_without_checkpoint(name, tmp_path):
     assert config_of(tmp_path)["torch_dtype"] == "float32"
 
 
+@pytest.mark.by_default("t5-T5EncoderModel")
 @pytest.mark.parametrize(
     ("family", "architecture"),
     [
@@ -249,6 +270,7 @@ def test_other_heads_without_checkpoint(family, architecture, tmp_path):
     assert again.config == model.config
 
 
+@pytest.mark.ci
 def test_encoder_of_a_t5_checkpoint(tmp_path):
     full, _ = jaxllm.load(ROOT / "t5_v11")
     encoder, _ = jaxllm.load(ROOT / "t5_v11", architecture="T5EncoderModel")
@@ -267,6 +289,7 @@ def test_encoder_of_a_t5_checkpoint(tmp_path):
     )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["llama_bias", "gpt2_base", "t5_v11"])
 def test_requested_dtypes(name):
     """bf16 computing over float32 weights, and bf16 weights; logits are float32 always."""
@@ -282,6 +305,7 @@ def test_requested_dtypes(name):
         assert 1e-4 < distance < 0.2
 
 
+@pytest.mark.by_default("float16-layers1")
 @pytest.mark.parametrize(("dtype", "layers"), [("bfloat16", ()), ("float16", ("mlp.down",))])
 def test_t5_feed_forward_output_is_float32_in_half_precision(dtype, layers):
     """Its weights, as in transformers, for float16 alone."""
@@ -345,6 +369,7 @@ def test_saving_to_a_file_path_is_an_error(tmp_path):
         tokenizer.save(tmp_path / "there")
 
 
+@pytest.mark.by_default("bfloat16-wide0")
 @pytest.mark.parametrize(("dtype", "wide"), [("bfloat16", ()), ("float16", ("wo",))])
 def test_half_precision_model_without_checkpoint(tmp_path, dtype, wide):
     options = Options(dtype=dtype, param_dtype=dtype)

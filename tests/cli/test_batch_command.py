@@ -56,6 +56,7 @@ def in_process(capsys, *arguments: object) -> tuple[int, str]:
     return code, err
 
 
+@pytest.mark.ci
 def test_rows_report_and_errors(tmp_path, capsys):
     rows = [{"prompt": "Hello", "max_new_tokens": 4}, {"id": "x"}, {"messages": [], "id": 3}]
     write_rows(tmp_path / "rows.jsonl", rows)
@@ -185,6 +186,7 @@ def test_another_model_under_the_same_path_is_refused(tmp_path, capsys):
     assert in_process(capsys, "--model", model.rename(tmp_path / "moved"), *files)[0] == 0
 
 
+@pytest.mark.ci
 def test_what_a_job_computes_with_is_compared(tmp_path, capsys, monkeypatch):
     """The default dtype depends on the device, and random numbers on the environment."""
     jaxllm.save_hf(tmp_path / "model", *jaxllm.load(MODEL), dtype="bfloat16")
@@ -215,6 +217,7 @@ def test_what_a_job_computes_with_is_compared(tmp_path, capsys, monkeypatch):
         assert (found, remark in err) == (code, True), err
 
 
+@pytest.mark.ci
 def test_stdin_and_stdout(tmp_path, capsysbinary, monkeypatch):
     rows = [{"id": f"r{i}", "prompt": "Hello", "max_new_tokens": 9 - i} for i in range(6)]
     rows.insert(2, {"id": "bad", "prompt": 5})
@@ -289,6 +292,7 @@ def test_1000_rows_of_a_table(tmp_path, capsys, kind):
     assert ids == [result.output_ids[0] for result in expected]
 
 
+@pytest.mark.ci
 def test_tasks_and_constraints(tmp_path, capsys):
     """A score, an embedding and a text of every row of a table; what does not fit together."""
     (tmp_path / "rows.csv").write_text("q,a,topic\nHello,you,x\nHello you,too,y\n")
@@ -393,6 +397,7 @@ def check_kills(folder: Path, kills: int, count: int) -> None:
     assert 0 < report["resumed"] < count
 
 
+@pytest.mark.ci
 def test_kills_lose_and_repeat_nothing(tmp_path):
     check_kills(tmp_path, kills=2, count=300)
 
@@ -402,6 +407,7 @@ def test_50_kills_lose_and_repeat_nothing(tmp_path):
     check_kills(tmp_path, kills=50, count=6000)
 
 
+@pytest.mark.ci
 def test_ctrl_c_keeps_what_was_done(tmp_path):
     killed = Killed(tmp_path, [{"input_ids": [5], "max_new_tokens": 60}] * 2000)
     process = killed.start()

@@ -46,6 +46,7 @@ def start(folder: Path, **options) -> Conversation:
     return Conversation(model, tokenizer, fields=fields, seed=0, **options)
 
 
+@pytest.mark.ci
 def test_turns_continue_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each turn computes its new tokens only, and answers as a call without a cache does."""
     cached: list[int] = []
@@ -73,6 +74,7 @@ def test_turns_continue_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert (chat.messages, chat.ids, chat.past) == ([], [], None)
 
 
+@pytest.mark.ci
 def test_a_stopped_answer_is_kept(folder: Path) -> None:
     chat = start(folder)
     seen: list[str] = []
@@ -180,6 +182,7 @@ def test_commands(
     assert "/nothing: no such command" in errors
 
 
+@pytest.mark.by_default("tiny-t5-a T5ForConditionalGeneration cannot chat")
 @pytest.mark.parametrize(
     ("model", "message"),
     [("tiny-t5", "a T5ForConditionalGeneration cannot chat"), ("tiny-gpt2", "no chat template")],

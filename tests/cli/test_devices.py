@@ -91,6 +91,7 @@ sys.exit(main(sys.argv[1:], "train.py"))
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("index", [0, 1])
 def test_processes_that_do_not_come(index: int):
     address = f"127.0.0.1:{free_port()}"

@@ -89,6 +89,7 @@ def test_training(tmp_path: Path, disk: Disk, capsys: pytest.CaptureFixture[str]
     assert len(set(failures)) > 2
 
 
+@pytest.mark.ci
 def test_export(tmp_path: Path, disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
     folder, out = tmp_path / "run", disk.folder / "out"
     recipe = small(tmp_path)

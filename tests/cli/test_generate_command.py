@@ -94,6 +94,7 @@ def test_help_lists_supported_fields_only(run) -> None:
     assert "--speculation-type" not in result.out
 
 
+@pytest.mark.ci
 def test_streamed_text_equals_whole_text(run) -> None:
     sampling = ("--do-sample", "--seed", 3, "--max-new-tokens", 30, "--no-compile-cache")
     streamed = run("--model", LLAMA, *sampling, "Once upon a time")
@@ -103,6 +104,7 @@ def test_streamed_text_equals_whole_text(run) -> None:
     assert len(streamed.out) > 10
 
 
+@pytest.mark.ci
 def test_config_fields_and_class_from_the_command_line(run, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(LLAMA, folder)
@@ -119,6 +121,7 @@ def test_config_fields_and_class_from_the_command_line(run, tmp_path: Path) -> N
     assert run("--model", LLAMA, "--config", "note", "a").code == 2
 
 
+@pytest.mark.ci
 def test_prompt_as_option(run) -> None:
     assert (
         run("--model", LLAMA, *SHORT, "--prompt", "Once").out
@@ -126,6 +129,7 @@ def test_prompt_as_option(run) -> None:
     )
 
 
+@pytest.mark.ci
 def test_seeds(run) -> None:
     def sample(*seed: object) -> Result:
         return run("--model", LLAMA, *SHORT, "--do-sample", *seed, "Once")
@@ -136,12 +140,14 @@ def test_seeds(run) -> None:
     assert sample("--seed", printed).out == unseeded[0].out
 
 
+@pytest.mark.ci
 def test_several_results(run) -> None:
     result = run("--model", LLAMA, *SHORT, "--do-sample", "--num-return-sequences", 3, "Once")
     assert result.code == 0, result.err
     assert result.out.count("\n---\n") == 2
 
 
+@pytest.mark.ci
 def test_beams_stop_strings_and_healing(run) -> None:
     free = run("--model", LLAMA, *SHORT, "--eos-token-id", "none", "Once")
     stop = free.out[1:3]
@@ -155,6 +161,7 @@ def test_beams_stop_strings_and_healing(run) -> None:
     assert healed.code == 0, healed.err
 
 
+@pytest.mark.ci
 def test_no_padding_is_printed_after_a_stop_string(run) -> None:
     sampling = ("--do-sample", "--seed", 3, "--num-return-sequences", 3, "--eos-token-id", "none")
     command = ("--model", LLAMA, *SHORT, *sampling, "--show-special-tokens", "Once upon a time")
@@ -168,6 +175,7 @@ def test_no_padding_is_printed_after_a_stop_string(run) -> None:
     assert first != free[0]
 
 
+@pytest.mark.ci
 def test_assisted_greedy_text_is_the_same(run) -> None:
     models = LLAMA.parent
     ids = ("--model", models / "s_llama", "--input-ids", "5,6,7", *SHORT)
@@ -176,6 +184,7 @@ def test_assisted_greedy_text_is_the_same(run) -> None:
     assert drafted.out == run(*ids).out
 
 
+@pytest.mark.ci
 def test_ids_of_an_encoder_decoder(run) -> None:
     result = run("--model", T5, *SHORT, "--eos-token-id", "none", "--input-ids", "5,6,7,1")
     assert result.code == 0, result.err
@@ -186,6 +195,7 @@ def test_ids_of_an_encoder_decoder(run) -> None:
     assert full.out == result.out
 
 
+@pytest.mark.ci
 def test_lists_and_end_tokens(run) -> None:
     def ids(*options: object) -> list[str]:
         result = run("--model", T5, *SHORT, "--input-ids", "5,6,7,1", *options)
@@ -239,6 +249,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.in_ci("ids beyond the vocabulary", "no tokenizer")
 @pytest.mark.parametrize(("arguments", "message"), ERRORS.values(), ids=ERRORS)
 def test_errors_take_one_line(run, arguments: tuple[object, ...], message: str) -> None:
     cache = () if "--no-compile-cache" in arguments else ("--no-compile-cache",)
@@ -271,6 +282,7 @@ def test_without_the_bundled_model(run, monkeypatch: pytest.MonkeyPatch) -> None
     assert "--require-hashes" in result.err
 
 
+@pytest.mark.ci
 def test_unwritable_cache_is_not_an_error(environment: dict[str, str], tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
@@ -281,6 +293,7 @@ def test_unwritable_cache_is_not_an_error(environment: dict[str, str], tmp_path:
     assert f"{blocked / 'cache'} cannot be written" in result.err
 
 
+@pytest.mark.ci
 def test_stdin_must_be_utf8(environment: dict[str, str]) -> None:
     done = subprocess.run(
         command("--model", LLAMA, "-"), env=environment, input=b"\xff\xfe", capture_output=True
@@ -308,6 +321,7 @@ def endless(environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
         pipe.close()
 
 
+@pytest.mark.ci
 def test_interrupt_prints_nothing(endless: subprocess.Popen[bytes]) -> None:
     endless.send_signal(signal.SIGINT)
     assert endless.wait(timeout=60) == 130
@@ -315,6 +329,7 @@ def test_interrupt_prints_nothing(endless: subprocess.Popen[bytes]) -> None:
     assert b"Traceback" not in endless.stderr.read()
 
 
+@pytest.mark.ci
 def test_closed_pipe(endless: subprocess.Popen[bytes]) -> None:
     assert endless.stdout is not None
     endless.stdout.close()

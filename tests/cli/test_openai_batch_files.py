@@ -91,6 +91,7 @@ def write(path: Path, lines: list[Any]) -> Path:
     return path
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
 def test_requests_of_all_kinds(tmp_path, capsys, chat_model, count):
     requests = all_requests(count)
@@ -139,6 +140,7 @@ def content(output: Any) -> Any:
     return output.line["response"]["body"]["choices"]
 
 
+@pytest.mark.ci
 def test_answers_do_not_depend_on_the_other_requests(tmp_path, chat_model):
     """A seed follows from the job's and the number of the request, so a resumed job goes on."""
     model, tokenizer = jaxllm.load(chat_model)
@@ -160,6 +162,7 @@ def test_answers_do_not_depend_on_the_other_requests(tmp_path, chat_model):
     assert text == tokenizer.decode(expected.sequences[0, -6:], skip_special_tokens=True)
 
 
+@pytest.mark.ci
 def test_what_is_refused(tmp_path, capsys, chat_model):
     path = write(tmp_path / "requests.jsonl", [request("a"), request("a")])
     with pytest.raises(DataError, match="lines 1 and 2 have the same id, 'a'"):

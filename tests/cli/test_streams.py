@@ -21,6 +21,7 @@ sys.exit(sys.stdin.read() != "" or min(pipe) < 3)
 """
 
 
+@pytest.mark.by_default("2>&--out\\n-")
 @pytest.mark.parametrize(
     ("closed", "out", "err"),
     [
@@ -50,6 +51,7 @@ def test_characters_that_the_encoding_of_stdout_lacks_are_escaped():
         assert (ended.returncode, ended.stdout) == (0, out), ended.stderr
 
 
+@pytest.mark.ci
 def test_a_platform_without_devices_is_one_line():
     arguments = ["generate", "--model", str(MODEL), "--quiet", "hi"]
     ended = subprocess.run(

@@ -100,6 +100,7 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> type[Reference]:
     return Reference
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name",
     ["s_llama_tok", *(pytest.param(n, marks=pytest.mark.slow) for n in ("s_t5", "s_gpt2_xattn"))],
@@ -113,6 +114,7 @@ def test_equal_models_pass(
     assert "100.00%" in printed
 
 
+@pytest.mark.ci
 def test_full_stdout(
     reference: type[Reference],
     monkeypatch: pytest.MonkeyPatch,
@@ -126,6 +128,7 @@ def test_full_stdout(
     assert errors == line
 
 
+@pytest.mark.ci
 def test_different_models_fail(
     reference: type[Reference],
     monkeypatch: pytest.MonkeyPatch,
@@ -138,6 +141,7 @@ def test_different_models_fail(
     assert main(["verify", model, "--tolerance", "0.5"]) == 0
 
 
+@pytest.mark.ci
 def test_known_reference_error_is_named(
     reference: type[Reference],
     monkeypatch: pytest.MonkeyPatch,

@@ -76,6 +76,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.in_ci("grammar: a long text", "text: endless")
 @pytest.mark.parametrize(("words", "message"), CASES.values(), ids=CASES)
 def test_one_line_and_exit_code_2(
     folder: Path,
@@ -104,6 +105,7 @@ def test_quiet_jobs_say_that_no_row_succeeded(
         assert error == "no row succeeded: the output has the `error` of each\n"
 
 
+@pytest.mark.by_default("words0")
 @pytest.mark.parametrize("words", [["--version"], ["--help"]])
 def test_help_to_a_full_disk(words: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
@@ -143,6 +145,7 @@ def test_in_a_folder_that_was_removed(folder: Path, capsys: pytest.CaptureFixtur
     assert "the current folder has been removed" in capsys.readouterr().err
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(
     os.geteuid() == 0 and not shutil.which("setpriv"), reason="root may read all, without setpriv"
 )

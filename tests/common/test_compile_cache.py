@@ -26,6 +26,7 @@ print(clock.programs - clock.cached, len(os.listdir(sys.argv[1])) > 0)
 """
 
 
+@pytest.mark.ci
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     def start() -> list[str]:
         command = [sys.executable, "-c", SCRIPT, str(tmp_path)]

@@ -47,6 +47,7 @@ def as_ints(wide: Int64) -> list[int]:
     return [signed((hi << 32) + lo) for hi, lo in pairs]
 
 
+@pytest.mark.ci
 def test_int64_is_exact():
     rng = np.random.default_rng(0)
     edges = [0, 1, -1, 2**32 - 1, 2**32, 2**63 - 1, -(2**63), 2**31, -(2**31)]
@@ -69,6 +70,7 @@ def test_permutation_is_torchs():
     np.testing.assert_array_equal(permutation(2**33 + 5, 1000), ARRAYS["permutation"])
 
 
+@pytest.mark.by_default("7-0")
 @pytest.mark.parametrize(("size", "count"), [(2, 1), (7, 0), (7, 6), (700, 699), (5000, 1250)])
 def test_first_of_permutation_in_parallel(size, count):
     some = jax.jit(first_of_permutation, static_argnums=(1, 2))
@@ -78,6 +80,7 @@ def test_first_of_permutation_in_parallel(size, count):
         np.testing.assert_array_equal(some(jnp.uint32(seed), size, count), expected)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", CASES["green"])
 def test_green_lists_are_those_of_transformers(name):
     processor = WatermarkLogitsProcessor(**CASES["green"][name])
@@ -88,6 +91,7 @@ def test_green_lists_are_those_of_transformers(name):
     np.testing.assert_allclose(actual, scores + green * np.asarray(processor.bias), rtol=1e-6)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("scheme", ["lefthash", "selfhash"])
 def test_green_lists_do_not_see_padding(scheme):
     processor = WatermarkLogitsProcessor(60, seeding_scheme=scheme, context_width=3)
@@ -103,6 +107,7 @@ def test_green_lists_do_not_see_padding(scheme):
     )
 
 
+@pytest.mark.ci
 def test_numbers_of_the_watermark_compile_nothing():
     scores = np.zeros((1, 60), np.float32)
     for scheme in ("lefthash", "selfhash"):
@@ -115,6 +120,7 @@ def test_numbers_of_the_watermark_compile_nothing():
         assert program_count(run) == 1
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", CASES["detector"])
 def test_detector(name):
     case = CASES["detector"][name]
@@ -153,6 +159,7 @@ def generated(model, processor, seed):
     return out.sequences[:, 3:]
 
 
+@pytest.mark.ci
 def test_what_generate_marks_the_detector_finds(model):
     config = WatermarkingConfig(bias=6.0, context_width=2)
     marker = [config.construct_processor(model.config.vocab_size)]
@@ -163,6 +170,7 @@ def test_what_generate_marks_the_detector_finds(model):
     assert not other(generated(model, marker, 1)).any()
 
 
+@pytest.mark.by_default("synthid-init")
 @pytest.mark.parametrize(
     ("name", "given"), [*((name, "call") for name in CASES["synthid"]), ("synthid", "init")]
 )
@@ -180,6 +188,7 @@ def test_synthid_is_that_of_transformers(name, given):
         np.testing.assert_allclose(actual, expected[step], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", CASES["synthid"])
 def test_bits_and_masks_of_synthid(name):
     processor = SynthIDTextWatermarkLogitsProcessor(**CASES["synthid"][name]["init"])
@@ -193,6 +202,7 @@ def test_bits_and_masks_of_synthid(name):
     )
 
 
+@pytest.mark.ci
 def test_synthid_scores_tell_marked_text(model):
     config = SynthIDTextWatermarkingConfig(ngram_len=3, keys=list(range(1, 31)))
     marker = config.construct_processor(prompt_len=3)
@@ -266,6 +276,7 @@ def test_settings_are_checked(changes, message):
         watermarking_config(changes)
 
 
+@pytest.mark.ci
 def test_settings_from_a_file():
     assert watermarking_config({}) == WatermarkingConfig()
     config = watermarking_config({"ngram_len": 5, "keys": [1, 2]})

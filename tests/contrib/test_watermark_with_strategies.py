@@ -31,6 +31,7 @@ def test_conformance(name):
     assert problems(case, out) == []
 
 
+@pytest.mark.ci
 def test_an_error_of_the_callers_function_is_that_error():
     def allowed_tokens(batch_id, ids):
         raise KeyError("my own")
@@ -41,6 +42,7 @@ def test_an_error_of_the_callers_function_is_that_error():
         jaxllm.generate(model("s_llama"), [[5]], prefix_allowed_tokens_fn=lambda *_: [])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "config",
     [WatermarkingConfig(bias=4.0), {"ngram_len": 3, "keys": [3, 7, 11]}],
@@ -79,6 +81,7 @@ def test_an_unknown_setting_of_a_watermark_is_named():
         jaxllm.generate(model("s_llama"), [[5]], watermarking_config={"greenlist": 0.5})
 
 
+@pytest.mark.ci
 def test_groups_ask_for_the_right_prompt():
     net = model("s_llama")
     _, ids, mask = prompts("s_llama", (4, 4))

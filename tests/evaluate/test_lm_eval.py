@@ -85,6 +85,7 @@ def check_equal(lm: JaxLM, run: Run) -> None:
             assert pair[1] == other_pair[1]
 
 
+@pytest.mark.by_default("llama-prefilled-apply_chat_template")
 @pytest.mark.parametrize("run", SMALL_RUNS)
 @pytest.mark.filterwarnings(
     # Prompts longer than the small models' contexts are among the tasks on purpose.
@@ -121,6 +122,7 @@ def test_programs_do_not_grow_with_the_data(models: dict[str, JaxLM]):
     assert run(["c" * (1 + 7 * n % 60) for n in range(100)]) == count
 
 
+@pytest.mark.ci
 def test_each_request_has_its_own_settings(models: dict[str, JaxLM]):
     lm = models["llama"]
     sampled = ("The sea", {"max_gen_toks": 8, "temperature": 1.5})
@@ -135,6 +137,7 @@ def test_each_request_has_its_own_settings(models: dict[str, JaxLM]):
     assert answers(lm, seeded) == others
 
 
+@pytest.mark.ci
 def test_stop_strings_count_only_where_they_are_generated(models: dict[str, JaxLM]):
     lm = models["llama"]
     (text,) = answers(lm, [("The sea", {"max_gen_toks": 12})])
@@ -185,6 +188,7 @@ def test_wrong_arguments_are_named(folders: dict[str, Path], models: dict[str, J
         lm.loglikelihood(instances([("The sea", "")], "loglikelihood"))
 
 
+@pytest.mark.ci
 def test_command(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     options = ["--include-path", ".", "--no-compile-cache", "--quiet"]
 

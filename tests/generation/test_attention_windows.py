@@ -38,6 +38,7 @@ def uncached(family: str, row: int, new: np.ndarray) -> np.ndarray:
     return tiny.logits(tiny.cached(family), tokens)[0, len(PROMPTS[row]) - 1 :]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "strategy"),
     [
@@ -59,6 +60,7 @@ def test_scores_are_those_of_an_uncached_pass(family, strategy):
         np.testing.assert_allclose(scores, uncached(family, row, tokens), atol=3e-4)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
@@ -88,6 +90,7 @@ def test_scores_of_beams_are_those_of_an_uncached_pass(family, fields):
         np.testing.assert_array_equal(np.asarray(single.sequences)[i % 2, -NEW:], tokens)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
@@ -115,6 +118,7 @@ def test_a_conversation_goes_on_from_its_cache():
     np.testing.assert_array_equal(kept.sequences, full.sequences)
 
 
+@pytest.mark.ci
 def test_a_cache_window_wider_than_the_layers_changes_nothing():
     """All layers of Mistral have the window 4."""
     cache = {"cache_implementation": "sliding_window", "cache_config": {"sliding_window": 6}}

@@ -27,6 +27,7 @@ def scores(model: Any, **fields: Any) -> Any:
     return out.sequences, np.stack(out.logits)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
 @pytest.mark.parametrize("size", [4, pytest.param(5, marks=pytest.mark.slow)])
 def test_chunks_equal_one_prefill(family: str, size: int) -> None:

@@ -36,6 +36,7 @@ def test_number_of_conformance_cases():
     assert len(CASES) == 44
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", FAMILIES)
 def test_left_padded_equals_right_padded_equals_alone(name):
     results = []
@@ -53,6 +54,7 @@ def test_left_padded_equals_right_padded_equals_alone(name):
         np.testing.assert_array_equal(single.sequences[0, -9:], expected)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", FAMILIES)
 def test_cached_equals_uncached(name):
     """Every new token is the argmax of a forward pass over all that came before it."""
@@ -68,6 +70,7 @@ def test_cached_equals_uncached(name):
         np.testing.assert_array_equal(np.argmax(logits, -1)[:, ids.shape[1] - 1 : -1], out[:, 7:])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", FAMILIES)
 def test_inside_the_callers_jit(name):
     net = model(name)
@@ -86,6 +89,7 @@ def test_inside_the_callers_jit(name):
     np.testing.assert_array_equal(np.asarray(actual)[:, : expected.shape[1]], expected)
 
 
+@pytest.mark.ci
 def test_a_model_that_the_callers_jit_closes_over():
     net = model("s_llama")
     padded = np.array([[0, 0, 5, 6], [9, 8, 7, 6]])  # whose mask is inferred, there as here
@@ -98,6 +102,7 @@ def test_a_model_that_the_callers_jit_closes_over():
     np.testing.assert_array_equal(np.asarray(call(padded))[:, : expected.shape[1]], expected)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", FAMILIES)
 def test_64_bit_mode(name):
     _, ids, mask = prompts(name)
@@ -122,6 +127,7 @@ def test_finished_rows_get_pads_and_length_is_the_longest_row():
     assert out.shape[1] == 7 + max((e[0] + 1) if e.size else 12 for e in ends)
 
 
+@pytest.mark.ci
 def test_logits_of_a_row_beside_one_that_has_ended():
     """Raw logits are those of an uncached pass over the row alone, up to its own end."""
     net = model("s_llama")
@@ -139,6 +145,7 @@ def test_logits_of_a_row_beside_one_that_has_ended():
         np.testing.assert_allclose(raw[: len(own)], alone, atol=2e-4)
 
 
+@pytest.mark.ci
 def test_processors_of_the_caller():
     """A callable and a pytree, in HF's Flax calling convention."""
     _, ids, mask = prompts("s_llama")
@@ -152,6 +159,7 @@ def test_processors_of_the_caller():
     assert (out[:, 7:] % 2 == 0).all()
 
 
+@pytest.mark.ci
 def test_non_finite_logits_name_step_and_row():
     net = jaxllm.load(DATA / "models" / "s_llama")[0]
     free = jaxllm.generate(net, [[5, 6, 7]], max_new_tokens=6, eos_token_id=None).sequences[0]
@@ -162,6 +170,7 @@ def test_non_finite_logits_name_step_and_row():
         jaxllm.generate(net, [[5, 6, 7]], max_new_tokens=6, eos_token_id=None)
 
 
+@pytest.mark.ci
 def test_a_step_with_every_token_forbidden_is_an_error():
     with pytest.raises(NonFiniteError, match="forbid every token"):
         jaxllm.generate(model("s_llama"), [[5]], suppress_tokens=list(range(131)))
@@ -174,6 +183,7 @@ def best_tokens(net, ids, mask, decoder_ids):
     return jnp.argmax(net(*inputs).logits, axis=-1)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", FAMILIES)
 def test_random_lengths_equal_an_uncached_pass(name):
     """Bucketed == exact, for 60 random pairs of prompt length and new tokens."""

@@ -21,6 +21,7 @@ import jaxllm
 from jaxllm.generation.loop import decode_program
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", FAMILIES)
 def test_numbers_seeds_and_lengths_compile_nothing(name):
     net = model(name)
@@ -57,6 +58,7 @@ def test_two_models_of_one_config_share_their_programs():
     assert compilations(lambda: jaxllm.generate(second, ids, mask, max_new_tokens=4)) == []
 
 
+@pytest.mark.by_default("4-s_gpt2", "4-s_llama", "4-s_t5_gated")
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("chunk_size", [1, 4])
 def test_stream_equals_generate_and_shares_its_programs(name, chunk_size):
@@ -73,6 +75,7 @@ def test_stream_equals_generate_and_shares_its_programs(name, chunk_size):
     assert [c.shape[1] for c in chunks[:-1]] == [chunk_size] * (len(chunks) - 1)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("name", "do_sample"), [("s_llama", True), ("s_t5_gated", False)])
 def test_several_steps_between_checks_give_the_same_state(name, do_sample):
     _, ids, mask = prompts(name, (7, 3, 4))
@@ -104,12 +107,14 @@ def test_several_steps_between_checks_give_the_same_state(name, do_sample):
         jax.tree.map(np.testing.assert_array_equal, *used)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", FAMILIES)
 def test_cache_is_donated_and_updated_in_place(name):
     _, ids, mask = prompts(name)
     assert loop_is_in_place(*started(name, ids, mask, max_new_tokens=40, eos_token_id=None))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "batch"),
     [
@@ -127,6 +132,7 @@ def test_the_compiled_loop_copies_no_cache(name, batch):
     assert cache_copies(*started(name, ids, mask, max_new_tokens=80, do_sample=True)) == []
 
 
+@pytest.mark.ci
 def test_settings_are_a_pytree_of_numbers():
     _, ids, mask = prompts("s_llama")
     _, call, _ = started("s_llama", ids, mask, do_sample=True, temperature=0.5)

@@ -35,6 +35,7 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
+@pytest.mark.ci
 @few_and_many(10, 200)
 def test_two_threads_with_their_own_settings_get_the_results_of_each_alone(calls):
     model = tiny.make("llama", seed=1)
@@ -53,6 +54,7 @@ def test_two_threads_with_their_own_settings_get_the_results_of_each_alone(calls
             np.testing.assert_array_equal(one, single)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("calls", "longest_prompt", "most_new"),
     [(30, 20, 8), pytest.param(500, 40, 24, marks=pytest.mark.slow)],
@@ -78,6 +80,7 @@ def test_random_lengths_compile_one_program_for_each_pair_of_buckets(
     assert (prefills, decodes, finishes) == (len(pairs), len(sizes), len(sizes))
 
 
+@pytest.mark.ci
 @few_and_many(30, 500)
 def test_repeated_calls_leave_nothing_behind(calls):
     model, ids = tiny.cached("llama"), prompt(0)

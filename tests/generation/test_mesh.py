@@ -158,6 +158,7 @@ print("done")
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "code", [EVERY_FAMILY, OTHER_CALLS, COLLECTIVES], ids=["families", "calls", "collectives"]
 )

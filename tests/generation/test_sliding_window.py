@@ -45,6 +45,7 @@ def generated(family: str, **fields) -> tuple[jaxllm.GenerateOutput, np.ndarray]
     return out, np.asarray(out.sequences)[:, -NEW:]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
@@ -85,6 +86,7 @@ def test_candidates(family, fields):
         np.testing.assert_allclose(np.stack(out.scores)[:, i], expected, atol=3e-4)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
@@ -112,6 +114,7 @@ def test_drafts(family, kind):
         np.testing.assert_array_equal(out.assisted.accepted, out.assisted.drafted)
 
 
+@pytest.mark.ci
 def test_attentions():
     """No weight beyond the window, and none is lost."""
     out, _ = generated("llama", output_attentions=True)
@@ -129,6 +132,7 @@ def test_attentions():
             np.testing.assert_allclose(total[:, :, -1], 1, atol=1e-5)
 
 
+@pytest.mark.ci
 def test_64_bit_mode():
     """The cache of an earlier call is put in order there as well."""
     net, (ids, mask) = tiny.cached("llama"), padded(turns(0, 6, 3))

@@ -21,6 +21,7 @@ MASK[0, :3] = False  # left padding
 MASK[1, 4:6] = False  # pads in the middle: the end of a shorter prompt, and a finished step
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_forward_with_a_cache(family):
     model, ids = tiny.cached(family), tiny.ids(2, 10)
@@ -38,6 +39,7 @@ def test_forward_with_a_cache(family):
         model(ids[:1, :1], cache=cache)
 
 
+@pytest.mark.by_default("gpt2-False")
 @pytest.mark.parametrize("cache_is_empty", [False, True])
 @pytest.mark.parametrize(
     "family",
@@ -72,6 +74,7 @@ def test_decode(family, cache_is_empty):
         np.testing.assert_allclose(read.logits[real], full[:, columns][real], atol=2e-5)
 
 
+@pytest.mark.ci
 def test_gpt2_positions_end_with_the_cache_too():
     model = tiny.make("gpt2", n_positions=8)
     cache = model(tiny.ids(1, 6), cache=model.init_cache(1, 16)).cache
@@ -79,6 +82,7 @@ def test_gpt2_positions_end_with_the_cache_too():
         model(tiny.ids(1, 3), cache=cache)
 
 
+@pytest.mark.ci
 def test_cross_attention_and_token_types_stay_in_the_cache():
     model = model_of("gpt2_cross")
     states = load_case("gpt2_cross").calls["plain"].inputs["encoder_hidden_states"]

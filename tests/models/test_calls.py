@@ -18,6 +18,7 @@ from jaxllm.models.weights import parameters
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_fused_attention_is_equal(family):
     mask = np.ones((2, 9), int)
@@ -40,6 +41,7 @@ def decoder(model):
     return {"decoder_input_ids": tiny.ids()} if model.is_encoder_decoder else {}
 
 
+@pytest.mark.by_default("gpt2")
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_embeddings_are_ids(family):
     model, ids = tiny.cached(family), tiny.ids()
@@ -52,6 +54,7 @@ def test_embeddings_are_ids(family):
         np.testing.assert_array_equal(actual, model(ids, decoder_input_ids=ids).logits)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_float32_embeddings_do_not_widen_a_bfloat16_model(family):
     options = Options(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
@@ -63,6 +66,7 @@ def test_float32_embeddings_do_not_widen_a_bfloat16_model(family):
     assert out.logits.dtype == jnp.float32
 
 
+@pytest.mark.in_ci("3-llama", "3-t5", "keep3-llama")
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("keep", [3, np.int64(3), np.array(3), [6, 7, 8], np.array([-3, -2, -1])])
 def test_logits_to_keep(family, keep):
@@ -73,6 +77,7 @@ def test_logits_to_keep(family, keep):
     np.testing.assert_allclose(actual, every[:, -3:], atol=1e-5)
 
 
+@pytest.mark.ci
 def test_labels_are_shifted_for_a_decoder_and_not_for_t5():
     ids = tiny.ids()
     labels = ids.copy()
@@ -96,6 +101,7 @@ def test_labels_are_shifted_for_a_decoder_and_not_for_t5():
     np.testing.assert_array_equal(t5(ids, decoder_input_ids=inputs).logits, out.logits)
 
 
+@pytest.mark.ci
 def test_a_loss_over_nothing_is_zero_and_so_is_its_gradient():
     logits, labels = jnp.ones((2, 3, 5)), jnp.full((2, 3), -100)
     loss, gradient = jax.value_and_grad(token_loss)(logits, labels)
@@ -103,6 +109,7 @@ def test_a_loss_over_nothing_is_zero_and_so_is_its_gradient():
     assert (gradient == 0).all()
 
 
+@pytest.mark.ci
 def test_classification_losses():
     logits = jnp.array([[0.5, -1.0, 2.0], [0.0, 0.3, -0.2]])
     ids, targets = np.array([2, 0]), np.array([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]], np.float32)
@@ -126,6 +133,7 @@ def test_classification_losses():
     np.testing.assert_allclose(one, ((0.5 - 1) ** 2 + (0 - 2) ** 2) / 2, rtol=1e-6)
 
 
+@pytest.mark.ci
 def test_encoder_outputs_are_reused():
     model, ids = tiny.cached("t5"), tiny.ids()
     mask = np.arange(9)[None] < [[9], [5]]
@@ -145,6 +153,7 @@ def test_encoder_outputs_are_reused():
     assert both.encoder_attentions is encoder.attentions
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_call_inside_jit_is_equal(family):
     """Outputs are pytrees, so they leave the jit whole."""
@@ -170,6 +179,7 @@ def test_explicit_positions():
         model(ids, np.ones_like(ids), position_ids=packed)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_t5_is_finite_on_large_activations(dtype):
     """The feed-forward output passes 65504, and the squares of the stream do by far."""
@@ -198,6 +208,7 @@ def test_clamp():
         np.testing.assert_array_equal(clamp_to_float16(loud), loud)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_two_models_of_one_config_share_a_program(family):
     """Static attributes are compared by value: another set of weights compiles nothing."""
@@ -214,6 +225,7 @@ def test_two_models_of_one_config_share_a_program(family):
     assert np.abs(a - b).max() > 0.1
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_every_parameter_has_a_path_and_acts(family):
     """A gradient for each: none is left out of the forward pass."""

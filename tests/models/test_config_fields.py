@@ -143,6 +143,7 @@ def test_the_lists_cover_every_field(family):
     assert sorted(listed) == sorted(fields)
 
 
+@pytest.mark.by_default("llama-num_hidden_layers")
 @pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize(("family", "field"), pairs(ACTS))
 def test_changes_the_logits(family, field):
@@ -154,6 +155,7 @@ def test_changes_the_logits(family, field):
         assert np.abs(after - before).max() > 1e-3 * before.std()
 
 
+@pytest.mark.by_default("llama-eos_token_id")
 @pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize(("family", "field"), pairs(OTHERS))
 def test_keeps_the_logits(family, field):
@@ -162,6 +164,7 @@ def test_keeps_the_logits(family, field):
     np.testing.assert_array_equal(before, after)
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize(("family", "field"), pairs(DROPOUT))
 def test_dropout(family, field):
@@ -238,6 +241,7 @@ def test_impossible_values_of_windows_and_heads(family, change, message):
         model_spec({**tiny.CONFIGS[family], **change})
 
 
+@pytest.mark.in_ci("dynamic", "theta")
 @pytest.mark.parametrize("name", ROPE)
 def test_rope_parameters_act(name):
     """In both spellings alike. There are more positions than `max_position_embeddings`, 8."""
@@ -252,6 +256,7 @@ def test_rope_parameters_act(name):
     assert np.abs(angles[0] - angles[1]).max() > 1e-3
 
 
+@pytest.mark.ci
 def test_long_factor_acts_past_the_original_length():
     tokens = tiny.ids(1, 20)
     changed = LONG | {"long_factor": [1.0, 1.0, 1.0, 1.0]}
@@ -263,6 +268,7 @@ def test_long_factor_acts_past_the_original_length():
     np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.ci
 def test_max_position_embeddings_acts_through_dynamic_rope():
     rope = {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
     short, long = (
@@ -271,6 +277,7 @@ def test_max_position_embeddings_acts_through_dynamic_rope():
     assert np.abs(short - long).max() > 1e-3
 
 
+@pytest.mark.ci
 def test_n_positions_is_a_hard_limit():
     model = tiny.make("gpt2", n_positions=8)
     with pytest.raises(InputError, match="9 tokens, but this model has 8 positions"):
@@ -279,6 +286,7 @@ def test_n_positions_is_a_hard_limit():
     assert tiny.logits(model, tiny.ids(1, 9), attention_mask=left_padded).shape == (1, 9, 50)
 
 
+@pytest.mark.ci
 def test_add_cross_attention_acts_with_encoder_states():
     states = np.random.default_rng(0).standard_normal((2, 5, 32)).astype(np.float32)
     with pytest.raises(InputError, match="add_cross_attention"):
@@ -287,12 +295,14 @@ def test_add_cross_attention_acts_with_encoder_states():
     assert np.abs(tiny.logits(model, encoder_hidden_states=states) - tiny.logits(model)).max() > 0.1
 
 
+@pytest.mark.ci
 def test_umt5_has_a_bias_in_every_layer():
     a, b = (tiny.make(tiny.CONFIGS["t5"] | {"model_type": m}) for m in ("t5", "umt5"))
     assert (len(a.encoder.position_bias), len(b.encoder.position_bias)) == (1, 2)
     assert np.abs(tiny.logits(a) - tiny.logits(b)).max() > 1e-3
 
 
+@pytest.mark.ci
 def test_start_and_pad_act_in_the_shift_of_labels():
     labels = tiny.ids(2, 6)
     labels[0, 3] = -100
@@ -307,6 +317,7 @@ def test_start_and_pad_act_in_the_shift_of_labels():
     assert len(set(losses.values())) == 3
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_label_fields_act_in_classification(family):
     name = f"{ {'llama': 'Llama', 'gpt2': 'GPT2'}[family] }ForSequenceClassification"
@@ -334,6 +345,7 @@ def test_label_fields_act_in_classification(family):
     assert len(losses) == 3
 
 
+@pytest.mark.by_default("t5-initializer_factor")
 @pytest.mark.parametrize(
     ("family", "field"),
     [("llama", "initializer_range"), ("gpt2", "initializer_range"), ("t5", "initializer_factor")],
@@ -405,6 +417,7 @@ def test_two_spellings_of_a_field():
         model_spec({**tiny.CONFIGS["llama"], **raw})
 
 
+@pytest.mark.by_default("mt5")
 @pytest.mark.parametrize("model_type", ["mt5", "umt5"])
 def test_scaling_of_models_that_version_5_calls_tied(model_type):
     """`tie_word_embeddings` is true beside an own, unscaled head: the tensors decide."""

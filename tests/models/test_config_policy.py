@@ -198,6 +198,7 @@ def test_gpt2_pads_with_any_token():
         model_spec({**tiny.CONFIGS["llama"], "pad_token_id": 50257})
 
 
+@pytest.mark.ci
 def test_activation_of_t5_as_in_transformers():
     """`dense_act_fn` and `is_gated_act` come first; names of one function are equal."""
 
@@ -219,6 +220,7 @@ OTHER_KEYS += ["problem_type", "quantization_config", "rope_parameters", "rope_s
 OTHER_KEYS += ["dense_act_fn", "eos_token_id", "pad_token_id", "rope_theta", "sliding_window"]
 
 
+@pytest.mark.by_default("gpt2")
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_strange_value_of_any_key_is_read_or_named(family):
     """On one line of at most 500 characters."""

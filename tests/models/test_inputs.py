@@ -94,6 +94,13 @@ T5 = [
 ]
 
 
+@pytest.mark.in_ci(
+    "inputs20-position_ids: expected shape-llama",
+    "inputs26-labels: expected shape-gpt2",
+    "inputs26-labels: expected shape-llama",
+    "inputs30-logits_to_keep: the loss of labels needs all-llama",
+    "inputs31-logits_to_keep: the loss of labels needs all-llama",
+)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize(("inputs", "message"), DECODER_ONLY)
 def test_decoder_only(family, inputs, message):
@@ -109,12 +116,16 @@ def test_one_family(family, inputs, message):
         tiny.cached(family)(**{"input_ids": IDS, **inputs})
 
 
+@pytest.mark.in_ci(
+    "inputs1-decoder_input_ids\\\\[1, 4\\\\]: id 50", "inputs11-labels: expected 0 to 49"
+)
 @pytest.mark.parametrize(("inputs", "message"), T5)
 def test_t5(inputs, message):
     with pytest.raises(InputError, match=message):
         tiny.cached("t5")(**{"input_ids": IDS, "decoder_input_ids": IDS, **inputs})
 
 
+@pytest.mark.ci
 def test_cross_attention():
     model = model_of("gpt2_cross")
     ids, states = np.full((2, 3), 5), np.ones((2, 4, model.config.n_embd), np.float32)
@@ -165,6 +176,11 @@ CLASSIFIERS = [
 ]
 
 
+@pytest.mark.by_default(
+    "inputs1-labels: expected 0 to 2",
+    "inputs3-labels: expected shape",
+    "inputs5-cache: a classifier reads its sequence in one call",
+)
 @pytest.mark.parametrize(("inputs", "message"), CLASSIFIERS)
 def test_classifier(inputs, message):
     model = tiny.make("llama", architecture="LlamaForSequenceClassification", num_labels=3)
@@ -172,6 +188,7 @@ def test_classifier(inputs, message):
         model(**{"input_ids": IDS, "attention_mask": ONES, **inputs})
 
 
+@pytest.mark.ci
 def test_the_encoder_of_t5_takes_the_names_of_a_tokenizers_output():
     model = tiny.cached("t5")
     mask = np.arange(9) < np.array([[9], [4]])

@@ -52,6 +52,7 @@ def test_blocks_that_differ_have_lines_of_their_own():
     ]
 
 
+@pytest.mark.by_default("llama-LlamaForCausalLM", "t5-T5EncoderModel")
 @pytest.mark.parametrize(("family", "architecture"), MODELS)
 def test_a_call_with_something_else_has_a_short_error(family, architecture):
     model = tiny.make(family, architecture=architecture)
@@ -60,6 +61,7 @@ def test_a_call_with_something_else_has_a_short_error(family, architecture):
     assert len(str(caught.value)) < 1000
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_tokenizers_output_is_a_call(family):
     tokenizer = byte_tokenizer()
@@ -71,6 +73,7 @@ def test_a_tokenizers_output_is_a_call(family):
         batch["labels"]
 
 
+@pytest.mark.by_default("t5-T5EncoderModel")
 @pytest.mark.parametrize(("family", "architecture"), MODELS)
 def test_optax_takes_labels_and_masks_made_from_a_model(family, architecture):
     model = tiny.make(family, architecture=architecture)
@@ -101,6 +104,7 @@ def test_a_model_is_not_an_input_of_another_call():
         model(model)
 
 
+@pytest.mark.by_default("gpt2-GPT2ForSequenceClassification-deepcopy")
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @pytest.mark.parametrize(("family", "architecture"), MODELS)
 def test_copies_and_pickles_share_compiled_programs(family, architecture, copied):
@@ -110,6 +114,7 @@ def test_copies_and_pickles_share_compiled_programs(family, architecture, copied
     jax.tree.map(np.testing.assert_array_equal, again, model)
 
 
+@pytest.mark.in_ci("relu6", "sigmoid")
 @pytest.mark.parametrize(
     "act", ["silu", "relu", "relu6", "leaky_relu", "hardswish", "mish", "sigmoid", "tanh"]
 )
@@ -117,6 +122,7 @@ def test_models_of_every_activation_are_pickled(act):
     pickle.dumps(tiny.make("llama", hidden_act=act))
 
 
+@pytest.mark.by_default("llama-LlamaForSequenceClassification")
 @pytest.mark.parametrize(("family", "architecture"), MODELS)
 def test_embeddings_are_resized(family, architecture, tmp_path):
     model = tiny.make(family, architecture=architecture, tie_word_embeddings=False)
@@ -137,6 +143,7 @@ def test_embeddings_are_resized(family, architecture, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, parameters(smaller), parameters(model))
 
 
+@pytest.mark.ci
 def test_no_special_token_loses_its_row():
     with pytest.raises(InputError, match=r"resize_token_embeddings\(2\): eos_token_id"):
         tiny.make("llama").resize_token_embeddings(2)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from paths import ROOT, SUPPORT
 
 SCRIPT = """
@@ -36,6 +37,7 @@ print("as expected")
 """
 
 
+@pytest.mark.ci
 def test_without_the_graph():
     """The other mode, Flax's default of today, is the one that all other tests run in."""
     environment = os.environ | {

@@ -41,6 +41,7 @@ def one_a_row(parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return ids, mask
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", DECODER_ONLY)
 def test_packed_documents_of_a_decoder(name):
     m = model(name)
@@ -55,6 +56,7 @@ def test_packed_documents_of_a_decoder(name):
     np.testing.assert_allclose(float(out.loss), float(single.loss), rtol=1e-5)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["s_t5", pytest.param("s_t5_gated", marks=SLOW)])
 def test_packed_pairs_of_an_encoder_decoder(name):
     m = model(name)
@@ -74,6 +76,7 @@ def test_packed_pairs_of_an_encoder_decoder(name):
     np.testing.assert_allclose(float(out.loss), float(single.loss), rtol=1e-5)
 
 
+@pytest.mark.ci
 def test_segments_change_the_result():
     m = model("s_llama")
     ids, segments = pack(documents(m.config.vocab_size), 16)
@@ -81,6 +84,7 @@ def test_segments_change_the_result():
     assert np.abs(np.asarray(together - m(ids, segment_ids=segments).logits))[0, 6:].max() > 0.1
 
 
+@pytest.mark.ci
 def test_a_packed_row_may_be_longer_than_the_positions():
     m = model("s_gpt2")
     limit = m.config.max_positions
@@ -108,6 +112,7 @@ def test_bad_segments(call, message):
         model("s_llama")(np.ones((1, 4), np.int32), **call)
 
 
+@pytest.mark.ci
 def test_segments_of_one_side_only():
     m = model("s_t5")
     ids = np.ones((1, 4), np.int32)

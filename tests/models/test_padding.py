@@ -44,6 +44,7 @@ def check(padded: list[np.ndarray], alone: list[np.ndarray]) -> None:
         assert np.abs(a - b).max() < 3e-5 * max(scale, 1)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_200_padded_rows_equal_themselves_alone(family):
     model, groups = tiny.cached(family), texts(0)
@@ -53,6 +54,7 @@ def test_200_padded_rows_equal_themselves_alone(family):
         check(rows_of(tiny.logits(model, ids, attention_mask=mask), mask), single)
 
 
+@pytest.mark.ci
 def test_200_padded_rows_of_t5_equal_themselves_alone():
     model, sources, targets = tiny.cached("t5"), texts(0), texts(100)
     single = [
@@ -72,6 +74,7 @@ def test_200_padded_rows_of_t5_equal_themselves_alone():
     check(rows_of(logits, decoder_mask), single)
 
 
+@pytest.mark.by_default("gpt2")
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_left_is_right(family):
     """The same rows, all pads on one side; with bool, int and float masks."""
@@ -94,6 +97,7 @@ def test_left_is_right(family):
         np.testing.assert_allclose(one[:, 3:], other[:, :7], atol=2e-5)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_row_without_a_real_token_is_finite(family):
     model = tiny.cached(family)

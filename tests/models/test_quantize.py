@@ -47,6 +47,7 @@ def dequantized(model: Any, quantized: Any) -> Any:
     )
 
 
+@pytest.mark.by_default("mistral-int8")
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("family", tiny.CONFIGS)
 def test_logits(name, family):
@@ -66,6 +67,7 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", FORMATS)
 def test_everything_decodes_as_a_call_does(folder, tmp_path, name):
     model, _ = jaxllm.load(folder, quantize=name)
@@ -147,11 +149,13 @@ print("done")
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_on_a_mesh(tmp_path, name):
     on_devices(MESH, str(tmp_path), name)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("name", "bits"), [("int4", 4)])
 def test_planned_bytes(name, bits):
     config = tiny.CONFIGS["llama"] | {"hidden_size": 128, "intermediate_size": 256}

@@ -68,6 +68,7 @@ def close(got, expected) -> None:
     assert np.abs(np.asarray(got) - expected).max() < 1e-4 * expected.std()
 
 
+@pytest.mark.ci
 def test_smollm2(smollm2_gguf):
     """The real model: last logits of three padded prompts, and 32 greedy tokens of each."""
     stored = dict(np.load(REFERENCE / "smollm2_text.npz"))

@@ -16,6 +16,7 @@ TABLES = load_case("tables").calls
 STORED = [name.removeprefix("act_") for name in TABLES if name.startswith("act_")]
 
 
+@pytest.mark.in_ci("gelu", "gelu_fast")
 @pytest.mark.parametrize("name", STORED)
 def test_stored_values(name):
     call = TABLES[f"act_{name}"]
@@ -23,6 +24,7 @@ def test_stored_values(name):
     np.testing.assert_allclose(actual, call.outputs["y"], rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.ci
 def test_the_others_by_their_formulas():
     x = np.linspace(-6, 6, 49).astype(np.float32)
     erf = np.vectorize(math.erf)
@@ -38,6 +40,7 @@ def test_the_others_by_their_formulas():
         np.testing.assert_allclose(ACTIVATIONS[name](jnp.asarray(x)), expected, atol=2e-6)
 
 
+@pytest.mark.in_ci("gelu", "gelu_new", "laplace")
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_keeps_the_dtype(name):
     assert ACTIVATIONS[name](jnp.ones(3, jnp.bfloat16)).dtype == jnp.bfloat16

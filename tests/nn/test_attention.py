@@ -40,6 +40,7 @@ def by_formula(q, k, v, visible, bias, scale):
     return out, weights
 
 
+@pytest.mark.by_default("True-2")
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("biased", [False, True])
 def test_formula(kv_heads, biased):
@@ -54,6 +55,7 @@ def test_formula(kv_heads, biased):
     np.testing.assert_allclose(fused, expected[0], atol=1e-5)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("implementation", ["eager", "xla"])
 def test_a_query_that_sees_nothing_gets_zeros_and_finite_gradients(dtype, implementation):
@@ -85,6 +87,7 @@ def test_huge_scores_in_half_precision_stay_finite():
     assert np.isfinite(np.asarray(weights, np.float32)).all()
 
 
+@pytest.mark.ci
 def test_weights_dropout_and_head_mask():
     q, kv, visible, _, _, _ = made(2)
     plain, weights = attend(q, kv, visible=visible, scale=0.3)

@@ -30,6 +30,7 @@ def test_a_window_is_a_band_of_the_mask(windowed):
     assert np.abs(tiny.logits(tiny.cached("llama"), tokens)[0] - expected).max() > 1e-2
 
 
+@pytest.mark.ci
 def test_windows_count_real_tokens_cached_and_uncached(windowed):
     """Pads on the left, on the right and between: every row is as the row alone."""
     tokens, mask = tiny.ids(3, 12), np.ones((3, 12), bool)
@@ -46,6 +47,7 @@ def test_windows_count_real_tokens_cached_and_uncached(windowed):
         np.testing.assert_allclose(np.hstack(parts)[i, mask[i]], expected, atol=2e-5)
 
 
+@pytest.mark.ci
 def test_documents_of_a_packed_row_have_windows_of_their_own(windowed):
     tokens, segments = tiny.ids(1, 11), np.repeat([1, 2, 0], [4, 6, 1])[None]
     packed = tiny.logits(windowed, tokens, segment_ids=segments)

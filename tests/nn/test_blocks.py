@@ -16,6 +16,7 @@ DEPTH = {"llama": {"num_hidden_layers": 2}, "gpt2": {"n_layer": 1}}
 DEPTH["t5"] = {"num_layers": 1, "num_decoder_layers": 1, "feed_forward_proj": "relu"}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "dropout"),
     [
@@ -48,6 +49,7 @@ def test_remat(family, dropout):
         np.testing.assert_allclose(gradient, other[path], rtol=1e-4, atol=1e-6, err_msg=path)
 
 
+@pytest.mark.by_default("llama")
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_remat_in_bfloat16(family):
     """T5's blocks take bfloat16 and give float32."""

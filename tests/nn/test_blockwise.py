@@ -75,6 +75,7 @@ def check(results, rtol=2e-5):
         np.testing.assert_allclose(actual, expected, rtol=rtol, atol=rtol * scale)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("masked", ["causal", "window", "packed", "bias"])
 def test_blocks_of_queries_equal_eager(masked):
     q, k, v, mask = arrays()
@@ -103,6 +104,7 @@ def test_blocks_of_queries_equal_eager(masked):
         assert (np.asarray(results[0][0])[0, :50] == 0).all()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_kernel_for_tpus_equals_eager(packed, monkeypatch):
     """Interpreted, with grouped heads, pads on all sides and a length that fills no tile."""
@@ -121,6 +123,7 @@ def test_windows_that_are_narrower_than_the_sequence_are_computed_by_blocks():
     assert not splash_applies(64, view.visible)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", tiny.mostly("gpt2"))
 def test_dropout_is_drawn_for_each_block(family):
     rates = {"attn_pdrop": 0.5, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "n_positions": T}
@@ -136,6 +139,7 @@ def test_dropout_is_drawn_for_each_block(family):
     assert losses[0] == losses[1] != losses[2]
 
 
+@pytest.mark.by_default("llama-blockwise")
 @pytest.mark.parametrize("implementation", ["blockwise", "splash"])
 @pytest.mark.parametrize("family", tiny.mostly("llama"))
 def test_a_training_step_for_a_tpu_holds_no_array_of_tokens_x_tokens(family, implementation):

@@ -52,6 +52,7 @@ def close(out: jax.Array, expected: np.ndarray | jax.Array, tolerance: float = 1
     np.testing.assert_allclose(out, expected, rtol=0, atol=tolerance * expected.std())
 
 
+@pytest.mark.by_default("7-48-5")
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs"),
@@ -66,6 +67,7 @@ def test_products(rows, inputs, outputs):
     close(cpu_kernels.int8_product(x, matrix.values[...], matrix.scale[...]), expected)
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 64, 33), (7, 2080, 50)])
 def test_products_of_int4(rows, inputs, outputs):
@@ -77,6 +79,7 @@ def test_products_of_int4(rows, inputs, outputs):
     close(gradient, jax.grad(lambda x: jnp.sum((x @ weight.T) ** 2))(x))
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("kernels")
 def test_derivatives_and_maps_of_products():
     x, w = draw(2, 5, 48), draw(20, 48, seed=1)
@@ -100,6 +103,7 @@ def test_derivatives_and_maps_of_products():
         assert "jaxllm_linear" not in jax.jit(times_transposed).lower(x, w).as_text()
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("queries", "heads", "biased"),

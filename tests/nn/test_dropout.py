@@ -11,6 +11,7 @@ from jaxllm.nn.dropout import LEVELS, dropout, dropout_mask, split_key
 from jaxllm.nn.platform.training import split_in_halves
 
 
+@pytest.mark.in_ci("0.1")
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 def test_statistics(rate):
     x = jnp.full((200, 501), 3.0)
@@ -22,6 +23,7 @@ def test_statistics(rate):
     assert y.mean() == pytest.approx(3.0, abs=0.1)
 
 
+@pytest.mark.by_default("shape1")
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5, 7), (0, 4)])
 def test_any_shape(shape):
     """Two elements share a random word, whether or not the elements are even in number."""
@@ -35,6 +37,7 @@ def test_elements_of_one_word_are_independent():
     assert (~mask).mean(axis=0) == pytest.approx([0.1, 0.1], abs=0.004)
 
 
+@pytest.mark.by_default("shape1")
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5, 7), (0, 4), (300, 101)])
 def test_random_numbers_of_a_tpu(shape):
     """Its two halves of the last axis share random words."""
@@ -59,6 +62,7 @@ def test_everything_may_be_dropped():
     np.testing.assert_array_equal(dropout(x, 1.0, jax.random.key(0)), jnp.zeros_like(x))
 
 
+@pytest.mark.ci
 def test_the_key_decides():
     x = jnp.ones((50, 50))
     a, b = (dropout(x, 0.5, jax.random.key(seed)) for seed in (0, 1))
@@ -72,10 +76,12 @@ def test_off_without_a_key_or_a_rate():
     assert dropout(x, 0.0, jax.random.key(0)) is x
 
 
+@pytest.mark.ci
 def test_keeps_the_dtype():
     assert dropout(jnp.ones(4, jnp.bfloat16), 0.5, jax.random.key(0)).dtype == jnp.bfloat16
 
 
+@pytest.mark.ci
 def test_split_gives_independent_keys():
     assert split_key(None, 3) == (None, None, None)
     keys = split_key(jax.random.key(0), 3)

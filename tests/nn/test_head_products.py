@@ -21,6 +21,7 @@ def cache(*, head_axis: bool, kv_heads: int = K, head_dim: int = H) -> KV:
     return KV.from_sequence(k, v, head_axis=head_axis)
 
 
+@pytest.mark.by_default("6")
 @pytest.mark.parametrize("queries", [1, 6])
 def test_products_across_heads_equal_those_of_each_head(queries: int) -> None:
     kv, merged = cache(head_axis=True), cache(head_axis=False)
@@ -32,6 +33,7 @@ def test_products_across_heads_equal_those_of_each_head(queries: int) -> None:
     close(sums, merged.weighted_values(weights.reshape(B * K, queries, S)).reshape(sums.shape))
 
 
+@pytest.mark.by_default("True-8-50-100")
 @pytest.mark.parametrize(
     ("head_axis", "head_dim", "columns", "rows"),
     [

@@ -54,6 +54,7 @@ def assert_equal_results(first, second):
         )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "remat"),
     [
@@ -115,6 +116,7 @@ def test_hidden_states_and_attentions():
             np.testing.assert_allclose(x, y, atol=1e-5)
 
 
+@pytest.mark.by_default("llama")
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_scans_of_equal_layers(family):
     """One scan for each stack; T5's blocks take bfloat16 first, and give float32."""

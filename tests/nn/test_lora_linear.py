@@ -32,6 +32,7 @@ def lora(b=B, magnitude=None, linear=None, **options) -> LoraLinear:
     return LoraLinear(linear or base(), a, b, alpha=6.0, magnitude=magnitude, **options)
 
 
+@pytest.mark.by_default("True-3.0")
 @pytest.mark.parametrize(("rslora", "scale"), [(False, 6 / 4), (True, 6 / 2)])
 def test_lora(rslora, scale):
     layer = lora(rslora=rslora)
@@ -61,10 +62,12 @@ def test_merged_keeps_the_dtype_and_sums_in_float32():
     np.testing.assert_array_equal(half.weight[...], weight.astype(jnp.bfloat16))
 
 
+@pytest.mark.ci
 def test_computes_in_the_dtype_of_the_base():
     assert lora(linear=base(dtype=jnp.bfloat16), magnitude=M)(X).dtype == jnp.bfloat16
 
 
+@pytest.mark.by_default("magnitude1")
 @pytest.mark.parametrize("magnitude", [None, np.linalg.norm(W, axis=1)])
 def test_zero_b_changes_nothing(magnitude):
     layer = lora(b=np.zeros_like(B), magnitude=magnitude, dropout_rate=0.5)
@@ -89,6 +92,7 @@ def test_dropout_of_dora_is_on_all_that_is_added():
     np.testing.assert_allclose(layer(X, KEY), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.ci
 def test_dora_takes_the_row_norms_for_constants():
     def loss(layer):
         return jnp.sum(layer(X) ** 2)

@@ -30,6 +30,7 @@ def expected(norm, x, eps=1e-6):
     return x + np.asarray(norm.bias[...]) if isinstance(norm, LayerNorm) else x
 
 
+@pytest.mark.by_default("LayerNorm")
 @pytest.mark.parametrize("cls", [RMSNorm, LayerNorm])
 def test_formula(cls):
     x, norm = values() + 0.5, made(cls, jnp.float32)
@@ -38,6 +39,7 @@ def test_formula(cls):
     np.testing.assert_allclose(norm(jnp.asarray(x)), expected(norm, x, 0.5), atol=1e-5)
 
 
+@pytest.mark.by_default("bfloat16-10000.0-LayerNorm", "float16-3000.0-LayerNorm")
 @pytest.mark.parametrize("cls", [RMSNorm, LayerNorm])
 @pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 1e4), ("float16", 3e3)])
 def test_half_precision(cls, dtype, scale):
@@ -71,6 +73,7 @@ def test_normalisations_for_each_product_are_equal() -> None:
     assert barriers == [3, 0]
 
 
+@pytest.mark.ci
 def test_one_pass_equals_two() -> None:
     """And has the same gradient, for rows whose mean is not zero."""
     x, direction = jnp.asarray(values((2, 3, 64)) + 0.5), jnp.asarray(values((2, 3, 64), 2.0))

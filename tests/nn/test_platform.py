@@ -34,6 +34,7 @@ def cache(*, quantized: bool = False) -> KV:
     return QuantizedKV.like(kv).write(k, v, jnp.int32(0)) if quantized else kv
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("rows", [1, 3, 100])
 def test_products_of_quantized_weights(rows):
     random = np.random.default_rng(0)
@@ -55,6 +56,7 @@ def test_products_of_quantized_weights(rows):
     assert not np.asarray(Int8Matrix.quantize(jnp.zeros((2, 4))).times(x[:, :4])).any()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("quantized", [False, True])
 def test_padding_of_a_single_query_changes_no_product(quantized):
     kv = cache(quantized=quantized)
@@ -66,6 +68,7 @@ def test_padding_of_a_single_query_changes_no_product(quantized):
         np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.by_default("True")
 @pytest.mark.parametrize("quantized", [False, True])
 def test_attention_of_one_query_equals_eager_attention(quantized):
     kv = cache(quantized=quantized)
@@ -81,6 +84,7 @@ def test_attention_of_one_query_equals_eager_attention(quantized):
         assert not np.asarray(out[1]).any()  # a row without visible slots
 
 
+@pytest.mark.in_ci("cpu")
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
 def test_only_a_gpu_keeps_scores_by_group(platform):
     def run(q, kv, visible, bias):
@@ -94,6 +98,7 @@ def test_only_a_gpu_keeps_scores_by_group(platform):
     assert (f"tensor<{ROWS}x{HEADS}x2x{SLOTS}xf32>" in text) == (platform == "cuda")
 
 
+@pytest.mark.in_ci("tpu-3-1-True")
 @pytest.mark.parametrize(
     ("platform", "heads", "columns", "padded"),
     [
@@ -127,6 +132,7 @@ def test_queries_of_a_tpu_are_split_behind_a_barrier(
     np.testing.assert_array_equal(split_heads(x, 3), x.reshape(2, columns, 3, 4))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_gradient_of_a_bias_as_a_product(dtype: Any) -> None:
     """Small integers, of which every sum is exact."""

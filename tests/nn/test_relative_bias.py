@@ -29,6 +29,13 @@ def bias_of(num_buckets, max_distance, *, bidirectional, heads=1, dtype=jnp.floa
     )
 
 
+@pytest.mark.by_default(
+    "buckets_10_64_causal",
+    "buckets_13_19_causal",
+    "buckets_32_128_causal",
+    "buckets_64_256_causal",
+    "buckets_8_20_causal",
+)
 @pytest.mark.parametrize("name", TABLES)
 def test_buckets(name):
     """A table whose row b holds b shows each distance's bucket."""
@@ -50,6 +57,7 @@ def test_every_bucket_is_used_in_bfloat16_too():
     np.testing.assert_array_equal(narrow(slots, slots), expected)
 
 
+@pytest.mark.ci
 def test_a_cached_step_has_the_bias_of_its_position():
     bias = bias_of(8, 20, bidirectional=False, heads=3)
     slots = jnp.arange(30)

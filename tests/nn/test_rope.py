@@ -23,6 +23,7 @@ TABLES = [
 ]
 
 
+@pytest.mark.in_ci("llama_dynamic_v4-rope_long", "llama_dynamic_v4-rope_short")
 @pytest.mark.parametrize(("name", "call"), TABLES)
 def test_angles(name, call):
     stored = load_case(name).calls[call]
@@ -38,6 +39,7 @@ def test_all_types_are_among_the_tables():
     )
 
 
+@pytest.mark.ci
 def test_rotation_turns_half_split_pairs():
     """Pair (i, i + 2) of four dimensions turns by position * theta**(-i / 2)."""
     rope = Rope(head_dim=4, theta=100.0)
@@ -53,6 +55,7 @@ def test_rotation_turns_half_split_pairs():
     np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
+@pytest.mark.ci
 def test_scores_depend_on_distance_only():
     rope = Rope(head_dim=8)
     q, k = np.random.default_rng(0).standard_normal((2, 1, 1, 1, 8)).astype(np.float32)
@@ -68,6 +71,7 @@ def test_scores_depend_on_distance_only():
     assert abs(score(5, 3) - score(5, 4)) > 1e-2
 
 
+@pytest.mark.ci
 def test_far_positions_stay_apart_under_bfloat16():
     """bfloat16 holds 769 of the positions 0..4095; the angles are float32 whatever x is."""
     cos, sin = Rope(head_dim=64).angles(jnp.arange(4096)[None], jnp.array([[4096]]))
@@ -146,6 +150,7 @@ def test_settings_without_effect_are_accepted():
         assert rope_from_config(raw, head_dim=16, max_positions=64) == plain
 
 
+@pytest.mark.by_default("bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rotation_by_a_product_is_exact(dtype: str) -> None:
     """Equal but for fused multiply-adds, with which XLA leaves out the rounding of a product."""
@@ -159,6 +164,7 @@ def test_rotation_by_a_product_is_exact(dtype: str) -> None:
     )
 
 
+@pytest.mark.in_ci("cpu-1-3-0")
 @pytest.mark.parametrize(
     ("platform", "columns", "heads", "products"),
     [("tpu", 1, 3, 1), ("tpu", 2, 3, 0), ("tpu", 1, 129, 0), ("cpu", 1, 3, 0)],

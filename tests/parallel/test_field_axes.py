@@ -21,6 +21,7 @@ class State:
     scores: object = dataclasses.field(metadata=axes(None, "rows"))
 
 
+@pytest.mark.by_default("True")
 @pytest.mark.parametrize("quantized", [False, True])
 def test_keys_and_values_have_heads_and_everything_else_rows(quantized):
     cache = CacheKind(quantized=quantized).convert(tiny.cached("llama").init_cache(2, 8))
@@ -53,6 +54,7 @@ with use_mesh(mesh):
 """
 
 
+@pytest.mark.ci
 def test_rows_are_sharded_with_heads_beside_them_or_merged():
     actual = on_devices(FOUR_DEVICES, devices=4)
     assert actual.splitlines() == ["(2, 1, 8, 3) (2, 8)", "(4, 8, 3) (2, 8)"]

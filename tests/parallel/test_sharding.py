@@ -44,6 +44,7 @@ def test_sizes_that_cannot_be(sizes, message):
         make_mesh(devices=jax.devices()[:1], **sizes)
 
 
+@pytest.mark.by_default("gpt2", "llama", "t5")
 @pytest.mark.parametrize("family", tiny.CONFIGS)
 def test_every_matrix_of_every_family_is_in_the_table(family):
     """Only one-dimensional parameters are replicated: norms, and biases added after a sum."""
@@ -169,6 +170,7 @@ print("done")
 """
 
 
+@pytest.mark.ci
 def test_on_eight_devices():
     assert on_devices(EIGHT) == "done\n"
 
@@ -237,6 +239,7 @@ for sizes in ({"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}):
 """
 
 
+@pytest.mark.ci
 def test_the_gradient_of_an_embedding_is_summed_in_shards() -> None:
     """No device sums the whole table, 96 x 64."""
     assert [int(size) for size in on_devices(EMBEDDING).split()] == [96 * 8, 48 * 32]

@@ -35,6 +35,7 @@ LONG: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.by_default("cuda-gpt2")
 @pytest.mark.parametrize(
     ("platform", "family"),
     [("tpu", "llama"), ("cuda", "gpt2"), pytest.param("tpu", "t5", marks=pytest.mark.slow)],
@@ -124,6 +125,7 @@ def test_remat_takes_less_memory(topology: str) -> None:
     assert temporary[1] < 0.7 * temporary[0]
 
 
+@pytest.mark.by_default("v5e:2x4")
 @pytest.mark.parametrize(
     "topology",
     [pytest.param("v5e:2x4", marks=needs_tpu), pytest.param("h100:8", marks=needs_gpu)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -56,12 +57,17 @@ def installed(module: str) -> bool:
         return False
 
 
-needs_tpu = pytest.mark.skipif(not installed("libtpu"), reason="libtpu is not installed")
-needs_gpu = pytest.mark.skipif(
-    not installed("jax_plugins.xla_cuda12"), reason="JAX's CUDA plugin is not installed"
-)
+def needs(compiler: str, module: str) -> pytest.MarkDecorator:
+    """Skips a test where a compiler is not installed, unless `make test-compilers` says it is."""
+    missing = not installed(module) and os.environ.get("JAXLLM_TEST_COMPILER") != compiler
+    return pytest.mark.skipif(missing, reason=f"{module} is not installed")
 
 
+needs_tpu = needs("tpu", "libtpu")
+needs_gpu = needs("gpu", "jax_plugins.xla_cuda12")
+
+
+@pytest.mark.ci
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_the_lowered_programs_are_those_that_generate_runs(family: str) -> None:
     model = tiny.cached(family)
@@ -99,6 +105,7 @@ def test_an_abstract_model_of_a_gguf_header(smollm2_gguf: Path) -> None:
     assert sum(x.size for x in jax.tree.leaves(model)) == 134_515_008
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", tiny.mostly("llama"))
 def test_costs_of_all_programs(family: str) -> None:
     actual = jaxllm.plan(tiny.CONFIGS[family], "cpu", dtype="float32", **SMALL)
@@ -121,6 +128,7 @@ def test_costs_of_all_programs(family: str) -> None:
     assert by_name["train"].argument_bytes > 3 * weights  # with Adam's moments
 
 
+@pytest.mark.ci
 def test_the_floor_counts_the_weights_that_a_step_reads() -> None:
     """T5 without its encoder and the cross-attention's projections of keys; rows of a table."""
     model = tiny.cached("t5")
@@ -262,7 +270,7 @@ def test_a_tpu_compiles_the_decode_loop() -> None:
 
 
 @needs_tpu
-def test_programs_of_absent_devices_are_not_kept(tmp_path: Path) -> None:
+def test_programs_of_an_absent_tpu_are_not_kept(tmp_path: Path) -> None:
     """JAX would keep them in its compile cache, and warn that it cannot load them."""
     folder = jax.config.jax_compilation_cache_dir
     jaxllm.enable_compile_cache(tmp_path)
@@ -313,6 +321,7 @@ def test_a_gpu_compiles_the_decode_loop() -> None:
     assert check_decode("h100").estimated_step_us is None
 
 
+@pytest.mark.ci
 def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: Any) -> None:
     from jaxllm.cli.main import main
 

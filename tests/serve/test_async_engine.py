@@ -52,6 +52,7 @@ def mixed_rows(count: int, vocab: int) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", tiny.mostly("llama"))
 def test_every_answer_equals_generate_alone_and_traffic_compiles_nothing(family):
     model = MODEL if family == "llama" else tiny.make(family)
@@ -81,6 +82,7 @@ def _row_of(output: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return next(row for row in rows if row["id"] == output.id)
 
 
+@pytest.mark.ci
 def test_chunks_are_the_tokens_with_the_models_own_log_probabilities():
     row = {"input_ids": [5, 6, 7], "max_new_tokens": 11, "do_sample": True, "temperature": 3.0}
 
@@ -103,6 +105,7 @@ def test_chunks_are_the_tokens_with_the_models_own_log_probabilities():
         assert dict(logprob.top).get(token, logprob.logprob) == pytest.approx(logprob.logprob)
 
 
+@pytest.mark.ci
 def test_stop_strings_and_grammars_beside_other_requests():
     ids = TOKENIZER.encode("Hello")
     greedy = jaxllm.generate(MODEL, [ids], max_new_tokens=24, eos_token_id=None)
@@ -138,6 +141,7 @@ def test_stop_strings_and_grammars_beside_other_requests():
     assert len(others[0].texts[0].strip()) == 5
 
 
+@pytest.mark.ci
 def test_few_busy_slots_are_decoded_without_the_others():
     row = {"input_ids": [5, 6], "max_new_tokens": 40, "eos_token_id": None}
     sampled = {"do_sample": True, "max_new_tokens": 24, "temperature": 2.0}
@@ -166,6 +170,7 @@ def test_few_busy_slots_are_decoded_without_the_others():
     assert others == [np.asarray(out.sequences)[0, 2:].tolist()] * 4
 
 
+@pytest.mark.ci
 def test_a_grammar_that_fails_ends_its_own_request_alone():
     endless = {"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"}
     grammar = jaxllm.generation.grammar.json_schema(endless, TOKENIZER)
@@ -231,6 +236,7 @@ def test_wrong_requests_are_named_and_change_nothing():
     run(use)
 
 
+@pytest.mark.ci
 def test_closing_drains_and_a_failure_ends_every_request(monkeypatch):
     row = {"input_ids": [5, 6], "max_new_tokens": 30, "eos_token_id": None}
 
@@ -256,6 +262,7 @@ def test_closing_drains_and_a_failure_ends_every_request(monkeypatch):
     asyncio.run(main())
 
 
+@pytest.mark.ci
 def test_fields_of_all_requests_override_the_models_own():
     model = tiny.make("llama", num_hidden_layers=1, vocab_size=len(TOKENIZER))
     model.generation_config = jaxllm.GenerationConfig.from_dict({"num_beams": 4, "top_p": 0.5})

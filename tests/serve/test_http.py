@@ -48,6 +48,7 @@ def sampled(seed: int, **fields: Any) -> dict[str, Any]:
     return {"do_sample": True, "top_k": 0, "key": seed, **fields}
 
 
+@pytest.mark.ci
 def test_64_clients_at_once_get_what_generate_alone_gives(server):
     tokenizer = server.state.tokenizer
     rng = np.random.default_rng(0)
@@ -85,6 +86,7 @@ def test_64_clients_at_once_get_what_generate_alone_gives(server):
     assert server.engine.running == server.engine.waiting == 0
 
 
+@pytest.mark.ci
 def test_chat_whole_and_streamed(server, client):
     messages: Any = [
         {"role": "system", "content": "abc"},
@@ -145,6 +147,7 @@ def test_the_answers_of_several_prompts_stream_side_by_side(client):
     assert sorted(indices) != indices
 
 
+@pytest.mark.ci
 def test_log_probabilities_are_those_of_score(server, client):
     tokenizer, model = server.state.tokenizer, server.state.engine.model
     ids = tokenizer.encode("Hello")
@@ -193,6 +196,7 @@ def test_best_of_is_the_most_probable_of_the_choices(client):
     assert len(set(expected)) > 2
 
 
+@pytest.mark.ci
 def test_answers_match_a_json_schema_and_become_tool_calls(client):
     number = {"type": "integer", "minimum": 0, "maximum": 99}
     schema = {
@@ -242,6 +246,7 @@ def test_answers_match_a_json_schema_and_become_tool_calls(client):
     assert more.usage.completion_tokens <= 2
 
 
+@pytest.mark.ci
 def test_embeddings_are_pooled_hidden_states(server, client):
     texts = ["Hello", "You there"]
     answer = client.embeddings.create(model="tiny", input=texts)
@@ -257,6 +262,7 @@ def test_embeddings_are_pooled_hidden_states(server, client):
     np.testing.assert_allclose(values, answer.data[0].embedding, atol=1e-6)
 
 
+@pytest.mark.ci
 def test_tokens_models_health_and_metrics(server, client):
     post = {"prompt": "Hello"}
     tokens = httpx.post(f"{server.url}/tokenize", json=post).json()

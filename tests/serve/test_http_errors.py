@@ -70,6 +70,7 @@ def eventually(condition: Callable[[], bool]) -> None:
     raise AssertionError("it never came true")
 
 
+@pytest.mark.ci
 def test_wrong_requests_are_errors_that_name_the_field(http):
     base = {"prompt": "a", "max_tokens": 2}
     for change, field, message in [
@@ -171,6 +172,7 @@ def test_pages_of_other_origins_have_no_work_done(server):
             assert client.post("/tokenize", json={"prompt": "a"}, headers=KEY).status_code == 200
 
 
+@pytest.mark.ci
 def test_a_full_queue_answers_429_and_the_rest_is_served(http, server):
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="key-1", max_retries=0)
     results: list[Any] = []
@@ -211,6 +213,7 @@ def leaves_before_the_answer(server: RunningServer) -> None:
         eventually(lambda: server.engine.running == 1)
 
 
+@pytest.mark.by_default("leaves_before_the_answer")
 @pytest.mark.parametrize("leave", [leaves_during_a_stream, leaves_before_the_answer])
 def test_a_client_that_goes_away_frees_its_slot(
     server: RunningServer, leave: Callable[[RunningServer], None]
@@ -234,6 +237,7 @@ def test_requests_are_logged_without_their_prompts(http, caplog):
     assert "secret" not in json.dumps(line)
 
 
+@pytest.mark.ci
 def test_time_limits_and_draining():
     limits = Limits(request_seconds=1.5)
     options: Any = {"queue_size": 4, "embeddings": False}

@@ -40,6 +40,7 @@ def rows_with_a_system_prompt() -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "rotated"),
     [
@@ -74,6 +75,7 @@ def test_answers_equal_generate_alone_and_the_programs_stay_the_same(
     assert differences(model, rows, asyncio.run(main()))[0] == []
 
 
+@pytest.mark.ci
 def test_running_requests_decode_between_the_chunks_of_a_long_prompt() -> None:
     model = model_of("llama", num_hidden_layers=1)
     engine = AsyncEngine(model, **OPTIONS, kept_prefixes=2)

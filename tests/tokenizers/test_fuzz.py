@@ -89,6 +89,7 @@ def check(outcomes: list[Outcome]) -> None:
     assert max(len(outcome.detail) for outcome in outcomes) < 500
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", TARGETS)
 def test_mutated_files(kind, tmp_path):
     count = 100 if kind == "tokenizer_and_prompt" else 300  # its prompts are long

@@ -224,6 +224,7 @@ def test_special_tokens_match_transformers(case):
     assert added == expected["added"]
 
 
+@pytest.mark.by_default("metaspace")
 def test_random_texts_match_transformers(case):
     tokenizer, expected = case
     texts = TEXTS["random_texts"](1000, seed=0)

@@ -74,6 +74,7 @@ def written_loss(ratios: np.ndarray, config: DPOConfig) -> tuple[float, float]:
     return loss, -beta * ((1 - smoothing) * (1 - sigmoid) - smoothing * sigmoid)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_loss_and_gradient_are_the_definition(family: str):
     """Equation 7 of the paper and the gradient that it gives there; smoothed; and IPO's."""
@@ -108,6 +109,7 @@ def test_loss_and_gradient_are_the_definition(family: str):
             np.testing.assert_allclose(gradients[path][number], expected, atol=atol, err_msg=path)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
 def test_chunks_of_the_vocabulary_change_nothing(family: str):
     model, batch = tiny.make(family), batch_of(family)
@@ -123,6 +125,7 @@ def test_chunks_of_the_vocabulary_change_nothing(family: str):
         np.testing.assert_allclose(chunked[1][path], expected, atol=2e-5, err_msg=path)
 
 
+@pytest.mark.ci
 def test_the_rewards_are_those_of_the_answers_with_each_loss():
     """Beta times the log-ratio of the whole answer, as in TRL 1.16, though IPO's loss has means."""
     model, batch = tiny.cached("gpt2"), batch_of("gpt2")
@@ -136,6 +139,7 @@ def test_the_rewards_are_those_of_the_answers_with_each_loss():
         assert extra["rewards/accuracies"] == (margins > 0).sum()
 
 
+@pytest.mark.ci
 def test_training_changes_the_answers():
     """A model comes to prefer other answers to its own, and then gives them."""
     model = tiny.make("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)

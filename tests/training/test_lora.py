@@ -42,6 +42,7 @@ def targets(model, *patterns: str) -> list[str]:
     return list(lora_layers(add_lora(model, LoraConfig(targets=patterns))))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_starts_equal_and_merges_equal(family, kind):
@@ -56,6 +57,7 @@ def test_starts_equal_and_merges_equal(family, kind):
     np.testing.assert_allclose(tiny.logits(merged), changed, atol=3e-4)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", tiny.mostly("gpt2"))
 def test_generates_the_same_tokens_as_merged(family):
     model = trained(add_lora(tiny.cached(family), LoraConfig(rank=3, rslora=True, dora=True)))
@@ -104,6 +106,7 @@ def test_both_names_of_a_module_work(family, theirs, ours):
     assert actual == targets(tiny.cached(family), ours)
 
 
+@pytest.mark.in_ci("gpt2")
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_all_linear_is_attention_and_mlp(family):
     model = tiny.cached(family)
@@ -165,6 +168,7 @@ def test_unmerged_is_not_saved_as_a_checkpoint(tmp_path):
         jaxllm.save_hf(tmp_path, add_lora(tiny.cached("llama")))
 
 
+@pytest.mark.ci
 def test_merged_is_saved_and_loads(tmp_path):
     model = trained(add_lora(tiny.cached("llama")))
     jaxllm.save_hf(tmp_path, merge_lora(model))
@@ -185,6 +189,7 @@ def test_partition():
     assert not is_trainable("backbone.stack.norm.weight", modules_to_save=("stack.norm",))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", CLASSIFIERS)
 def test_the_score_of_a_classifier_is_trained_whole(family):
     base = tiny.make(family, architecture=CLASSIFIERS[family], num_labels=3, pad_token_id=0)
@@ -199,6 +204,7 @@ def test_the_score_of_a_classifier_is_trained_whole(family):
     assert np.abs(grads["score.weight"]).max() > 0
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", tiny.mostly("llama"))
 def test_training_what_is_trainable_lowers_the_loss(family):
     model = add_lora(tiny.cached(family), LoraConfig(rank=4, dropout=0.1))
@@ -220,6 +226,7 @@ def test_training_what_is_trainable_lowers_the_loss(family):
     assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.ci
 def test_half_precision_keeps_its_dtypes():
     options = Options(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     base = tiny.make("llama", options=options)
@@ -250,6 +257,7 @@ LAYERS = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("family", "part"), LAYERS)
 def test_the_dropout_key_reaches_every_layer(family, part):
     base = tiny.make(family, **PLAIN[family])
@@ -264,6 +272,7 @@ def test_the_dropout_key_reaches_every_layer(family, part):
     assert np.abs(first - other).max() > 1e-3
 
 
+@pytest.mark.ci
 def test_a_config_is_a_value():
     config = LoraConfig(targets=["q_proj"])
     assert config == LoraConfig(targets="q_proj")

@@ -26,6 +26,7 @@ def logits_and_labels(seed: int = 0):
     return logits, labels
 
 
+@pytest.mark.ci
 def test_labels_of_a_narrow_type_in_a_wide_vocabulary():
     """V itself does not fit into int16; forward and reverse derivatives see the same labels."""
     rng = np.random.default_rng(0)
@@ -46,6 +47,7 @@ def test_labels_of_a_narrow_type_in_a_wide_vocabulary():
     np.testing.assert_allclose(gradient[0, 1], expected, atol=1e-6)
 
 
+@pytest.mark.by_default("0.01-0.0", "0.01-0.1")
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("z", [0.0, 0.01])
 def test_the_definition(smoothing, z):
@@ -66,6 +68,7 @@ def test_the_definition(smoothing, z):
     assert float(sums.correct) == right
 
 
+@pytest.mark.ci
 def test_of_equal_logits_the_first_is_predicted():
     """Not all of them: a model that has collapsed would have an accuracy of 1."""
     logits = jnp.asarray([[0.0] * 4] * 4 + [[1.0, 3.0, 3.0, 2.0]] * 4)
@@ -75,6 +78,7 @@ def test_of_equal_logits_the_first_is_predicted():
     assert right.tolist() == (jnp.argmax(logits, -1) == labels).tolist()
 
 
+@pytest.mark.ci
 def test_labels_of_minus_100_have_no_gradient():
     logits, labels = logits_and_labels()
     loss = TokenLoss(label_smoothing=0.1, z_loss=0.01)
@@ -83,6 +87,7 @@ def test_labels_of_minus_100_have_no_gradient():
     assert (np.abs(np.asarray(gradient)[labels != -100]).max(-1) > 0).all()
 
 
+@pytest.mark.by_default("gpt2")
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_the_mean_is_the_model_s_own_loss(family):
     model = tiny.make(family)
@@ -95,6 +100,7 @@ def test_the_mean_is_the_model_s_own_loss(family):
     np.testing.assert_allclose(float(sums.loss / sums.count), float(expected), rtol=1e-6)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_the_side_of_the_padding_changes_nothing(family):
     """Padding on the left would else predict the first token of its row, from nothing."""
@@ -121,6 +127,7 @@ PROBLEMS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_classification(problem):
     classes, labels = PROBLEMS[problem]
@@ -184,6 +191,7 @@ def in_chunks(family, make_loss, batch, key=None, **changes):
     return run(1 << 27), run(2 * rows * vocab_size)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -211,6 +219,7 @@ def test_chunks_of_columns_give_the_same_sums_and_gradients(family, changes):
         np.testing.assert_allclose(b, a, rtol=2e-5, atol=1e-6 * scale)
 
 
+@pytest.mark.ci
 def test_chunks_of_a_head_with_lora():
     """Gradients of a frozen head's LoRA alone, DoRA included, and of its dropout."""
     model = add_lora(
@@ -236,6 +245,7 @@ def test_chunks_of_a_head_with_lora():
     assert np.any(np.asarray(dropped["lm_head.lora_b"]) != chunked["lm_head.lora_b"])
 
 
+@pytest.mark.ci
 def test_a_chunked_loss_never_holds_the_logits_of_all_tokens():
     model = tiny.make("llama", vocab_size=53)
     ids = jax.ShapeDtypeStruct((4, 32), jnp.int32)

@@ -39,6 +39,7 @@ def updates(config: OptimizerConfig, steps: int = 1, scale: float = 1e-3):
     return params, grads, out
 
 
+@pytest.mark.ci
 def test_adamw():
     config = OptimizerConfig(learning_rate=0.1, weight_decay=0.5, b1=0.8, b2=0.9, eps=1e-6)
     params, grads, out = updates(config, steps=3)
@@ -70,6 +71,7 @@ def test_lion():
         np.testing.assert_allclose(out[path], -0.1 * (jnp.sign(g) + decay), rtol=1e-5)
 
 
+@pytest.mark.ci
 def test_adafactor_scales_with_the_parameter_and_decays_by_the_learning_rate():
     plain = OptimizerConfig(name="adafactor", learning_rate=0.1)
     params, grads, out = updates(plain)
@@ -101,6 +103,7 @@ def test_muon_orthogonalises_the_matrices_of_blocks():
         np.testing.assert_allclose(out[path], expected, rtol=1e-3, err_msg=path)
 
 
+@pytest.mark.by_default("sgd")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_lowers_a_quadratic(name):
     config = OptimizerConfig(name=name, learning_rate=0.03, clip_norm=None)
@@ -122,6 +125,7 @@ def test_every_optimizer_lowers_a_quadratic(name):
     assert value(params) < 0.7 * before
 
 
+@pytest.mark.ci
 def test_gradients_are_clipped_together():
     config = OptimizerConfig(name="sgd", learning_rate=1.0, clip_norm=0.5)
     _, grads, out = updates(config, scale=10.0)
@@ -130,6 +134,7 @@ def test_gradients_are_clipped_together():
         np.testing.assert_allclose(out[path], -g * 0.5 / norm, rtol=1e-5)
 
 
+@pytest.mark.ci
 def test_schedules():
     def at(steps, **settings):
         schedule = make_schedule(OptimizerConfig(learning_rate=2.0, **settings))

@@ -42,6 +42,7 @@ def part(batch, rows):
     return {name: x[rows] for name, x in batch.items()}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", tiny.mostly("t5"))
 def test_accumulated_steps_equal_one_step(family):
     model = tiny.make(family, **NO_DROPOUT[family])
@@ -64,6 +65,7 @@ def test_accumulated_steps_equal_one_step(family):
             np.testing.assert_allclose(x, full[path], rtol=0, atol=rounding, err_msg=path)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", tiny.mostly("gpt2"))
 def test_gradients_are_finite_differences(family):
     """Gradients of the mean loss agree with them along a random direction, in float64."""
@@ -90,6 +92,7 @@ def test_gradients_are_finite_differences(family):
         np.testing.assert_allclose(measured, slope, rtol=5e-3)
 
 
+@pytest.mark.ci
 def test_remat_changes_nothing():
     results = []
     for remat in (False, True):
@@ -104,6 +107,7 @@ def by_embedding(params):
     return {path: "embed" in path for path in params}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "compose",
     [
@@ -131,6 +135,7 @@ def test_clipping_is_that_of_optax(compose):
         np.testing.assert_allclose(x, ends[1][path], atol=1e-6, err_msg=path)
 
 
+@pytest.mark.ci
 def test_a_batch_of_nan_is_skipped_and_counted():
     optimizer = optax.adam(0.1)
     model = tiny.make("gpt2")
@@ -165,6 +170,7 @@ def with_nans(model, batch, key=None):
     return jax.tree.map(lambda x: x + batch["poison"].sum(), sums)
 
 
+@pytest.mark.ci
 def test_only_what_is_trainable_changes():
     model = tiny.make("llama")
     state = TrainState.create(model, SGD, trainable=lambda path: "mlp.up" in path)
@@ -187,6 +193,7 @@ def test_the_state_is_given_away_but_not_the_model():
     assert new.params.keys() == state.params.keys()
 
 
+@pytest.mark.ci
 def test_master_weights_keep_what_bfloat16_would_round_away():
     options = Options(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     model = tiny.make("llama", options=options)
@@ -202,6 +209,7 @@ def test_master_weights_keep_what_bfloat16_would_round_away():
     assert np.isfinite(metrics["loss"])
 
 
+@pytest.mark.ci
 def test_the_average_follows():
     model = tiny.make("gpt2")
     state = TrainState.create(model, SGD, ema=True)
@@ -217,6 +225,7 @@ def test_the_average_follows():
         _ = TrainState.create(model, SGD).averaged_model
 
 
+@pytest.mark.ci
 def test_dropout_follows_from_the_key_and_the_step():
     model = tiny.make("t5", dropout_rate=0.3)
     step = make_train_step(SGD, loss_for(model), accumulation=2)
@@ -233,6 +242,7 @@ def test_dropout_follows_from_the_key_and_the_step():
     assert runs["a"][0] != runs["a"][1]  # the same batch and weights, another step
 
 
+@pytest.mark.ci
 def test_the_second_step_compiles_nothing():
     model = tiny.make("llama")
     state, step = TrainState.create(model, SGD), make_train_step(SGD, loss_for(model))
@@ -255,6 +265,7 @@ def test_batches_that_cannot_be():
         make_train_step(SGD, loss_for(model))(state, batch)
 
 
+@pytest.mark.in_ci("t5-True")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_tokens_are_counted_as_on_the_host(family, packed):

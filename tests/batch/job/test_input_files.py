@@ -160,6 +160,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.in_ci("h.parquet")
 @pytest.mark.parametrize("name", BOMBS)
 def test_what_would_fill_the_memory_is_refused(tmp_path, monkeypatch, name):
     """With limits a thousandth of the real ones."""
@@ -229,6 +230,7 @@ def read_back(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in data.splitlines()]
 
 
+@pytest.mark.by_default("out.jsonl.gz")
 @pytest.mark.parametrize(
     "output", ["out.jsonl", "out.jsonl.gz", "out.csv", "out.csv.gz", "out.parquet"]
 )

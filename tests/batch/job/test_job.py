@@ -48,6 +48,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.ci
 def test_rows_keep_ids_and_order(tmp_path):
     rows = [*ROWS, {"prompt": "x"}, "", {"input_ids": [5, 6], "num_return_sequences": 2}]
     rows[-1] |= {"do_sample": True, "id": 7}
@@ -59,6 +60,7 @@ def test_rows_keep_ids_and_order(tmp_path):
     assert not (tmp_path / "out.jsonl.parts").exists()
 
 
+@pytest.mark.ci
 def test_bad_rows_are_records_and_the_others_go_on(tmp_path):
     bad = {
         "not JSON": "{",
@@ -96,6 +98,7 @@ def test_bad_rows_are_records_and_the_others_go_on(tmp_path):
     assert report["errors"]["NonFiniteError"] == 1
 
 
+@pytest.mark.ci
 def test_a_stopped_job_goes_on(tmp_path):
     fields = {"do_sample": True, "temperature": 0.9}
     full = tmp_path / "whole"
@@ -113,6 +116,7 @@ def test_a_stopped_job_goes_on(tmp_path):
     assert ("rows", "9, 5 of them before") in work.report.table()
 
 
+@pytest.mark.ci
 def test_a_torn_last_line_is_repaired(tmp_path):
     run(job(tmp_path, ROWS, resume=True), until=4)
     part = tmp_path / "out.jsonl.parts" / "rows.jsonl"

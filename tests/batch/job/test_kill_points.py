@@ -35,6 +35,7 @@ def kill_points(folder: Path, step: int) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.ci
 def test_a_job_that_dies_at_a_file_operation_goes_on(tmp_path):
     assert kill_points(tmp_path, 9) > 40
 

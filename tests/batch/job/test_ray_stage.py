@@ -22,6 +22,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.ci
 def test_results_are_those_of_the_rows_in_any_batch():
     stage = JaxLLMStage(MODEL, keep=["label"], slots=2, seed=9, max_new_tokens=6)
     table = pyarrow.Table.from_pylist([{"seed": None, **row} for row in ROWS])

@@ -27,6 +27,7 @@ from jaxllm.nn.platform.quantized_products import sum_of_blocks
 close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
 
 
+@pytest.mark.by_default("Q4_0")
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_values_and_products(name, tmp_path):
     kind = Q[name]
@@ -63,6 +64,7 @@ def written(family: str, kind: Q, tmp_path: Path) -> Path:
     return tmp_path / "model.gguf"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "kind"), [("llama", Q.Q4_1), ("gpt2", Q.Q4_0)], ids=lambda x: str(x)
 )

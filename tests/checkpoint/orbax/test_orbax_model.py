@@ -62,11 +62,13 @@ def check_round_trip(source: Path, work: Path, **options) -> None:
     assert files(work / "through") == files(work / "direct")
 
 
+@pytest.mark.by_default("llama_base_keys")
 @pytest.mark.parametrize("name", [*FEW, *REST])
 def test_round_trip(name, tmp_path):
     check_round_trip(ROOT / name, tmp_path)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["gpt2_hub_layout", "llama_base_keys", "t5_relu", "mt5"])
 def test_round_trip_of_bfloat16(name, tmp_path):
     jaxllm.save_hf(tmp_path / "half", jaxllm.load(ROOT / name)[0], dtype="bfloat16")
@@ -74,6 +76,7 @@ def test_round_trip_of_bfloat16(name, tmp_path):
     check_round_trip(tmp_path / "half", tmp_path / "kept", dtype="bfloat16")
 
 
+@pytest.mark.ci
 def test_tokenizer_and_generation_config_are_saved(tmp_path):
     check_round_trip(TOKENIZED, tmp_path)
     model, tokenizer = jaxllm.load(TOKENIZED)
@@ -85,6 +88,7 @@ def test_tokenizer_and_generation_config_are_saved(tmp_path):
     assert its_tokenizer.encode("to be") == tokenizer.encode("to be")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_model_without_checkpoint(family, tmp_path):
     model = tiny.make(family, options=Options(param_dtype=jnp.bfloat16))
@@ -104,6 +108,7 @@ def test_origin_of_an_older_folder():
     assert origin_of(fields) == origin
 
 
+@pytest.mark.ci
 def test_saving_again_replaces_the_model(tmp_path):
     for seed in (0, 1):
         jaxllm.save_orbax(tmp_path, tiny.make("gpt2", seed=seed))
@@ -113,6 +118,7 @@ def test_saving_again_replaces_the_model(tmp_path):
     assert [p.name for p in (tmp_path / "weights").iterdir() if p.is_dir()] == ["1"]
 
 
+@pytest.mark.ci
 def test_the_files_of_a_replaced_model(tmp_path):
     """Its generation settings go, its tokenizer stays with a warning; no model, no change."""
     model, tokenizer = jaxllm.load(TOKENIZED)
@@ -129,6 +135,7 @@ def test_the_files_of_a_replaced_model(tmp_path):
     assert kept is not None
 
 
+@pytest.mark.ci
 def test_errors(tmp_path):
     with pytest.raises(MissingFileError, match="no checkpoint"):
         jaxllm.load_orbax(tmp_path)

@@ -81,6 +81,7 @@ def outcomes(sound: Path, folder: Path, seeds: range) -> dict[str, int]:
     return counted
 
 
+@pytest.mark.ci
 def test_sixty_damaged_files(sound, tmp_path):
     counted = outcomes(sound, tmp_path / "run", range(60))
     assert counted["refused"] > 20

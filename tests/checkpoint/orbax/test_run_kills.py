@@ -65,6 +65,7 @@ def kill_often(folder: Path, kills: int) -> None:
         assert bits(restored.arrays) == bits(state(restored.step))
 
 
+@pytest.mark.ci
 def test_two_kills(tmp_path):
     kill_often(tmp_path, 2)
 

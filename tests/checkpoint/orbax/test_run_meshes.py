@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ON_EIGHT_DEVICES = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
@@ -72,6 +74,7 @@ print("done")
 """
 
 
+@pytest.mark.ci
 def test_restore_onto_other_meshes(tmp_path: Path) -> None:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     done = subprocess.run(

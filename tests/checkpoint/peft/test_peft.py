@@ -91,6 +91,7 @@ def config_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "adapter_config.json").read_text())
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("highest_precision")
 @pytest.mark.parametrize(
     "case",
@@ -101,6 +102,7 @@ def test_logits_are_those_of_peft(case):
     np.testing.assert_allclose(logits, reference(case)["logits"], atol=1e-4)
 
 
+@pytest.mark.by_default("llama_lora", "llama_saved")
 @pytest.mark.usefixtures("highest_precision")
 @pytest.mark.parametrize("case", CASES)
 def test_merged_logits_are_those_of_peft(case):
@@ -127,6 +129,7 @@ def gradients(case: str) -> dict[str, np.ndarray]:
     return {PREFIX + name: np.asarray(x) for name, x in actual.items()}
 
 
+@pytest.mark.by_default("llama_saved")
 @pytest.mark.usefixtures("highest_precision")
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_peft(case):
@@ -172,6 +175,7 @@ def trained(model: Any) -> Any:
     )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("options", [{}, {"rslora": True}, {"dora": True, "rslora": True}], ids=str)
 @pytest.mark.parametrize("targets", ["all-linear", "attn.(q|v)"])
 def test_gpt2_qkv_with_different_a(options, targets, tmp_path):
@@ -202,6 +206,7 @@ def test_saving_without_lora_is_an_error(tmp_path):
         save_adapter(tmp_path, tiny.cached("llama"))
 
 
+@pytest.mark.by_default("gpt2-wte")
 @pytest.mark.parametrize(("family", "module"), [("gpt2", "wte"), ("t5", "shared")])
 def test_tied_embedding_in_modules_to_save_is_an_error(family, module, tmp_path):
     model = add_lora(tiny.cached(family), LoraConfig(modules_to_save=module))
@@ -389,6 +394,7 @@ def test_model_that_has_lora_is_refused():
         load_adapter(adapted("llama_lora"), DATA / "peft" / "llama_lora")
 
 
+@pytest.mark.ci
 def test_half_precision_adapters_become_float32(folder):
     change(folder, {name: x.astype(jnp.bfloat16) for name, x in tensors_of(folder).items()})
     model = load_adapter(base_of("llama_lora"), folder)

@@ -19,6 +19,7 @@ from jaxllm.generation.generate import prepare_call
 QUANTIZED = {"cache_implementation": "quantized", "cache_config": {"nbits": 8}}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_eight_bits(family):
     """The same tokens, scores that are close but not equal, and a fraction of the bytes."""
@@ -64,6 +65,7 @@ def test_eight_bits_continue_and_take_beams():
     np.testing.assert_array_equal(actual.sequences, expected.sequences)
 
 
+@pytest.mark.ci
 def test_quantization_error_is_at_most_half_a_step():
     x = np.random.default_rng(0).standard_normal((3, 5, 2, 8)).astype(np.float32)
     x[1, 2, 1] = 0
@@ -80,6 +82,7 @@ def test_quantization_error_is_at_most_half_a_step():
     )
 
 
+@pytest.mark.by_default("16-t5-left")
 @pytest.mark.parametrize(("family", "side"), [("llama", "left"), ("gpt2", "right"), ("t5", "left")])
 @pytest.mark.parametrize("window", [3, 16])
 def test_a_window_is_a_band_of_the_mask(family, side, window):
@@ -98,6 +101,7 @@ def test_a_window_is_a_band_of_the_mask(family, side, window):
         np.testing.assert_allclose(np.stack(out.scores)[:, i], expected, atol=3e-4)
 
 
+@pytest.mark.ci
 def test_a_window_of_everything_is_no_window_and_another_compiles_nothing():
     model, ids = tiny.cached("llama"), np.array(turns(0, 5))
     settings = {"max_new_tokens": 8, **NO_EOS}
@@ -111,6 +115,7 @@ def test_a_window_of_everything_is_no_window_and_another_compiles_nothing():
     assert (narrow.sequences != full.sequences).any()
 
 
+@pytest.mark.ci
 def test_no_tile_of_slots_is_allocated_that_a_call_does_not_need(monkeypatch):
     model, ids = tiny.cached("llama"), np.array(turns(0, 5))
     settings = {"max_new_tokens": 40, **NO_EOS}
@@ -131,6 +136,7 @@ def test_the_ring_holds_no_more_than_the_window():
     assert request.layout.capacity == 16
 
 
+@pytest.mark.ci
 def test_static_dynamic_and_a_length():
     model, ids = tiny.cached("llama"), np.array(turns(0, 5))
     settings = {"max_new_tokens": 4, **NO_EOS}

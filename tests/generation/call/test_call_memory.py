@@ -27,6 +27,7 @@ HUGE = {
 }
 
 
+@pytest.mark.in_ci("s_llama-all together", "s_t5_gated-all together", "s_t5_gated-results")
 @pytest.mark.parametrize(("settings", "message"), HUGE.values(), ids=HUGE)
 @pytest.mark.parametrize("name", ["s_llama", "s_t5_gated"])
 def test_huge_counts_are_refused_before_compiling(name, settings, message):

@@ -15,6 +15,7 @@ from jaxllm.common.errors import InputError
 from jaxllm.generation.call.keys import row_keys
 
 
+@pytest.mark.ci
 def test_every_form_of_key():
     fields = {"do_sample": True, "max_new_tokens": 6, "eos_token_id": None, "top_k": 0}
     forms = [3, np.int64(3), jnp.int32(3), jax.random.key(3), jax.random.PRNGKey(3)]
@@ -35,6 +36,7 @@ def test_a_seed_of_more_than_32_bits_is_refused(seed):
         jaxllm.generate(model("s_llama"), [[5, 6]], key=seed, do_sample=True, max_new_tokens=2)
 
 
+@pytest.mark.by_default("4")
 @pytest.mark.parametrize("key", [None, 4])
 def test_keys_of_greedy_search_compile_nothing(key):
     clock = CompileClock()
@@ -54,6 +56,7 @@ def test_sampling_inside_jit_needs_a_key():
         call(model("s_llama"), ids)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name", ["s_llama", pytest.param("s_gpt2", marks=pytest.mark.slow), "s_t5_gated"]
 )
@@ -68,6 +71,7 @@ def test_a_rows_sample_depends_on_its_key_and_id_only(name):
     assert (other != batch).any()
 
 
+@pytest.mark.ci
 def test_samples_differ_by_default_and_repeat_by_key():
     _, ids, _ = prompts("s_llama", (7,))
     fields = {"do_sample": True, "max_new_tokens": 16, "eos_token_id": None, "top_k": 0}
@@ -77,6 +81,7 @@ def test_samples_differ_by_default_and_repeat_by_key():
     np.testing.assert_array_equal(*runs)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["s_llama", "s_t5_gated"])
 def test_num_return_sequences(name):
     _, ids, mask = prompts(name)

@@ -51,6 +51,7 @@ def ragged() -> tuple[np.ndarray, np.ndarray]:
     return ids, mask
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_equal_a_forward_pass_over_the_result(family):
     """Row 1 is padded on the left; every real column is what one uncached call computes."""
@@ -89,6 +90,7 @@ def test_equal_a_forward_pass_over_the_result(family):
             first += width
 
 
+@pytest.mark.ci
 def test_samples_of_a_row_have_rows_of_their_own():
     model, (ids, mask) = tiny.cached("gpt2"), ragged()
     settings = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 3, "key": 0}
@@ -107,6 +109,7 @@ def test_samples_of_a_row_have_rows_of_their_own():
     np.testing.assert_array_equal(out.hidden_states[0][2][0], out.hidden_states[0][2][2])
 
 
+@pytest.mark.ci
 def test_one_of_the_two_and_neither():
     model, (ids, mask) = tiny.cached("llama"), ragged()
     out = jaxllm.generate(model, ids, mask, max_new_tokens=2)
@@ -117,6 +120,7 @@ def test_one_of_the_two_and_neither():
     assert out.attentions is not None
 
 
+@pytest.mark.ci
 def test_inside_the_callers_jit():
     model, (ids, mask) = tiny.cached("t5"), ragged()
     settings = {"max_new_tokens": 3, "eos_token_id": None, **BOTH}
@@ -125,6 +129,7 @@ def test_inside_the_callers_jit():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), inside, outside)
 
 
+@pytest.mark.ci
 def test_dola_keeps_what_was_asked_for():
     """DoLa reads hidden states for itself at every step; they are not returned for that."""
     model, (ids, mask) = tiny.cached("llama"), ragged()
@@ -140,6 +145,7 @@ def test_huge_records_are_refused(monkeypatch):
         jaxllm.generate(tiny.cached("llama"), tiny.ids(), max_new_tokens=40, **BOTH)
 
 
+@pytest.mark.ci
 def test_stream_gives_tokens_alone():
     with pytest.raises(InputError, match="output_attentions: stream"):
         jaxllm.stream(tiny.cached("llama"), tiny.ids(), output_attentions=True)

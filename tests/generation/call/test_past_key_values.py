@@ -18,6 +18,7 @@ from jaxllm.generation.generate import prepare_call
 from jaxllm.generation.settings.config import GenerationConfig
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("family", "side"), [("llama", "left"), ("gpt2", "right")])
 def test_three_ragged_turns_equal_generating_from_scratch(family, side):
     """Rows are of unequal lengths, and some end early; scores of every step are those of a call
@@ -50,6 +51,7 @@ def test_three_ragged_turns_equal_generating_from_scratch(family, side):
     assert ended > 0
 
 
+@pytest.mark.ci
 def test_t5_continues_its_decoder_without_the_encoder():
     model, settings = tiny.cached("t5"), {"max_new_tokens": 4, **NO_EOS}
     ids, mask = padded(turns(0, 6, 3))
@@ -84,6 +86,7 @@ def test_t5_with_ragged_decoder_prompts():
         np.testing.assert_allclose(a, b, atol=2e-4)
 
 
+@pytest.mark.ci
 def test_only_new_tokens_are_read():
     """The program of a continued call reads the bucket of the new tokens, whatever came before."""
     model, ids = tiny.cached("llama"), np.array(turns(0, 40))
@@ -101,6 +104,7 @@ def test_only_new_tokens_are_read():
     assert request.layout.capacity == out.past_key_values.cache.capacity
 
 
+@pytest.mark.ci
 def test_a_handle_serves_more_than_one_call():
     model, ids = tiny.cached("gpt2"), np.array(turns(0, 5, 5))
     out = jaxllm.generate(model, ids, max_new_tokens=3, return_past_key_values=True, **NO_EOS)
@@ -113,6 +117,7 @@ def test_a_handle_serves_more_than_one_call():
         np.testing.assert_array_equal(actual.sequences, expected.sequences)
 
 
+@pytest.mark.ci
 def test_the_cache_grows():
     model, ids = tiny.cached("llama"), np.array(turns(0, 5))
     out = jaxllm.generate(model, ids, max_new_tokens=3, return_past_key_values=True, **NO_EOS)
@@ -160,6 +165,7 @@ def test_token_types_continue():
     np.testing.assert_allclose(actual.scores[2], expected.scores[2], atol=2e-4)
 
 
+@pytest.mark.ci
 def test_the_conversation_must_begin_with_what_is_held():
     model, (ids, mask) = tiny.cached("llama"), padded(turns(0, 3, 5))
     out = jaxllm.generate(model, ids, mask, max_new_tokens=3, return_past_key_values=True, **NO_EOS)
@@ -192,6 +198,7 @@ def test_the_conversation_must_begin_with_what_is_held():
         jaxllm.stream(model, ids, mask, return_past_key_values=True)
 
 
+@pytest.mark.ci
 def test_stream_takes_a_handle_and_the_callers_jit_gives_one():
     model, ids = tiny.cached("llama"), np.array(turns(0, 5))
     settings = {"max_new_tokens": 3, **NO_EOS}
@@ -216,6 +223,7 @@ def test_stream_takes_a_handle_and_the_callers_jit_gives_one():
     np.testing.assert_array_equal(timed.past_key_values.tokens()[0], full[:-1])
 
 
+@pytest.mark.ci
 def test_turns_of_known_buckets_compile_nothing():
     model, ids = tiny.cached("llama"), np.array(turns(0, 17))
     settings = {"max_new_tokens": 3, "return_past_key_values": True, **NO_EOS}

@@ -62,6 +62,7 @@ def conversation(family: str, strategies: list[dict], *, cache: dict | None = No
         rows = [r + t + m for r, t, m in zip(old, new, more, strict=True)]
 
 
+@pytest.mark.ci
 def test_beams_then_beams_for_each_text_that_was_returned():
     conversation("llama", [{**BEAMS, "num_return_sequences": 2}, BEAMS], eos_token_id=31)
 
@@ -103,6 +104,7 @@ def test_a_windowed_conversation_continues(family):
 GUIDED = {"guidance_scale": 1.6, **NO_EOS}
 
 
+@pytest.mark.ci
 def test_guidance_of_a_conversation():
     """The unconditional contexts, by default the last token, begin anew at each call."""
     conversation("llama", [{}, {}], **GUIDED)
@@ -116,6 +118,7 @@ def test_guidance_of_every_strategy_in_a_conversation(family):
     conversation(family, [CONTRASTIVE, beams, LOOKUP, sampled, BEAMS], **GUIDED)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("window", [None, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_negative_prompt_longer_than_the_conversation(window):
     """New tokens then stand behind it in the cache, and not right behind the conversation."""

@@ -26,6 +26,7 @@ def test_min_length_counts_the_embedded_prompt():
     assert short.shape[1] == first + 1
 
 
+@pytest.mark.ci
 def test_gpt2_cross_attention():
     net = model("s_gpt2_xattn")
     rng = np.random.default_rng(0)
@@ -40,6 +41,7 @@ def test_gpt2_cross_attention():
     assert np.abs(other - logits).max() > 1e-2
 
 
+@pytest.mark.ci
 def test_t5_encoder_outputs_and_embeddings_stand_in_for_ids():
     net = model("s_t5_gated")
     _, ids, mask = prompts("s_t5_gated", side="right")
@@ -53,6 +55,7 @@ def test_t5_encoder_outputs_and_embeddings_stand_in_for_ids():
     np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.ci
 def test_decoder_prompts_of_t5_do_not_depend_on_their_padding():
     net = model("s_t5_gated")
     fields = {"max_new_tokens": 6, "eos_token_id": None}

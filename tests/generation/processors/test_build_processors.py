@@ -100,6 +100,7 @@ def test_default_settings_build_no_processors():
     assert names(build(warpers)) == []
 
 
+@pytest.mark.ci
 def test_a_number_given_in_code_stays_in_the_program_when_neutral():
     traces = []
 
@@ -154,6 +155,7 @@ def test_beams_keep_more_than_the_end_tokens():
     assert build(config.replace(num_beams=1))[-1].min_tokens_to_keep == 1
 
 
+@pytest.mark.ci
 def test_the_prompt_stands_in_for_the_encoder():
     config = GenerationConfig(encoder_repetition_penalty=2.0)
     scores = jnp.ones((2, 23))

@@ -36,6 +36,7 @@ def test_scores_are_lowered_by_what_was_generated():
     assert repeated  # so that the two penalties differ
 
 
+@pytest.mark.ci
 def test_rows_with_different_penalties_share_a_program():
     rows = [
         {"input_ids": [5, 6, 7], "max_new_tokens": 10, "presence_penalty": 2.0},

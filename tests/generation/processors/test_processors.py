@@ -54,12 +54,42 @@ def with_garbage(ids, columns=5):
     return np.concatenate([ids, garbage], axis=1).astype(np.int32)
 
 
+@pytest.mark.by_default(
+    "00-TemperatureLogitsWarper",
+    "05-MinPLogitsWarper",
+    "06-MinPLogitsWarper",
+    "09-EpsilonLogitsWarper",
+    "10-EpsilonLogitsWarper",
+    "13-RepetitionPenaltyLogitsProcessor",
+    "14-RepetitionPenaltyLogitsProcessor",
+    "23-MinLengthLogitsProcessor",
+    "25-MinNewTokensLengthLogitsProcessor",
+    "26-ForcedBOSTokenLogitsProcessor",
+    "27-ForcedBOSTokenLogitsProcessor",
+    "29-ForcedEOSTokenLogitsProcessor",
+    "30-ForcedEOSTokenLogitsProcessor",
+    "32-ExponentialDecayLengthPenalty",
+    "34-SuppressTokensAtBeginLogitsProcessor",
+    "35-SuppressTokensAtBeginLogitsProcessor",
+    "36-LogitNormalization",
+    "37-InfNanRemoveLogitsProcessor",
+)
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_columns_beyond_cur_len_do_not_count(case):
     ids, scores, call = arguments(case)
     check(run(build(case), with_garbage(ids), scores, ids.shape[1], call), case)
 
 
+@pytest.mark.in_ci(
+    "EncoderNoRepeatNGramLogitsProcessor-left",
+    "NoBadWordsLogitsProcessor-left",
+    "NoRepeatNGramLogitsProcessor-left",
+    "RepetitionPenaltyLogitsProcessor-left",
+    "SequenceBiasLogitsProcessor-left",
+    "TopKLogitsWarper-left",
+    "TopPLogitsWarper-left",
+    "TypicalLogitsWarper-left",
+)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=CLASSES)
 def test_padding_is_as_if_it_were_not_there(case, side):
@@ -80,6 +110,19 @@ def test_padding_is_as_if_it_were_not_there(case, side):
 ROW_BY_ROW = [case for case in ONE_OF_EACH if case["cls"] != "HammingDiversityLogitsProcessor"]
 
 
+@pytest.mark.in_ci(
+    "EncoderNoRepeatNGramLogitsProcessor",
+    "ExponentialDecayLengthPenalty",
+    "ForcedEOSTokenLogitsProcessor",
+    "MinLengthLogitsProcessor",
+    "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "RepetitionPenaltyLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+)
 @pytest.mark.parametrize("case", ROW_BY_ROW, ids=lambda case: case["cls"])
 def test_rows_of_different_lengths_give_what_each_gives_alone(case):
     ids, scores, call = arguments(case)
@@ -91,6 +134,9 @@ def test_rows_of_different_lengths_give_what_each_gives_alone(case):
         np.testing.assert_array_equal(together[row], single[row])
 
 
+@pytest.mark.by_default(
+    "InfNanRemoveLogitsProcessor", "LogitNormalization", "TemperatureLogitsWarper"
+)
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=CLASSES)
 def test_works_in_a_while_loop_and_under_vmap(case):
     ids, scores, call = arguments(case)
@@ -186,6 +232,14 @@ CHANGES = [
 ]
 
 
+@pytest.mark.by_default(
+    "EpsilonLogitsWarper",
+    "FrequencyPenaltyLogitsProcessor",
+    "LogitBiasLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "MinPLogitsWarper",
+    "TemperatureLogitsWarper",
+)
 @pytest.mark.parametrize(("name", "settings"), CHANGES, ids=[name for name, _ in CHANGES])
 def test_other_numbers_do_not_trace_again(name, settings):
     traces = []
@@ -277,6 +331,7 @@ def test_bad_arguments_are_named(make, named):
         make()
 
 
+@pytest.mark.ci
 def test_numbers_may_be_tracers():
     @jax.jit
     def step(temperature, top_k, top_p, eos, scores):
@@ -295,6 +350,7 @@ def test_numbers_may_be_tracers():
     assert actual.tolist() == [[-INF, 6.0, 4.0, -INF, -INF]]
 
 
+@pytest.mark.ci
 def test_penalties_ignore_the_columns_they_are_told_to():
     ids, scores = jnp.array([[0, 1, 2], [0, 1, 2]]), jnp.full((2, 4), 2.0)
     actual = P.RepetitionPenaltyLogitsProcessor(2.0, np.array([1, 2]))(ids, scores, 3)
@@ -303,6 +359,7 @@ def test_penalties_ignore_the_columns_they_are_told_to():
     assert actual.tolist() == scores.tolist()
 
 
+@pytest.mark.ci
 def test_padding_of_the_encoder_does_not_count():
     ids = jnp.array([[5, 1]])
     single, mask = jnp.array([[5, 1, 2]]), jnp.array([[True, True, False, True]])
@@ -317,6 +374,7 @@ def test_padding_of_the_encoder_does_not_count():
         np.testing.assert_array_equal(make(padded, mask)(ids, scores, 2), expected)
 
 
+@pytest.mark.ci
 def test_encoder_rows_are_repeated_for_beams():
     scores = jnp.full((4, 4), 1.0)
     ids = jnp.zeros((4, 1), int)
@@ -326,6 +384,7 @@ def test_encoder_rows_are_repeated_for_beams():
         P.EncoderNoRepeatNGramLogitsProcessor(1, ENCODER)(ids[:3], scores[:3], 1)
 
 
+@pytest.mark.ci
 def test_tokens_outside_the_scores_are_left_alone():
     """An embedding may have more rows than the head, and a buffer may hold anything."""
     ids, scores = jnp.array([[-1, 99, 1, -1, 99]]), jnp.ones((1, 3))
@@ -334,6 +393,7 @@ def test_tokens_outside_the_scores_are_left_alone():
     assert P.NoRepeatNGramLogitsProcessor(2)(ids, scores, 5).tolist() == [[1.0, -INF, 1.0]]
 
 
+@pytest.mark.ci
 def test_a_forbidden_word_counts_once_and_stays_forbidden():
     words = P.NoBadWordsLogitsProcessor([[1], [0, 1], [2]], eos_token_id=2)
     actual = words(jnp.array([[0]]), jnp.zeros((1, 3)), 1)
@@ -342,6 +402,7 @@ def test_a_forbidden_word_counts_once_and_stays_forbidden():
     assert only_eos(jnp.array([[0]]), jnp.zeros((1, 3)), 1).tolist() == [[0.0, 0.0, 0.0]]
 
 
+@pytest.mark.ci
 def test_an_end_token_that_is_forbidden_does_not_decay():
     penalty = P.ExponentialDecayLengthPenalty((0, 2.0), [0, 1], 1)
     actual = penalty(jnp.zeros((1, 3), jnp.int32), jnp.array([[-INF, 1.0, 1.0]]), 2)
@@ -396,6 +457,15 @@ def test_a_processor_of_ones_own_may_have_leaves():
     assert run(chain, jnp.zeros((1, 5), jnp.int32), jnp.zeros((1, 2)), 3, {}).tolist() == [[6, 6]]
 
 
+@pytest.mark.by_default(
+    "ForcedEOSTokenLogitsProcessor",
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+    "MinNewTokensLengthLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+    "SuppressTokensLogitsProcessor",
+    "TemperatureLogitsWarper",
+)
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=CLASSES)
 def test_without_cur_len_all_columns_count(case):
     """Called as transformers does: ``processor(input_ids, scores)``."""
@@ -414,6 +484,7 @@ def test_input_ids_may_be_none_where_only_scores_are_read():
         P.NoRepeatNGramLogitsProcessor(2)(None, scores)
 
 
+@pytest.mark.ci
 def test_half_precision_scores_become_float32():
     scores = jnp.array([[1.0, 2.0, 3.0]], jnp.bfloat16)
     ids = jnp.zeros((1, 1), jnp.int32)

@@ -72,6 +72,7 @@ def near_edge(row: np.ndarray, p: float) -> bool:
     return bool(np.any(np.abs(share - (1 - p)) < 3e-6))
 
 
+@pytest.mark.ci
 @FAST
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=2, max_size=40))
 def test_bits_keep_the_order_and_come_back(numbers):
@@ -88,6 +89,7 @@ def test_minus_zero_equals_zero():
     assert bits[0] == bits[1]
 
 
+@pytest.mark.ci
 @FAST
 @given(rows(), st.data())
 def test_kth_largest_is_that_of_a_sort(x, data):
@@ -99,6 +101,7 @@ def test_kth_largest_is_that_of_a_sort(x, data):
     np.testing.assert_array_equal(np.asarray(jit_top_k(x, np.int32(k))), x >= expected[:, None])
 
 
+@pytest.mark.in_ci("1")
 @pytest.mark.parametrize("k", [1, CANDIDATES, CANDIDATES + 1, 299, 300])
 def test_kth_largest_on_both_sides_of_the_candidates(k):
     x = np.random.default_rng(k).normal(size=(3, 300)).astype(np.float32)
@@ -113,6 +116,7 @@ def test_threshold_outside_the_reachable_range():
     assert jit_threshold(infinite, 1.0, jnp.array([1.0])).tolist() == [jnp.inf]
 
 
+@pytest.mark.ci
 @FAST
 @given(rows(), st.sampled_from([0.0, 1e-6, 0.05, 0.3, 0.5, 0.9, 0.95, 0.999]), st.integers(1, 3))
 def test_top_p_keeps_what_a_stable_sort_keeps(x, p, least):
@@ -124,6 +128,7 @@ def test_top_p_keeps_what_a_stable_sort_keeps(x, p, least):
         assert actual.sum() >= min(least, len(row))
 
 
+@pytest.mark.in_ci("0-0.0-1", "0-0.0-3")
 @pytest.mark.parametrize("least", [1, 3])
 @pytest.mark.parametrize("p", [0.0, 0.2, 0.5, 0.93, 0.999])
 @pytest.mark.parametrize("rounding", [0, 1, 3])
@@ -138,6 +143,7 @@ def test_top_p_beyond_the_candidates(p, least, rounding):
         assert np.sum(actual != expected) <= 1
 
 
+@pytest.mark.ci
 def test_top_p_is_reached_by_a_sum_that_only_rounding_keeps_below():
     x = jnp.log(jnp.array([[0.3, 0.1, 0.1, 0.5], [0.15, 0.3, 0.3, 0.25]]))
     kept = jit_top_p(x, jnp.float32(0.8), 1)
@@ -146,11 +152,13 @@ def test_top_p_is_reached_by_a_sum_that_only_rounding_keeps_below():
     np.testing.assert_array_equal(jit_top_p(with_tail, jnp.float32(0.8), 1)[:, :4], kept)
 
 
+@pytest.mark.ci
 def test_top_p_of_equals_keeps_the_later_ones():
     keep = jit_top_p(jnp.zeros((1, 8)), jnp.float32(0.4), 1)
     assert np.flatnonzero(keep[0]).tolist() == [4, 5, 6, 7]  # half of 8 reach 0.4, three do not
 
 
+@pytest.mark.ci
 @FAST
 @given(rows(), st.sampled_from([0.05, 0.2, 0.5, 0.9, 0.99]), st.integers(1, 3))
 def test_nearest_keeps_what_a_sort_keeps(x, mass, least):
@@ -169,6 +177,7 @@ def test_nearest_keeps_what_a_sort_keeps(x, mass, least):
         np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.ci
 @FAST
 @given(rows(), st.sampled_from([0.05, 0.3, 0.7, 0.97]))
 def test_entropy_keeps_what_a_loop_keeps(x, fraction):
@@ -186,6 +195,7 @@ def test_entropy_keeps_what_a_loop_keeps(x, fraction):
         assert set(np.flatnonzero(actual)) == set(order[:count])
 
 
+@pytest.mark.ci
 @FAST
 @given(rows(), st.integers(1, 6))
 def test_top_mask_keeps_ties(x, count):
@@ -194,6 +204,7 @@ def test_top_mask_keeps_ties(x, count):
     np.testing.assert_array_equal(actual, x >= kth[:, None])
 
 
+@pytest.mark.ci
 def test_cuts_work_row_by_row_under_vmap():
     x = np.random.default_rng(0).normal(size=(3, 2, 40)).astype(np.float32)
     k, p = jnp.array([1, 7, 40]), jnp.array([0.0, 0.5, 0.99], jnp.float32)
@@ -216,6 +227,7 @@ def test_top_p_at_the_size_of_a_vocabulary():
             assert differing.sum() / np.exp(row.astype(np.float64) - row.max()).sum() < 2e-6
 
 
+@pytest.mark.ci
 def test_top_p_orders_scores_that_have_equal_probabilities():
     """Scores so near the largest that float32 gives all of them the weight 1."""
     step = np.float32(2.0**-27)

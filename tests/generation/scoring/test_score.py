@@ -34,6 +34,7 @@ def padded(rows: list[list[int]], side: str) -> tuple[np.ndarray, np.ndarray]:
     return ids, mask
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_equals_a_forward_pass(family):
     """The log-softmax of one plain call of the model over all pairs, padded on the right."""
@@ -55,6 +56,7 @@ def test_equals_a_forward_pass(family):
         np.testing.assert_allclose(out.log_likelihoods[i], expected.sum(), rtol=1e-5)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_greedy_is_what_generate_gives(family):
     model, (prompts, _) = tiny.cached(family), pairs()
@@ -79,6 +81,7 @@ def test_padded_arrays_equal_lists(family, side):
     np.testing.assert_array_equal(out.is_greedy, expected.is_greedy)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_results_do_not_depend_on_the_batch(family):
     model, (prompts, completions) = tiny.cached(family), pairs()
@@ -87,6 +90,7 @@ def test_results_do_not_depend_on_the_batch(family):
     np.testing.assert_allclose(out.log_likelihoods, together.log_likelihoods, atol=1e-5)
 
 
+@pytest.mark.ci
 def test_logits_in_blocks(monkeypatch):
     prompts, completions = pairs(1)
     model = tiny.make("llama", seed=1)
@@ -104,6 +108,7 @@ def test_an_empty_prompt_is_bos():
     assert out.log_likelihoods[0] == out.log_likelihoods[1]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2", "tiny-t5", "tiny-t5-v1_1"])
 @pytest.mark.usefixtures("highest_precision")
 def test_reference_logits(name):
@@ -155,6 +160,7 @@ def test_nan_logits_are_named():
         jaxllm.score(model, [[3], [4, 5]], [[5], [6, 7]])
 
 
+@pytest.mark.ci
 def test_buckets_compile_nothing_anew():
     model = tiny.cached("gpt2")
     jaxllm.score(model, [[3, 4]] * 3, [[5]] * 3)
@@ -163,6 +169,7 @@ def test_buckets_compile_nothing_anew():
     assert program_count(module._score_batch) == size
 
 
+@pytest.mark.ci
 def test_the_conformance_tokens_are_greedy():
     """Tokens that the reference chose greedily are greedy here, also of left-padded rows."""
     for name in ("s-outputs-hidden-attn", "s-outputs-hidden-attn-t5"):

@@ -14,6 +14,7 @@ from jaxllm.common.errors import InputError
 DATA = np.load(paths.DATA / "transition_scores" / "reference.npz")
 
 
+@pytest.mark.by_default("normalized-beams", "normalized-greedy", "normalized-t5_beams")
 @pytest.mark.parametrize("case", ["greedy", "beams", "t5_beams"])
 @pytest.mark.parametrize("kind", ["plain", "normalized"])
 def test_equals_the_reference(case, kind):
@@ -30,6 +31,7 @@ def test_the_data_have_beams_that_end_early():
         assert (DATA[f"{case}/beam_indices"] == -1).any()
 
 
+@pytest.mark.ci
 def test_cut_to_the_longest_beam():
     sequences, scores = np.array([[9, 1, 0], [9, 1, 1]]), np.arange(12.0).reshape(3, 2, 2)
     beams = np.array([[1, -1, -1], [0, 1, -1]])
@@ -37,6 +39,7 @@ def test_cut_to_the_longest_beam():
     np.testing.assert_array_equal(actual, [[3.0, 0.0], [1.0, 7.0]])
 
 
+@pytest.mark.ci
 def test_scores_of_a_generate_call():
     """Greedy scores of generate() are the best of each step; the same inside jit."""
     out = jaxllm.generate(tiny.cached("llama"), tiny.ids(), max_new_tokens=4, output_scores=True)

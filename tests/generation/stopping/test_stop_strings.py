@@ -41,6 +41,7 @@ def done(criterion, rows: list[list[int]]) -> list[bool]:
     return run(criterion, ids, lengths, None)[: len(rows)].tolist()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", CASES)
 def test_transformers_answers(name):
     for case in CASES[name]:
@@ -61,6 +62,7 @@ def text_of(token_bytes, row: list[int]) -> bytes:
     return b"".join(token_bytes[index] for index in row)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "llama2", "t5", "llama.model", "t5.model"])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
@@ -127,6 +129,7 @@ def test_the_conformance_case():
     assert ended.tolist() == [True, True, False]
 
 
+@pytest.mark.by_default("-1")
 @pytest.mark.parametrize("where", [0, -1])
 def test_padding_is_as_if_it_were_not_there(where):
     gpt2 = tokenizer("gpt2")
@@ -174,6 +177,7 @@ def test_in_a_program_that_closes_over_it():
     assert actual.tolist() == [True, False]
 
 
+@pytest.mark.ci
 def test_a_table_stays_small_and_is_made_in_time():
     rng = np.random.default_rng(0)
     letters = np.frombuffer(b" etaoinshrdlu\n", np.uint8)
@@ -191,6 +195,7 @@ def test_wrong_strings(strings):
         StopStringCriteria(tokenizer("gpt2"), strings)
 
 
+@pytest.mark.ci
 def test_a_tokenizer_is_needed():
     with pytest.raises(InputError, match="`tokenizer` must be a jaxllm tokenizer, but is None"):
         StopStringCriteria(None, ["a"])  # pyright: ignore[reportArgumentType]

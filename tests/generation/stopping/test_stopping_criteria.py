@@ -55,6 +55,7 @@ class LastTwoAlike(StoppingCriteria):
         return exists.all(axis=1) & (tokens[:, 0] == tokens[:, 1])
 
 
+@pytest.mark.ci
 def test_a_criterion_of_ones_own_sees_the_text_without_padding():
     ids = jnp.array([[5, 0, 5, 9], [5, 0, 0, 9]])
     mask = ids != 0
@@ -154,6 +155,7 @@ def test_wrong_arguments(call, message):
         call()
 
 
+@pytest.mark.in_ci("result3")
 @pytest.mark.parametrize("result", [[True], [0.5, 0.5], None, [[True], [False]]])
 def test_a_wrong_result_of_a_host_function_is_named(result):
     def bad(input_ids, scores):

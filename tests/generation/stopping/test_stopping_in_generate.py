@@ -23,6 +23,7 @@ def test_conformance(name):
     assert problems(case, run(case, tokenizer=TOKENIZER)) == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "fields",
     [{}, pytest.param({"do_sample": True, "key": 3}, marks=pytest.mark.slow), {"num_beams": 3}],
@@ -45,6 +46,7 @@ def test_a_stop_string_ends_the_text_and_stays_in_it(fields):
         assert stop not in TOKENIZER.decode(out[:-1])
 
 
+@pytest.mark.ci
 def test_other_stop_strings_compile_nothing():
     def call(*strings):
         return jaxllm.generate(
@@ -59,6 +61,7 @@ def test_other_stop_strings_compile_nothing():
     assert compilations(lambda: call("xyz")) == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name", ["s_llama", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[1:])]
 )
@@ -88,6 +91,7 @@ def test_criteria_of_the_caller(name):
     assert runs[0].shape[1] <= free.shape[1]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("fields", [{}, {"num_beams": 2}])
 def test_max_time_ends_rows_after_the_current_token(fields):
     ids = [[5, 6, 7]]
@@ -112,6 +116,7 @@ class Streamer:
         self.ended = True
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES[:2]), *FAMILIES[2:]]
 )
@@ -126,6 +131,7 @@ def test_a_streamer_gets_the_prompt_and_every_token(name):
     np.testing.assert_array_equal(np.stack(rest, axis=1), out[:, -7:])
 
 
+@pytest.mark.by_default("watch1")
 @pytest.mark.parametrize("watch", [{"streamer": Streamer()}, {"max_time": 1e6}])
 def test_scores_are_fetched_from_the_device_at_the_end_alone(watch, monkeypatch):
     _, ids, mask = prompts("s_llama")
@@ -167,6 +173,7 @@ def test_what_cannot_be_is_named():
         under_jit(jnp.array([[5]]))
 
 
+@pytest.mark.ci
 def test_max_time_keeps_the_tokens_of_faster_rows():
     """Drafts are accepted row by row; the time is up before every row has as much."""
     net = model("s_llama")
@@ -181,6 +188,7 @@ def test_max_time_keeps_the_tokens_of_faster_rows():
     assert (out.sequences[:, -1] != 0).any()
 
 
+@pytest.mark.ci
 def test_an_error_of_a_host_function_is_that_error():
     def criterion(ids, scores):
         raise KeyError("my own")
@@ -189,6 +197,7 @@ def test_an_error_of_a_host_function_is_that_error():
         jaxllm.generate(model("s_llama"), [[5]], stopping_criteria=[HostCriteria(criterion)])
 
 
+@pytest.mark.ci
 def test_healing_says_what_it_does_not_go_with():
     net, ids = model("s_llama_tok"), [[5, 6]]
     fields = {"token_healing": True, "tokenizer": TOKENIZER}

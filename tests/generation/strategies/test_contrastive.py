@@ -30,6 +30,7 @@ def generate(name, ids, mask=None, **fields):
     return jaxllm.generate(model(name), ids, mask, **{**SEARCH, "eos_token_id": None, **fields})
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["s_llama", "s_t5_gated"])
 def test_left_padded_equals_right_padded_equals_alone(name):
     results = []
@@ -69,6 +70,7 @@ def uncached(net, row, new: int, alpha: float, k: int) -> list[int]:
     return row
 
 
+@pytest.mark.by_default("s_llama-1.0-4")
 @pytest.mark.parametrize(
     ("name", "alpha", "k"), [("s_llama", 0.6, 4), ("s_llama", 1.0, 4), ("s_gpt2", 0.3, 9)]
 )
@@ -79,6 +81,7 @@ def test_cached_equals_uncached(name, alpha, k):
         assert uncached(model(name), row, 12, alpha, k) == list(actual[7 - len(row) :])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
@@ -98,6 +101,7 @@ def test_low_memory_changes_nothing_but_what_is_kept(name, fields):
         np.testing.assert_allclose(a, b, atol=2e-4)
 
 
+@pytest.mark.ci
 def test_low_memory_keeps_one_slot_for_all_candidates_and_copies_no_cache():
     _, ids, mask = prompts("s_llama")
     fields = {**SEARCH, "max_new_tokens": 80, "eos_token_id": None}
@@ -108,6 +112,7 @@ def test_low_memory_keeps_one_slot_for_all_candidates_and_copies_no_cache():
     assert slots[1] - slots[0] == SEARCH["top_k"] - 1
 
 
+@pytest.mark.ci
 def test_low_memory_is_of_contrastive_search():
     with pytest.raises(UnsupportedError, match="low_memory: only contrastive search has it"):
         jaxllm.generate(model("s_llama"), [[5]], num_beams=2, low_memory=True)
@@ -115,6 +120,7 @@ def test_low_memory_is_of_contrastive_search():
         jaxllm.generate(model("s_llama"), [[5]], max_new_tokens=1, low_memory=True)
 
 
+@pytest.mark.ci
 def test_numbers_and_lengths_compile_nothing():
     def run(length=7, new=9, **fields):
         _, ids, mask = prompts("s_llama", (length, 3, 4))
@@ -125,6 +131,7 @@ def test_numbers_and_lengths_compile_nothing():
     assert compilations(lambda: run(top_k=5)) != []  # it shapes the program
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("name", "batch"), [("s_llama", 3), ("s_gpt2", 1), ("s_t5_gated", 1)])
 def test_the_cache_is_donated_and_never_copied(name, batch):
     _, ids, mask = prompts(name, (7, 3, 5)[:batch])
@@ -133,6 +140,7 @@ def test_the_cache_is_donated_and_never_copied(name, batch):
     assert loop_is_in_place(*call)
 
 
+@pytest.mark.ci
 def test_inside_the_callers_jit():
     _, ids, mask = prompts("s_llama")
 
@@ -146,6 +154,7 @@ def test_inside_the_callers_jit():
     np.testing.assert_array_equal(np.asarray(actual)[:, : expected.shape[1]], expected)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["s_t5_gated"])
 def test_stream_equals_generate_and_shares_its_programs(name):
     _, ids, mask = prompts(name)
@@ -188,6 +197,7 @@ def test_finished_rows_get_pads_and_change_no_other():
         assert (row[end:] == 77).all()
 
 
+@pytest.mark.ci
 def test_scores_are_processed_and_logits_raw():
     _, ids, mask = prompts("s_llama")
     fields = {"max_new_tokens": 6, "suppress_tokens": [9, 11]}
@@ -202,6 +212,7 @@ def test_scores_are_processed_and_logits_raw():
     np.testing.assert_allclose(scores[..., others], expected[..., others], atol=1e-5)
 
 
+@pytest.mark.ci
 def test_a_forbidden_token_is_no_candidate():
     """transformers may take one whose state is unlike the context's: its probability is 0."""
     _, ids, mask = prompts("s_llama")
@@ -214,6 +225,7 @@ def test_a_forbidden_token_is_no_candidate():
     assert np.isin(out[:, 7:], allowed).all()
 
 
+@pytest.mark.ci
 def test_a_prompt_of_embeddings():
     _, ids, mask = prompts("s_llama")
     embeds = model("s_llama").backbone.embed(jnp.asarray(ids))
@@ -222,6 +234,7 @@ def test_a_prompt_of_embeddings():
     np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.ci
 def test_gpt2_reaches_its_last_position():
     ids = np.full((1, 90), 7)
     assert generate("s_gpt2", ids, max_new_tokens=6, top_k=50).sequences.shape == (1, 96)
@@ -247,6 +260,7 @@ def test_top_k_cannot_be_a_tracer():
         call(4)
 
 
+@pytest.mark.ci
 def test_similarity_looks_at_known_columns_only():
     vectors = unit_vectors(jnp.array([[[3.0, 4.0], [0.0, 0.0], [2.0, 0.0]]]))
     np.testing.assert_allclose(vectors[0], [[0.6, 0.8], [0, 0], [1, 0]], atol=1e-6)

@@ -33,6 +33,7 @@ def generate(name, ids, mask=None, **fields):
     return jaxllm.generate(model(name), ids, mask, **fields)
 
 
+@pytest.mark.ci
 def test_left_padded_equals_right_padded_equals_uncached():
     """Every new token is the best by the rule, from one forward pass over all before it."""
     name, layers, results = TIED, [0, 1], []
@@ -52,6 +53,7 @@ def test_left_padded_equals_right_padded_equals_uncached():
         np.testing.assert_array_equal(jnp.argmax(scores, axis=-1), results[0][:, column + 1])
 
 
+@pytest.mark.ci
 def test_with_one_layer_rows_do_not_depend_on_each_other():
     rows, ids, mask = prompts(DEEP)
     out = generate(DEEP, ids, mask, dola_layers=[3]).sequences[:, -9:]
@@ -60,6 +62,7 @@ def test_with_one_layer_rows_do_not_depend_on_each_other():
         np.testing.assert_array_equal(single[0, -9:], expected)
 
 
+@pytest.mark.ci
 def test_the_farthest_layer_is_that_of_the_live_rows():
     final = jnp.zeros((2, 3))
     near, far = jnp.array([[0.1, 0.0, 0.0], [9.0, 0.0, 0.0]]), jnp.array([[2.0, 0.0, 0.0]] * 2)
@@ -69,6 +72,7 @@ def test_the_farthest_layer_is_that_of_the_live_rows():
     np.testing.assert_array_equal(farthest(final, early, first), far)
 
 
+@pytest.mark.ci
 def test_finished_rows_do_not_choose_the_layer():
     _, ids, mask = prompts(DEEP, (7, 5))
     layers = [0, 2, 4]
@@ -94,6 +98,7 @@ def test_sampling_by_key_and_several_results():
     assert (out[::2] != out[1::2]).any()
 
 
+@pytest.mark.ci
 def test_scores_are_differences_and_logits_those_of_the_last_layer():
     _, ids, mask = prompts(DEEP)
     out = generate(DEEP, ids, mask, max_new_tokens=3, output_scores=True, output_logits=True)
@@ -103,6 +108,7 @@ def test_scores_are_differences_and_logits_those_of_the_last_layer():
     assert (np.asarray(out.scores[0]) > 0).any()
 
 
+@pytest.mark.ci
 def test_numbers_and_lengths_compile_nothing():
     def run(length=7, new=9, **fields):
         _, ids, mask = prompts(DEEP, (length, 3, 4))
@@ -113,6 +119,7 @@ def test_numbers_and_lengths_compile_nothing():
     assert compilations(lambda: run(9, 12, repetition_penalty=1.5, eos_token_id=[5, 6])) == []
 
 
+@pytest.mark.ci
 def test_inside_the_callers_jit_and_as_a_stream():
     _, ids, mask = prompts(DEEP)
     expected = generate(DEEP, ids, mask).sequences
@@ -170,6 +177,7 @@ def test_decoder_only():
         generate("s_t5_gated", [[5, 1]])
 
 
+@pytest.mark.ci
 def test_a_traced_list_is_refused():
     model(DEEP)  # loaded and kept here, since loading is not traced
     with pytest.raises(InputError, match="dola_layers"):

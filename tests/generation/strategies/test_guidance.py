@@ -40,6 +40,7 @@ def log_probs(net, row):
     return jax.nn.log_softmax(net(np.asarray(row)[None]).logits[0])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", NAMES)
 def test_cached_equals_uncached(name):
     """Scores of every step from two passes without padding: the prompt's and the other context's.
@@ -57,6 +58,7 @@ def test_cached_equals_uncached(name):
         np.testing.assert_array_equal(np.argmax(actual, axis=-1), new)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", NAMES)
 def test_left_padded_equals_right_padded_equals_alone(name):
     rows, ids, mask = prompts(name)
@@ -77,6 +79,7 @@ def test_without_a_negative_prompt_the_last_real_token_is_the_context():
     np.testing.assert_array_equal(actual.sequences, expected.sequences)
 
 
+@pytest.mark.ci
 def test_a_scale_of_one_builds_nothing():
     _, ids, mask = prompts("s_llama")
     _, negative = negatives("s_llama")
@@ -87,6 +90,7 @@ def test_a_scale_of_one_builds_nothing():
     np.testing.assert_array_equal(guided[0].sequences, plain)
 
 
+@pytest.mark.ci
 def test_inside_the_callers_jit():
     _, ids, mask = prompts("s_llama")
     _, negative = negatives("s_llama")
@@ -117,6 +121,7 @@ def test_numbers_and_lengths_compile_nothing():
     assert compilations(lambda: run(3, 16, 9, guidance_scale=-1.0)) == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", NAMES)
 def test_the_cache_is_donated_and_never_copied(name):
     _, ids, mask = prompts(name)
@@ -138,6 +143,7 @@ def test_sampling_several_results():
     assert (out[::3] != out[1::3]).any()
 
 
+@pytest.mark.ci
 def test_other_processors_come_after():
     _, ids, mask = prompts("s_llama")
     _, negative = negatives("s_llama")
@@ -151,6 +157,7 @@ def test_other_processors_come_after():
     )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "strategy", [{"penalty_alpha": 0.6, "top_k": 4}, {"dola_layers": [1]}], ids=["k", "dola"]
 )
@@ -172,6 +179,7 @@ def test_with_another_strategy(strategy):
             np.testing.assert_allclose(scores[i], 2.5 * (c - u) + u, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "beams",
     [
@@ -201,6 +209,7 @@ def test_with_beams(beams):
             np.testing.assert_allclose(actual, expected, atol=2e-3)
 
 
+@pytest.mark.ci
 def test_a_prompt_of_embeddings_and_a_stream():
     _, ids, mask = prompts("s_gpt2")
     _, negative = negatives("s_gpt2")
@@ -252,6 +261,7 @@ def test_embeddings_alone_need_a_negative_prompt():
         generate("s_llama", None, inputs_embeds=embeds)
 
 
+@pytest.mark.ci
 def test_the_processor():
     c = jnp.log(jnp.array([[0.5, 0.25, 0.25, 0.0]])) + 3.0
     u = jnp.log(jnp.array([[0.25, 0.5, 0.25, 0.0]])) - 1.0

@@ -35,6 +35,7 @@ def same(found, expected, where: str) -> int:
     return 1
 
 
+@pytest.mark.by_default("lookup-s_llama_loop")
 @pytest.mark.parametrize(
     "case",
     [
@@ -56,6 +57,7 @@ def ragged(rows: int = 2) -> tuple[np.ndarray, np.ndarray]:
     return ids, mask
 
 
+@pytest.mark.ci
 def test_beams_with_guidance_equal_a_forward_pass():
     """Row 1 is padded on the left, and the negative prompt is longer than the prompt.
 
@@ -91,6 +93,7 @@ def test_beams_with_guidance_equal_a_forward_pass():
                 np.testing.assert_allclose(result * weight, expected * weight, atol=2e-5)
 
 
+@pytest.mark.ci
 def test_drafts_of_a_batch_leave_those_of_greedy_search():
     """Rows accept different numbers of drafts; an accepted token has the record of its own pass."""
     net, (ids, mask) = model("s_llama_deep"), ragged(3)
@@ -128,6 +131,7 @@ def real_parts(steps, held: np.ndarray, first: int) -> list[list[np.ndarray]]:
     return actual
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "fields"),
     [

@@ -40,6 +40,7 @@ def draw(x: np.ndarray, count: int, seed: int) -> np.ndarray:
     return np.concatenate(parts)
 
 
+@pytest.mark.by_default("23-20000-flat", "23-20000-masked")
 @pytest.mark.parametrize("kind", ["peaked", "flat", "masked"])
 @pytest.mark.parametrize(
     ("size", "count"),
@@ -70,6 +71,7 @@ def test_single_cells_of_a_small_vocabulary():
     assert np.abs(z[DRAWS * p > 5]).max() < 4.5
 
 
+@pytest.mark.ci
 def test_tokens_below_the_resolution_of_a_cumulative_sum_are_drawn():
     """A thousand tokens of 5e-8 each: float32 cannot tell 1 from 1 + 5e-8."""
     x = np.full(1001, np.log(5e-8), np.float32)
@@ -79,6 +81,7 @@ def test_tokens_below_the_resolution_of_a_cumulative_sum_are_drawn():
     assert 1 <= tail < expected + 5 * np.sqrt(expected)
 
 
+@pytest.mark.ci
 def test_an_impossible_token_is_never_chosen():
     x = np.full((4096, 37), -np.inf, np.float32)
     x[np.arange(4096), np.arange(4096) % 37] = -80.0
@@ -86,6 +89,7 @@ def test_an_impossible_token_is_never_chosen():
     np.testing.assert_array_equal(sample(keys, x), np.arange(4096) % 37)
 
 
+@pytest.mark.ci
 def test_a_row_depends_on_its_key_and_scores_only():
     x = jax.random.normal(jax.random.key(1), (8, 1000))
     keys = jax.random.split(jax.random.key(2), 8)
@@ -97,6 +101,7 @@ def test_a_row_depends_on_its_key_and_scores_only():
     assert (other != together).any()
 
 
+@pytest.mark.by_default("1")
 @pytest.mark.parametrize("size", [1, 2, 3, 17])
 def test_every_token_can_be_drawn(size):
     assert set(draw(np.zeros(size, np.float32), 20 * size, seed=1)) == set(range(size))
@@ -109,6 +114,7 @@ def test_greedy_takes_the_first_of_equals():
     assert tokens.dtype == jnp.int32
 
 
+@pytest.mark.ci
 def test_the_best_of_scores_that_are_computed_along_the_way():
     """XLA may compute them anew for each use, rounded otherwise; the best is found all the same."""
     rng = np.random.default_rng(0)

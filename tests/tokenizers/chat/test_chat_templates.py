@@ -227,11 +227,15 @@ def test_chat_template_file_takes_precedence(fast_folder):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "took"),
-        ("{{ 10 ** (10 ** 8) }}", "took"),
+        pytest.param(
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "took",
+            marks=pytest.mark.ci),
+        pytest.param("{{ 10 ** (10 ** 8) }}", "took", marks=pytest.mark.ci),
         ("{{ 'a' * 10 ** 10 }}", "memory"),
-        ("{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}"
-         "{% endfor %}", "memory|took"),
+        pytest.param(
+            "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}"
+            "{% endfor %}", "memory|took", marks=pytest.mark.ci),
         ("{{ 'a' | center(10000000) }}", "output exceeds"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
@@ -284,6 +288,7 @@ def nested(levels: int, copies: int) -> list:
     return value
 
 
+@pytest.mark.in_ci("messages4-more than 262144 values")
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
@@ -420,6 +425,7 @@ def test_threads_share_the_worker(tokenizer):
     assert texts == {n: str(n) for n in range(20)}
 
 
+@pytest.mark.ci
 def test_killed_worker_is_restarted(tokenizer):
     assert sandbox.render_in_sandbox("a", {}, 0.0) == "a"
     worker = sandbox._worker

@@ -341,6 +341,7 @@ def test_invalid_texts(load_fast, text, message):
         load_fast("gpt2").encode(text, max_bytes=20)
 
 
+@pytest.mark.ci
 def test_long_prompts_are_refused_unless_asked(load_fast):
     tokenizer = load_fast("gpt2")
     with pytest.raises(InputError, match="pass max_bytes"):
@@ -420,6 +421,7 @@ def test_messages_are_short():
     assert len(str(failure.value)) < 200
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("pattern", "text"),
     [

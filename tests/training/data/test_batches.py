@@ -94,6 +94,7 @@ def same(a: dict, b: dict) -> bool:
     return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.in_ci("packed")
 @each_setup
 def test_every_row_once_in_every_epoch(name):
     batches = batches_of(name, epochs=3)
@@ -108,6 +109,7 @@ def test_every_row_once_in_every_epoch(name):
         next(batches)
 
 
+@pytest.mark.in_ci("packed")
 @each_setup
 def test_arrays_are_what_models_take(name):
     batch = next(batches_of(name))
@@ -136,6 +138,7 @@ def test_arrays_are_what_models_take(name):
         assert shape == ((8,) if name == "classes" else (8, 3))
 
 
+@pytest.mark.by_default("2-classes")
 @each_setup
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_order_does_not_depend_on_the_number_of_processes(name, count):
@@ -148,6 +151,7 @@ def test_order_does_not_depend_on_the_number_of_processes(name, count):
     assert all(next(part, None) is None for part in parts)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["text", "packed", "packed pairs"])
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
@@ -182,6 +186,7 @@ def test_restored_on_another_number_of_processes():
         assert same({k: np.concatenate([s[k] for s in shards]) for k in batch}, batch)
 
 
+@pytest.mark.by_default("change4-packing was False")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -203,6 +208,7 @@ def test_state_of_another_run_is_refused(change, message):
         other.restore(state)
 
 
+@pytest.mark.by_default("change0-epoch is -1")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -223,6 +229,7 @@ def test_impossible_states_are_refused(change, message):
     assert batches.state() == batches_of("text").state()
 
 
+@pytest.mark.ci
 def test_a_far_position_is_reached_at_once():
     """Epoch 10,000 of 20,000 examples, and its last batch: nothing before it is made."""
     one = CausalExample.of(np.arange(1, 6, dtype=np.int32))
@@ -238,6 +245,9 @@ def test_a_far_position_is_reached_at_once():
     assert (batches.epoch, batches.batch) == (10_001, 1)
 
 
+@pytest.mark.by_default(
+    "1-classes", "1-floats", "1-packed", "1-packed pairs", "1-seq2seq", "1-text", "2-classes"
+)
 @each_setup
 @pytest.mark.parametrize("count", [1, 2, 16])
 def test_evaluation_counts_every_row_once(name, count):
@@ -258,6 +268,7 @@ def test_evaluation_counts_every_row_once(name, count):
     assert rows == 16 * len(parts[0])
 
 
+@pytest.mark.by_default("classes")
 @each_setup
 def test_evaluation_is_the_same_every_time(name):
     once, twice = evaluation_of(name), evaluation_of(name)

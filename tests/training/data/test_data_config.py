@@ -76,6 +76,7 @@ def test_end_token():
     assert eos_of(tokenizer, info) == 256
 
 
+@pytest.mark.in_ci("conformance/models/s_t5-seq2seq")
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

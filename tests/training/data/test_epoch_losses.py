@@ -49,6 +49,7 @@ def sums(model, config: DataConfig, batch_size: int) -> tuple[float, float, floa
     return float(total.loss), float(total.count), float(total.correct)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["s_gpt2", "s_llama", "s_t5"])
 def test_packed_and_padded_losses_are_equal(name, highest_precision):
     model, _ = jaxllm.load(DATA / "conformance" / "models" / name)

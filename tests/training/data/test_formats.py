@@ -26,6 +26,7 @@ def learnt(example) -> list[int]:
     return example.labels[example.labels != -100].tolist()
 
 
+@pytest.mark.ci
 @given(st.text())
 def test_byte_tokenizer(text):
     assert BYTES.encode(text) == list(text.encode())

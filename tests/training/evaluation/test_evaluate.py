@@ -42,6 +42,7 @@ def batched(rows: list[np.ndarray], sizes: tuple[int, ...], width: int, pad: int
         yield batch
 
 
+@pytest.mark.ci
 def test_equal_for_any_batches() -> None:
     model = tiny.cached("llama")
     one_by_one = [evaluate(model, batched([row], (1,), 12), CausalLoss()) for row in rows()]
@@ -58,6 +59,7 @@ def test_equal_for_any_batches() -> None:
         assert actual.perplexity == pytest.approx(math.exp(expected), rel=1e-5)
 
 
+@pytest.mark.ci
 def test_against_the_models_own_loss() -> None:
     model = tiny.cached("llama")
     (batch,) = batched(rows(), (7,), 12)
@@ -65,6 +67,7 @@ def test_against_the_models_own_loss() -> None:
     assert evaluate(model, [batch], CausalLoss()).loss == pytest.approx(float(own), rel=1e-5)
 
 
+@pytest.mark.ci
 def test_an_encoder_decoders_loss() -> None:
     model, source = tiny.cached("t5"), tiny.ids(3, 8).astype(np.int32)
     labels = tiny.ids(3, 6, seed=1).astype(np.int32)
@@ -88,6 +91,7 @@ def test_the_best_model_is_always_right() -> None:
     assert evaluate(model, [batch], CausalLoss()).accuracy == 1.0
 
 
+@pytest.mark.ci
 def test_one_program_a_shape() -> None:
     model = tiny.cached("llama")
     sizes = [(3, 3, 1), (3, 1, 3)]
@@ -109,6 +113,7 @@ def test_sums_are_added_in_float64() -> None:
     assert actual.loss == (2**24 + 32) / (2**24 + 64)
 
 
+@pytest.mark.ci
 def test_regression_has_no_accuracy() -> None:
     model = tiny.make("llama", architecture="LlamaForSequenceClassification", num_labels=1)
     ids = tiny.ids(4, 6).astype(np.int32)
@@ -161,6 +166,7 @@ def alone(model, tokenizer, prompt: str, copies: int, **fields) -> str:
     return tokenizer.decode(new[:end], skip_special_tokens=True)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("batch_size", [2, 8])
 def test_answers_are_those_of_each_prompt_alone(llama, batch_size: int) -> None:
     model, tokenizer = llama
@@ -196,6 +202,7 @@ def test_samples_do_not_depend_on_the_batch(llama) -> None:
     assert generate_and_score(model, tokenizer, pairs, key=4, **fields).predictions != five
 
 
+@pytest.mark.ci
 def test_an_encoder_decoder() -> None:
     tokenizer = small_tokenizer("t5.model")
     model = tiny.make("t5", vocab_size=len(tokenizer), eos_token_id=1, decoder_start_token_id=0)
@@ -207,6 +214,7 @@ def test_an_encoder_decoder() -> None:
     assert result.scores == {"exact_match": 1.0}
 
 
+@pytest.mark.ci
 def test_what_cannot_be_scored(llama) -> None:
     model, tokenizer = llama
     cases: tuple[tuple[list, dict, str], ...] = (

@@ -56,6 +56,7 @@ def test_tokens_of_both_sides() -> None:
     assert count_tokens(packed, is_encoder_decoder=True) == counts
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_forward_flops_are_those_that_xla_counts(family: str) -> None:
     """A third of a step is the forward pass; XLA counts norms, softmax and the like on top."""
@@ -168,6 +169,7 @@ def test_an_unknown_accelerator_is_measured(monkeypatch: pytest.MonkeyPatch) -> 
     assert peak.flops > 0
 
 
+@pytest.mark.ci
 def test_load_of_other_programs_does_not_change_the_peak_of_a_cpu() -> None:
     quiet = peak_flops()
     busy = [

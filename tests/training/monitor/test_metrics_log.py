@@ -238,6 +238,7 @@ with MetricsLog(sys.argv[1]) as log:
 """
 
 
+@pytest.mark.ci
 def test_a_full_disk_is_an_error_that_a_resume_repairs(tmp_path):
     # -B: of a module that it imports Python would keep the bytes that the limit lets through.
     done = subprocess.run(

@@ -88,6 +88,7 @@ def page(tmp_path: Path) -> Page:
     return Page(written[0].read_text(encoding="utf-8"))
 
 
+@pytest.mark.ci
 def test_it_shows_the_run(page: Page) -> None:
     text = page.text()
     for expected in ("my <run>", "optimizer.lr", "20,000 (1.00%)", "unsinn", "sense", "60 steps"):
@@ -103,6 +104,7 @@ def test_it_shows_the_run(page: Page) -> None:
     assert tiles["tokens a second, median"] == "1,031"
 
 
+@pytest.mark.ci
 def test_nothing_is_loaded_or_run(page: Page) -> None:
     assert not {tag for tag, _ in page.tags} & {"script", "img", "link", "iframe", "object"}
     for tag, attributes in page.tags:
@@ -136,6 +138,7 @@ def test_without_matplotlib_there_is_a_report(
     assert "20,000 (1.00%)" in page.text()
 
 
+@pytest.mark.by_default("none")
 @pytest.mark.parametrize(
     "rows",
     [

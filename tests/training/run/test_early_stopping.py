@@ -29,6 +29,7 @@ def stopping(folder: Path, **changes: Any) -> Recipe:
     return recipe(folder, **fields)
 
 
+@pytest.mark.ci
 def test_a_run_that_gets_worse_ends(tmp_path: Path):
     result = train(stopping(tmp_path), quiet=True)
     assert result.step == 3

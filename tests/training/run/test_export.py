@@ -73,6 +73,7 @@ def same(a, b) -> None:
         np.testing.assert_array_equal(x, theirs[path], err_msg=path)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "family",
     ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "t5"))],
@@ -87,6 +88,7 @@ def test_a_run_becomes_a_folder_that_loads(tmp_path, family):
     assert type(model) is type(result.model)
 
 
+@pytest.mark.ci
 def test_lora_is_merged_or_goes_out_alone(tmp_path):
     result = run(tmp_path, lora={"rank": 2, "alpha": 8.0, "dora": True})
     ids = np.arange(8, dtype=np.int32)[None] + 97
@@ -105,6 +107,7 @@ def test_lora_is_merged_or_goes_out_alone(tmp_path):
     np.testing.assert_allclose(adapted(ids).logits, expected, atol=1e-5)
 
 
+@pytest.mark.ci
 def test_best_last_and_numbered_steps(tmp_path):
     # A learning rate under which the loss on the set goes up after the first step.
     changes = {"optimizer": {"name": "sgd", "learning_rate": 30.0, "clip_norm": None}}
@@ -125,6 +128,7 @@ def test_best_last_and_numbered_steps(tmp_path):
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
 
 
+@pytest.mark.ci
 def test_the_chat_template_of_the_training_goes_out(tmp_path):
     """Without it nobody could ask the model what it has learnt to answer."""
     turns = [{"role": role, "content": "ab"} for role in ("user", "assistant")]
@@ -151,6 +155,7 @@ def test_names_of_classes_go_out(tmp_path):
     assert model_spec(config).config.num_labels == 3
 
 
+@pytest.mark.ci
 def test_a_base_that_has_moved(tmp_path):
     new = {"config": {"model_type": "llama", **ENDS, **MODELS["llama"]}, "tokenizer": "bytes"}
     jaxllm.save_hf(
@@ -163,6 +168,7 @@ def test_a_base_that_has_moved(tmp_path):
     same(load_run(tmp_path / "run", model=str(tmp_path / "elsewhere")).model, result.model)
 
 
+@pytest.mark.ci
 def test_the_average_is_what_goes_out(tmp_path):
     result = run(tmp_path, ema_decay=0.5)
     averaged = load_run(tmp_path / "run").model
@@ -172,6 +178,7 @@ def test_the_average_is_what_goes_out(tmp_path):
     assert (parameters(averaged)[path] != parameters(last)[path]).any()
 
 
+@pytest.mark.ci
 def test_what_cannot_be_exported(tmp_path, capsys):
     run(tmp_path)
     (tmp_path / "full").mkdir()

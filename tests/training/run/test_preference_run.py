@@ -70,6 +70,7 @@ def test_all_weights_of_other_families(tmp_path: Path, family: str):
     assert metrics["eval_rewards/margins"] > 1
 
 
+@pytest.mark.ci
 def test_another_base_model_computes_no_reference(tmp_path: Path):
     """Log-probabilities of new evaluation data would be those of another model."""
     source = {"path": str(tmp_path / "model"), "tokenizer": "bytes"}

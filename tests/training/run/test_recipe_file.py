@@ -66,6 +66,7 @@ def test_overrides(tmp_path: Path, name: str, value: Any, field: str, expected: 
         assert type(actual) is type(expected)
 
 
+@pytest.mark.in_ci("text19-value19")
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -158,6 +159,7 @@ def test_overrides_are_named_where_they_are_wrong(tmp_path: Path):
         read_recipe(path, {"max_steps.a": 1})
 
 
+@pytest.mark.in_ci("text20-not YAML: ")
 @pytest.mark.parametrize(
     ("text", "message"),
     [

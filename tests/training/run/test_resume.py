@@ -82,6 +82,7 @@ def stopped_at(made: Recipe, folder: Path, step: int) -> Recipe:
     return dataclasses.replace(made, output_dir=str(folder), max_steps=step)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", VARIANTS)
 def test_six_steps_and_six_more_are_twelve(name: str, tmp_path: Path):
     spec = variant(name, tmp_path)
@@ -113,6 +114,7 @@ def halfway(tmp_path_factory: pytest.TempPathFactory) -> Path:
 LEFT_OUT = ("step", "params", "opt_state", "key", "ema", "data")
 
 
+@pytest.mark.by_default("opt_state")
 @pytest.mark.parametrize("left_out", [None, *LEFT_OUT])
 def test_every_part_of_a_checkpoint_is_restored(
     left_out: str | None, halfway: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

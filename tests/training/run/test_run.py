@@ -57,6 +57,7 @@ def test_in_a_notebook(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     assert np.isfinite(first.model(ids).logits).all()
 
 
+@pytest.mark.ci
 def test_the_average_is_what_a_run_gives(done: tuple[Recipe, Path], tmp_path: Path):
     spec, _ = done
     bare = train(replace(spec, output_dir=str(tmp_path / "run"), ema_decay=None), quiet=True)
@@ -65,6 +66,7 @@ def test_the_average_is_what_a_run_gives(done: tuple[Recipe, Path], tmp_path: Pa
     assert any(not np.array_equal(x, weights[p]) for p, x in parameters(averaged.model).items())
 
 
+@pytest.mark.ci
 def test_what_a_run_leaves(done: tuple[Recipe, Path]):
     folder = done[1]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -84,6 +86,7 @@ def test_a_second_run_in_the_folder(copied: Recipe):
         train(copied, quiet=True)
 
 
+@pytest.mark.ci
 def test_resume_begins_where_nothing_is(done: tuple[Recipe, Path], tmp_path: Path):
     spec, folder = done
     spec = replace(spec, output_dir=str(tmp_path / "run"))
@@ -91,6 +94,7 @@ def test_resume_begins_where_nothing_is(done: tuple[Recipe, Path], tmp_path: Pat
     assert saved(run_of(spec)) == saved(folder)
 
 
+@pytest.mark.ci
 def test_lines_without_a_checkpoint_are_begun_anew(done: tuple[Recipe, Path], tmp_path: Path):
     """A run that was killed before its first checkpoint."""
     spec, folder = done
@@ -101,12 +105,14 @@ def test_lines_without_a_checkpoint_are_begun_anew(done: tuple[Recipe, Path], tm
     assert measured(run_of(spec)) == measured(folder)
 
 
+@pytest.mark.ci
 def test_going_on_at_the_end_changes_nothing(copied: Recipe):
     before = measured(run_of(copied)), saved(run_of(copied))
     assert go_on(copied).step == 4
     assert (measured(run_of(copied)), saved(run_of(copied))) == before
 
 
+@pytest.mark.ci
 def test_a_run_does_not_go_back(copied: Recipe):
     with pytest.raises(RunError, match="is at step 4, beyond max_steps, 3"):
         go_on(copied, max_steps=3)
@@ -126,6 +132,7 @@ def test_settings_that_may_not_change(copied: Recipe):
     assert measured(run_of(copied))[-1]["step"] == 4
 
 
+@pytest.mark.ci
 def test_settings_that_may_change(copied: Recipe, tmp_path: Path):
     moved = tmp_path / "moved.jsonl"
     shutil.copy(str(copied.data.path), moved)
@@ -152,6 +159,7 @@ def test_changed_data_are_refused(copied: Recipe, tmp_path: Path):
         go_on(copied, max_steps=6, data=replace(copied.data, path=str(changed)))
 
 
+@pytest.mark.ci
 def test_a_changed_base_is_refused(tmp_path: Path):
     """Under LoRA the base is in no checkpoint; its digests are."""
     bases = [tmp_path / "base0", tmp_path / "base1"]
@@ -187,6 +195,7 @@ def test_a_changed_base_is_refused(tmp_path: Path):
         go_on(spec, max_steps=4)
 
 
+@pytest.mark.ci
 def test_a_run_on_another_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Where half precision is the default of the device, its dtype is named, and can be given."""
     first = train(tiny(tmp_path, output_dir=str(tmp_path / "new"), max_steps=1), quiet=True)
@@ -203,6 +212,7 @@ def test_a_run_on_another_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         go_on(given, max_steps=3)
 
 
+@pytest.mark.ci
 def test_a_kill_before_a_deletion_leaves_no_step_too_many(tmp_path: Path):
     spec = tiny(tmp_path, checkpoints={"every": 1, "keep": 1}, max_steps=2)
     train(replace(spec, checkpoints=replace(spec.checkpoints, keep=2)), quiet=True)
@@ -212,6 +222,7 @@ def test_a_kill_before_a_deletion_leaves_no_step_too_many(tmp_path: Path):
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["2"]
 
 
+@pytest.mark.ci
 def test_a_damaged_checkpoint_is_passed_over(
     copied: Recipe, done: tuple[Recipe, Path], caplog: pytest.LogCaptureFixture
 ):
@@ -224,6 +235,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert (folder / "checkpoints" / "4.damaged").is_dir()
 
 
+@pytest.mark.ci
 def test_a_damaged_record_is_passed_over(copied: Recipe, done: tuple[Recipe, Path]):
     folder = run_of(copied)
     (folder / "checkpoints" / "4" / "record" / "metadata").write_text("{}")
@@ -231,6 +243,7 @@ def test_a_damaged_record_is_passed_over(copied: Recipe, done: tuple[Recipe, Pat
     assert saved(folder) == saved(done[1])
 
 
+@pytest.mark.ci
 def test_no_checkpoint_is_sound(copied: Recipe):
     folder = run_of(copied)
     spoil(folder, 2)
@@ -258,6 +271,7 @@ def test_one_writer(copied: Recipe):
         train(copied, quiet=True)
 
 
+@pytest.mark.ci
 def test_a_stop_saves_and_going_on_is_exact(done: tuple[Recipe, Path], tmp_path: Path):
     spec, folder = done
     spec = replace(spec, output_dir=str(tmp_path / "run"))
@@ -269,6 +283,7 @@ def test_a_stop_saves_and_going_on_is_exact(done: tuple[Recipe, Path], tmp_path:
     assert measured(run_of(spec)) == measured(folder)
 
 
+@pytest.mark.ci
 def test_a_file_that_cannot_be_written(copied: Recipe):
     for name in ("metrics.csv", "report.html"):
         path = run_of(copied) / name
@@ -279,6 +294,7 @@ def test_a_file_that_cannot_be_written(copied: Recipe):
         path.rmdir()
 
 
+@pytest.mark.ci
 def test_a_stop_before_the_first_step(tmp_path: Path):
     result = train(tiny(tmp_path), quiet=True, stop=lambda: 2)
     assert (result.step, result.stopped_by) == (0, 2)
@@ -317,6 +333,7 @@ def regression(folder: Path, labels: list[float], **changes: Any) -> Recipe:
     )
 
 
+@pytest.mark.ci
 def test_a_batch_without_a_gradient_is_skipped_and_counted(tmp_path: Path):
     spec = regression(tmp_path, [1.0, 1e25, 0.5, 1e25, 1e25, 0.25], checkpoints={"every": 1})
     spec = replace(spec, checkpoints=replace(spec.checkpoints, keep=6))
@@ -334,6 +351,7 @@ def test_a_batch_without_a_gradient_is_skipped_and_counted(tmp_path: Path):
     assert lines[1]["lr"] == lines[2]["lr"]
 
 
+@pytest.mark.ci
 def test_one_output_is_a_regression(tmp_path: Path):
     spec = regression(tmp_path, [1.0, 0.5])
     line = measured(train(replace(spec, eval_data=spec.data), quiet=True).folder)[-1]
@@ -342,6 +360,7 @@ def test_one_output_is_a_regression(tmp_path: Path):
     assert line["eval_mse"] == line["eval_loss"]
 
 
+@pytest.mark.ci
 def test_too_many_skips_in_a_row_end_the_run(tmp_path: Path):
     spec = regression(tmp_path, [1.0, 1e25, 1e25, 0.5, 1e25, 1e25, 1e25, 0.25])
     with pytest.raises(RunError, match=r"step 7: 3 batches in a row gave no finite gradient"):
@@ -352,12 +371,14 @@ def test_too_many_skips_in_a_row_end_the_run(tmp_path: Path):
         go_on(spec)
 
 
+@pytest.mark.ci
 def test_weights_beyond_all_numbers_end_the_run(tmp_path: Path):
     spec = tiny(tmp_path, max_steps=20, skip_limit=4, optimizer={"learning_rate": 1e38})
     with pytest.raises(RunError, match="4 batches in a row gave no finite gradient; lower optimi"):
         train(spec, quiet=True)
 
 
+@pytest.mark.by_default("changes2-output_dir: name the folder")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

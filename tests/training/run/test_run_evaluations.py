@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 from tiny_runs import go_on, measured, plain, run_of, spoil, stops, tiny
 
 from jaxllm.checkpoint.orbax import RunCheckpoints
@@ -13,6 +14,7 @@ from jaxllm.training.monitor.metrics_log import read_metrics
 from jaxllm.training.run.run import train
 
 
+@pytest.mark.ci
 def test_a_stop_gives_an_evaluation_up(tmp_path: Path):
     spec = tiny(tmp_path)
     spec = replace(spec, eval_data=spec.data)
@@ -33,6 +35,7 @@ def test_a_stop_gives_an_evaluation_up(tmp_path: Path):
     assert all(record.meta["evaluated"] for record in actual)
 
 
+@pytest.mark.ci
 def test_the_last_evaluation_is_made_up_for(tmp_path: Path):
     """And so is one that nobody asked for until the run was at its end."""
     spec = tiny(tmp_path, max_steps=2)
@@ -48,6 +51,7 @@ def test_the_last_evaluation_is_made_up_for(tmp_path: Path):
     assert (run_of(spec) / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.ci
 def test_an_evaluation_before_the_first_step(tmp_path: Path):
     spec = tiny(tmp_path, max_steps=2)
     spec = replace(spec, eval_data=spec.data)
@@ -64,6 +68,7 @@ def test_an_evaluation_before_the_first_step(tmp_path: Path):
     assert [line["step"] for line in measured(run_of(spec))] == [0, 1, 2, 3]
 
 
+@pytest.mark.ci
 def test_the_best_step_is_a_sound_one(tmp_path: Path):
     """A damaged step is made anew; that it was the best is no reason to lose it."""
     spec = tiny(tmp_path, checkpoints={"every": 100})
@@ -75,6 +80,7 @@ def test_the_best_step_is_a_sound_one(tmp_path: Path):
         assert checkpoints.read(4).metric == measured(run_of(spec))[3]["eval_loss"]
 
 
+@pytest.mark.ci
 def test_metrics_of_other_data_are_not_compared(tmp_path: Path):
     spec = tiny(tmp_path, max_steps=2, checkpoints={"every": 100})
     spec = replace(spec, eval_data=spec.data)
@@ -92,6 +98,7 @@ def test_metrics_of_other_data_are_not_compared(tmp_path: Path):
         assert checkpoints.best() == 3
 
 
+@pytest.mark.ci
 def test_answers_stay_in_the_report(tmp_path: Path):
     """A run that goes on at its end generates nothing, and shows what it had."""
     pairs = {**plain(tmp_path)["data"], "format": "prompt_completion"}

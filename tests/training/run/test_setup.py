@@ -22,6 +22,7 @@ from jaxllm.training.run.setup import SECONDS, check_rows, rows_progress, set_up
 CAUSAL = ModelInfo(kind="causal", vocab_size=260, context_length=32)
 
 
+@pytest.mark.ci
 def test_the_section_of_a_wrong_field_is_named(tmp_path: Path):
     spec = recipe(tmp_path)
     longer = replace(spec.data, max_length=99)
@@ -49,6 +50,7 @@ def test_a_missing_package_is_told_before_the_model_is_loaded(
         set_up(replace(spec, **fields), print)
 
 
+@pytest.mark.ci
 def test_steps_beyond_the_schedule_are_told(tmp_path: Path):
     said: list[str] = []
     spec = recipe(tmp_path)
@@ -78,6 +80,7 @@ def pairs(folder: Path, *prompts: str) -> dict[str, Any]:
     return {"format": "prompt_completion", "path": str(folder / "pairs.jsonl"), "max_length": 32}
 
 
+@pytest.mark.by_default("llama-fields1-the prompt has 28 tokens, but `max_length` is 20")
 @pytest.mark.parametrize(
     ("family", "fields", "message"),
     [
@@ -140,6 +143,7 @@ def test_answers_that_are_no_text(tmp_path: Path, answer: dict[str, Any]):
         generation_rows(data, byte_tokenizer(), CAUSAL)
 
 
+@pytest.mark.ci
 def test_the_metric_and_its_direction(tmp_path: Path):
     data = plain(tmp_path)["data"]
     for changes, message in (

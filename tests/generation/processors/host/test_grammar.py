@@ -90,6 +90,7 @@ def walk(processor, tokenizer, seed: int, steps: int = 250) -> list[int]:
     raise AssertionError(f"no end: {tokenizer.decode(ids[0, 1:])}")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["gguf", "llama"])
 def test_random_json_is_valid(tokenizers, kind):
     tokenizer = tokenizers[kind]
@@ -101,6 +102,7 @@ def test_random_json_is_valid(tokenizers, kind):
         assert " " not in text.replace("Kaffee ☕", "").replace(json.loads(text)["name"], "")
 
 
+@pytest.mark.by_default("llama")
 @pytest.mark.parametrize("kind", ["gguf", "llama", "t5", "tokenizer.json"])
 def test_random_text_of_a_regex(tokenizers, kind):
     tokenizer, pattern = tokenizers[kind], "(ab|cd)[a-f]{2,5}x?"
@@ -138,6 +140,7 @@ def one_token(tokenizer, text):
     return token
 
 
+@pytest.mark.ci
 def test_end_token_where_and_only_where_the_text_is_complete(tokenizers):
     tokenizer = tokenizers["gguf"]
     x, y, end = one_token(tokenizer, "x"), one_token(tokenizer, "y"), tokenizer.eos_token_id
@@ -172,6 +175,7 @@ def test_rows_in_any_order_and_again(tokenizers):
         assert actual == [single[texts[i]] for i in order]
 
 
+@pytest.mark.ci
 def test_the_cache_is_bounded_and_changes_nothing(tokenizers, monkeypatch):
     tokenizer = tokenizers["gguf"]
     texts = [walk(grammar.json_schema(SCHEMA, tokenizer), tokenizer, seed) for seed in (1, 2)]
@@ -190,6 +194,7 @@ def test_a_grammar_for_each_prompt(tokenizers):
         bits(processor, [[0, 0]] * 3, 2, len(tokenizer))
 
 
+@pytest.mark.ci
 def test_generate_and_stream(model, tokenizers):
     tokenizer, pattern = tokenizers["tokenizer.json"], "(ab|c){4,9}d"
     ids = np.array([[5, 6, 7], [0, 8, 9]])
@@ -207,6 +212,7 @@ def test_generate_and_stream(model, tokenizers):
     np.testing.assert_array_equal(np.concatenate(pieces, axis=1), out[:, 3:])
 
 
+@pytest.mark.ci
 def test_inside_the_callers_jit(model, tokenizers):
     tokenizer = tokenizers["tokenizer.json"]
 
@@ -231,6 +237,7 @@ def test_another_grammar_compiles_nothing(tokenizers):
     assert program_count(run) == 1
 
 
+@pytest.mark.ci
 def test_a_tokenizer_is_not_kept(tmp_path_factory):
     tokenizer = sentencepiece(tmp_path_factory, "t5", "spiece.model")
     assert tokenizer is not None

@@ -70,6 +70,7 @@ def test_conformance(model):
     np.testing.assert_array_equal(pieces, new)
 
 
+@pytest.mark.ci
 def test_right_padding_is_left_padding(model):
     def rule(batch_id, ids):
         return [(3 * ids[-1] + len(ids)) % 90 + 2, 50 + batch_id]
@@ -88,6 +89,7 @@ def test_right_padding_is_left_padding(model):
     np.testing.assert_array_equal(rows["left"], rows["right"])
 
 
+@pytest.mark.ci
 def test_inside_the_callers_jit_a_processor_made_there_stays_alive(model):
     @jax.jit
     def start(ids):
@@ -102,6 +104,7 @@ def test_inside_the_callers_jit_a_processor_made_there_stays_alive(model):
     assert compiled(jnp.asarray(IDS)).tolist() == expected
 
 
+@pytest.mark.ci
 def test_another_function_compiles_nothing_and_is_forgotten_with_its_processor(run):
     known = len(_RULES)
     for token in range(4):
@@ -114,6 +117,7 @@ def test_another_function_compiles_nothing_and_is_forgotten_with_its_processor(r
     assert len(_RULES) == known
 
 
+@pytest.mark.ci
 def test_a_processor_that_is_gone_is_named(run):
     leaves, tree = jax.tree.flatten(PrefixConstrainedLogitsProcessor(lambda i, ids: [1], 1))
     gc.collect()
@@ -151,6 +155,7 @@ def test_the_function_wins_where_nothing_else_is_left(run):
     assert actual.tolist() == [[gone, gone], [2, gone], [0, gone], [0, gone]]
 
 
+@pytest.mark.ci
 def test_under_vmap():
     processor = PrefixConstrainedLogitsProcessor(lambda i, ids: [ids[-1]], 1)
     scores = jnp.zeros((2, 1, 12))
@@ -197,6 +202,7 @@ def test_an_error_of_the_function_comes_out_of_generate(model):
     assert out.sequences[:, 3:].tolist() == [[4, 4]] * 2  # and the next call is well
 
 
+@pytest.mark.by_default("tokens1")
 @pytest.mark.parametrize("tokens", [[], [99]])
 def test_outside_a_program_the_error_comes_at_once(tokens, caplog):
     processor = PrefixConstrainedLogitsProcessor(lambda i, ids: tokens, 1)

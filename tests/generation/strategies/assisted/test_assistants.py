@@ -12,6 +12,7 @@ import jaxllm
 from jaxllm.common.errors import InputError, UnsupportedError
 
 
+@pytest.mark.ci
 def test_settings_of_the_assistants_file_hold_where_the_call_names_none():
     assistant = jaxllm.load(DATA / "models" / "s_llama")[0]
     own = {"num_assistant_tokens": 3, "assistant_confidence_threshold": 0.0}

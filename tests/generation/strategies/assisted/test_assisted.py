@@ -44,6 +44,7 @@ def assert_greedy(name: str, draft: dict, seed: int, side="left"):
     return out.assisted
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name", ["s_llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("s_gpt2", "s_t5"))]
 )
@@ -58,6 +59,7 @@ def test_fifty_prompts_equal_greedy_search(name):
     assert 0 < accepted < drafted
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -76,6 +78,7 @@ def test_other_drafts_equal_greedy_search(name, kind):
     assert counts.drafted.sum() > 0
 
 
+@pytest.mark.ci
 def test_numbers_compile_nothing():
     net, draft = model("s_llama"), model("s_llama_draft")
 
@@ -108,6 +111,7 @@ def test_numbers_compile_nothing():
     assert compilations(lambda: run(assistant_ensemble_weight=0.7)) == []
 
 
+@pytest.mark.by_default("lookup")
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_stream_equals_generate_and_shares_its_programs(kind):
     ids, mask = repeating_prompts()
@@ -125,6 +129,7 @@ def test_stream_equals_generate_and_shares_its_programs(kind):
         assert all(chunk.shape[1] <= chunk_size for chunk in chunks)
 
 
+@pytest.mark.ci
 def test_scores_and_logits_are_those_of_greedy_search():
     ids, mask = repeating_prompts()
     fields = {"max_new_tokens": 12, "eos_token_id": None, "repetition_penalty": 1.2}
@@ -139,6 +144,7 @@ def test_scores_and_logits_are_those_of_greedy_search():
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "batch", "kind"),
     [
@@ -186,6 +192,7 @@ def test_inside_the_callers_jit():
     assert out.assisted.target_calls.shape == (3,)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["assistant", "lookup"])
 def test_stops_and_functions_of_the_prefix(kind):
     """Each position is held against them, in rows that stop at different columns."""
@@ -236,6 +243,7 @@ def guided_functions(rows: set[int]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("kind", "how"),
     [

@@ -37,6 +37,7 @@ def case_output(name: str):
     return jaxllm.generate(model(case["model"]), **inputs, **arguments(case), output_scores=True)
 
 
+@pytest.mark.in_ci("s-assisted-llama-const")
 @pytest.mark.parametrize("case", assisted_cases(), ids=lambda case: case["id"])
 @pytest.mark.usefixtures("highest_precision")
 def test_conformance(case):
@@ -116,6 +117,7 @@ class Simulation:
         return calls, drafted, accepted
 
 
+@pytest.mark.by_default("s-prompt-lookup")
 @pytest.mark.parametrize("case", assisted_cases(), ids=lambda case: case["id"])
 @pytest.mark.usefixtures("highest_precision")
 def test_forward_calls(case):
@@ -174,6 +176,7 @@ def ensemble(name: str, ids: list[list[int]], weight: float) -> list[list[int]]:
     return out.sequences.tolist()
 
 
+@pytest.mark.by_default("case1")
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, marks=[pytest.mark.slow] * (c["model"] != "s_llama")) for c in ENSEMBLES],

@@ -14,6 +14,7 @@ from jaxllm.common.errors import NonFiniteError, UnsupportedError
 from jaxllm.generation.strategies.assisted.lookup import draft_from, earlier_match
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("name", "kind"), [("s_llama", 0), ("s_llama", 1), ("s_t5", 0)])
 def test_a_draft_that_is_the_model_is_accepted_whole(name, kind):
     """So every round gives 5 tokens, and the assistant's cache has to catch up each time."""
@@ -28,6 +29,7 @@ def test_a_draft_that_is_the_model_is_accepted_whole(name, kind):
     assert out.assisted.drafted.tolist() == out.assisted.accepted.tolist() == [12] * 3
 
 
+@pytest.mark.ci
 def test_the_schedule_and_the_threshold():
     """Accepted whole: 2, 4, 6, 8 (the bucket's end). Below a threshold of 1 every token ends."""
     ids, mask = repeating_prompts()
@@ -87,6 +89,7 @@ def test_lookup_finds_what_the_plain_search_finds():
             assert result == expected
 
 
+@pytest.mark.ci
 def test_lookup_passes_over_places_that_the_processors_forbid():
     """The first place where the last token was may not be followed, as in transformers 5."""
     fields = {"prompt_lookup_num_tokens": 1, "suppress_tokens": [8], "eos_token_id": None}

@@ -20,6 +20,7 @@ PARAMETERS = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", PARAMETERS)
 def test_same_texts_and_scores(case):
     assert problems(case, run(case)) == []

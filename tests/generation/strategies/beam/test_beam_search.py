@@ -32,11 +32,13 @@ BEAMS = [
 ]
 
 
+@pytest.mark.in_ci("s-constrained-disjunctive", "s-group-t5")
 @pytest.mark.parametrize("case", BEAMS, ids=lambda case: case["id"])
 def test_conformance(case):
     assert problems(case, run(case)) == []
 
 
+@pytest.mark.ci
 def test_conformance_of_what_beam_sampling_keeps():
     case = cases()["s-beam-sample-keep"]
     rows = len(case["inputs"]["input_ids"])
@@ -68,6 +70,7 @@ def log_probs_of_all_texts(net, prompt, eos):
     return actual
 
 
+@pytest.mark.ci
 @settings(deadline=None, max_examples=15)
 @given(
     seed=st.integers(0, 2**20),
@@ -133,6 +136,7 @@ def naive_beams(net, prompt, beams, new, eos, length_penalty, early_stopping):
     return pool
 
 
+@pytest.mark.ci
 @settings(deadline=None, max_examples=20)
 @given(
     seed=st.integers(0, 2**20),
@@ -170,6 +174,7 @@ def test_a_naive_search_finds_the_same(seed, eos, length_penalty, early_stopping
 FIELDS = {"num_beams": 3, "max_new_tokens": 10, "num_return_sequences": 2}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "sampling"),
     [
@@ -196,6 +201,7 @@ def test_left_padded_equals_right_padded_equals_alone(name, sampling):
         np.testing.assert_array_equal(single.sequences[:, -new:], left[two, :new])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", FAMILIES)
 def test_scores_are_those_of_the_texts(name):
     """The score of a beam is the sum of its own log-probabilities, taken without a cache."""
@@ -212,6 +218,7 @@ def test_scores_are_those_of_the_texts(name):
     np.testing.assert_allclose(out.sequences_scores, steps[..., 0].sum(1), atol=1e-3)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name", ["s_llama", "s_t5_gated", pytest.param("s_gpt2", marks=pytest.mark.slow)]
 )
@@ -222,6 +229,7 @@ def test_cache_is_donated_and_never_copied_or_reordered(name):
     assert loop_is_in_place(*begun)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "fields",
     [
@@ -238,6 +246,7 @@ def test_the_compiled_loop_sorts_no_vocabulary(fields):
     assert [size for size in sorted_sizes(program) if size >= 131] == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("sampling", [False, True])
 def test_numbers_compile_nothing(sampling):
     _, ids, mask = prompts("s_llama")
@@ -259,6 +268,7 @@ def test_numbers_compile_nothing(sampling):
         assert compilations(lambda numbers=numbers: call(**numbers)) == []
 
 
+@pytest.mark.ci
 def test_inside_the_callers_jit():
     net = model("s_t5_gated")
     _, ids, mask = prompts("s_t5_gated")
@@ -284,6 +294,7 @@ def test_what_beams_cannot_do_is_named():
         jaxllm.generate(net, [[5]], num_beams=2, early_stopping="sometimes")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("remove", [False, True])
 def test_constraints_that_a_forced_end_token_cuts_off(remove):
     """The forced end token forbids what the constraint wants, and sequences of forbidden tokens are
