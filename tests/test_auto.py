@@ -65,7 +65,7 @@ def test_models_without_a_head_give_the_last_hidden_state(family, tmp_path):
     assert listed == [type(model).__name__]
 
 
-@pytest.mark.by_default("llama")
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", *FOLDERS])
 def test_models_of_a_config(family):
     config = tiny.make(family).config

@@ -72,6 +72,7 @@ def check_measurements(report: dict[str, Any]) -> None:
     assert report["skipped"] == []
 
 
+@pytest.mark.ci
 def test_a_device_whose_numbers_differ_fails(
     benchmark: Any, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

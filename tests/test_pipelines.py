@@ -43,6 +43,7 @@ def test_rows_of_all_batches_draw_different_numbers(writer):
     assert results == writer(["Hello"] * 4, **fields)
 
 
+@pytest.mark.ci
 def test_chats_are_answered(writer):
     chat = [{"role": "user", "content": "Hello"}]
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"

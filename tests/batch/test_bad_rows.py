@@ -84,6 +84,7 @@ def test_settings_are_told_apart_by_all_their_values():
     assert row.config.sequence_bias == (((5,), 2.0),)
 
 
+@pytest.mark.ci
 def test_a_neutral_value_asks_for_nothing():
     rows = [{"input_ids": [5], "max_new_tokens": 3} for _ in range(3)]
     rows[1] |= {"encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": None}

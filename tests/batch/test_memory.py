@@ -135,6 +135,7 @@ def test_slots_are_halved_when_memory_runs_out(monkeypatch):
     assert set(calls) == {8, 4, 2}
 
 
+@pytest.mark.ci
 def test_other_failures_of_the_device_are_not_hidden(monkeypatch):
     def fail(*arguments, **options):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
@@ -144,6 +145,7 @@ def test_other_failures_of_the_device_are_not_hidden(monkeypatch):
         BatchGenerator(MODEL, slots=8).generate(ROWS)
 
 
+@pytest.mark.ci
 def test_out_of_memory_with_one_slot_is_the_rows_error(monkeypatch):
     def fail(*arguments, **options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")

@@ -23,6 +23,7 @@ def test_greedy_and_sampled_rows_side_by_side():
     assert len(engine.counts.program_calls) == 2  # one group: its bucket of prompts, and its slots
 
 
+@pytest.mark.ci
 def test_total_lengths_of_a_row_override_new_tokens_of_the_job(recwarn):
     """Within a call the numbers of new tokens take precedence, as in transformers."""
     prompt = {"input_ids": [5, 6, 7], "eos_token_id": None}

@@ -90,6 +90,7 @@ def test_a_stopped_answer_is_kept(folder: Path) -> None:
     assert chat.ids == full.tolist()
 
 
+@pytest.mark.ci
 def test_an_error_changes_nothing(folder: Path) -> None:
     chat = start(folder)
     chat.ask("Hello", lambda text: None, lambda: False)
@@ -142,6 +143,7 @@ def test_the_end_token_of_a_users_message_ends_no_answer(answer: str) -> None:
     assert continued_ids(tokenizer, messages, ids, {end}) == full
 
 
+@pytest.mark.ci
 def test_commands(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

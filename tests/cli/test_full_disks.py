@@ -194,6 +194,7 @@ def test_commands_that_print(name: str, tmp_path: Path, disk: Disk) -> None:
         assert "No space left on device" in done.stderr
 
 
+@pytest.mark.ci
 def test_eval_tasks(tmp_path: Path, disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
     """The tasks' own copy of their data, then the results, which are printed all the same."""
     harness_runs.write_model("llama", tmp_path / "model")

@@ -207,6 +207,7 @@ def test_lists_and_end_tokens(run) -> None:
     assert free[0] not in ids("--bad-words-ids", f"[[{free[0]}]]", "--eos-token-id", "none")
 
 
+@pytest.mark.ci
 def test_quiet(run) -> None:
     result = run("--model", LLAMA, *SHORT, "--quiet", "Once")
     assert (result.code, result.err) == (0, "")

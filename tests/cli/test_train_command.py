@@ -181,6 +181,7 @@ def test_a_recipe_is_needed(call: Any):
     assert call("--help").code == 0
 
 
+@pytest.mark.ci
 def test_no_gradient_at_all(tmp_path: Path, call: Any):
     recipe = small(tmp_path, max_steps=9, skip_limit=3, optimizer={"learning_rate": 1e38})
     failed = call(recipe, "--quiet")

@@ -152,6 +152,7 @@ def test_known_reference_error_is_named(
     assert "compare with that" in capsys.readouterr().out
 
 
+@pytest.mark.ci
 def test_nan_fails(
     reference: type[Reference],
     monkeypatch: pytest.MonkeyPatch,

@@ -81,6 +81,7 @@ def progress() -> Iterator[None]:
     set_progress(False)
 
 
+@pytest.mark.ci
 def test_the_library_shows_progress(
     progress: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

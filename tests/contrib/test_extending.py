@@ -82,6 +82,7 @@ def test_rows_of_one_program_may_differ_in_a_registered_field(unregistered) -> N
     assert group.shared_fields == ("my_penalty",)
 
 
+@pytest.mark.ci
 def test_settings_that_do_not_go_with_an_extension(unregistered) -> None:
     model, ids = tiny.cached("llama"), tiny.ids()
     positive = number("(0, inf)")

@@ -85,7 +85,7 @@ def check_equal(lm: JaxLM, run: Run) -> None:
             assert pair[1] == other_pair[1]
 
 
-@pytest.mark.by_default("llama-prefilled-apply_chat_template")
+@pytest.mark.ci
 @pytest.mark.parametrize("run", SMALL_RUNS)
 @pytest.mark.filterwarnings(
     # Prompts longer than the small models' contexts are among the tasks on purpose.

@@ -107,6 +107,7 @@ def test_batched_rows_equal_rows_alone(family, fields):
     assert wrong == []
 
 
+@pytest.mark.ci
 def test_a_conversation_goes_on_from_its_cache():
     net, (ids, mask) = tiny.cached("mistral"), padded(turns(0, 6, 3))
     fields = {"max_new_tokens": 6, **NO_EOS}

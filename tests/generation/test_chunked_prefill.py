@@ -57,6 +57,7 @@ def test_strategies(fields: dict[str, Any]) -> None:
     np.testing.assert_array_equal(chunked, full)
 
 
+@pytest.mark.ci
 def test_what_cannot_be_chunked_raises() -> None:
     def refuse(model: Any, reason: str, **fields: Any) -> None:
         with pytest.raises(UnsupportedError, match=f"prefill_chunk_size: not with {reason}"):

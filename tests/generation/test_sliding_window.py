@@ -71,6 +71,7 @@ def test_beams(family, fields):
         np.testing.assert_allclose(out.sequences_scores[i], score, atol=1e-4)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "fields"),
     [

@@ -235,6 +235,7 @@ def test_a_strange_value_of_any_key_is_read_or_named(family):
     assert [text for text in messages if len(text) > 500 or "\n" in text] == []
 
 
+@pytest.mark.ci
 def test_an_encoder_alone_has_no_decoder_layers() -> None:
     sizes = {"vocab_size": 32, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_heads": 2}
     config = T5Config.from_dict({**sizes, "num_layers": 1, "num_decoder_layers": 0})

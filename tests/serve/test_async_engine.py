@@ -187,6 +187,7 @@ def test_a_grammar_that_fails_ends_its_own_request_alone():
     assert first.output_ids == second.output_ids
 
 
+@pytest.mark.ci
 def test_cancelled_requests_free_their_slots_and_the_queue_is_bounded():
     row = {"input_ids": [5, 6], "max_new_tokens": 60, "eos_token_id": None}
 

@@ -125,6 +125,7 @@ def test_chat_whole_and_streamed(server, client):
     assert full.usage.total_tokens == server.engine.context
 
 
+@pytest.mark.ci
 def test_stop_strings_end_the_text_before_them(server, client):
     arguments: Any = {"model": "tiny", "prompt": "Hello", "max_tokens": 30, "temperature": 0}
     arguments["logit_bias"] = {"2": -100}

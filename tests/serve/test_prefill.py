@@ -140,6 +140,7 @@ def test_models_without_chunks_refuse_the_options() -> None:
                 AsyncEngine(model, slots=4, context=64, **options)
 
 
+@pytest.mark.ci
 def test_samples_of_one_prompt_do_not_drive_out_a_shared_prefix() -> None:
     model = model_of("llama", num_hidden_layers=1)
     rng = np.random.default_rng(2)

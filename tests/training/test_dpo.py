@@ -172,6 +172,7 @@ def test_training_changes_the_answers():
     assert (answers(state.model) == chosen).all()
 
 
+@pytest.mark.ci
 def test_rows_of_text_with_their_reference():
     """From rows to the loss: at the start it is ln 2, and no batch lacks its reference."""
     model, tokenizer = tiny.make("llama", vocab_size=258), byte_tokenizer()

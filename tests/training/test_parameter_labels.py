@@ -16,6 +16,7 @@ from jaxllm.models.weights import parameters
 from jaxllm.training import CausalLoss, labels
 
 
+@pytest.mark.ci
 def test_a_loop_of_one_s_own_freezes_what_it_labels():
     model, ids = tiny.make("llama"), tiny.ids()
     batch = {"input_ids": ids, "labels": ids}

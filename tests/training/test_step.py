@@ -183,6 +183,7 @@ def test_only_what_is_trainable_changes():
         TrainState.create(model, SGD, trainable=lambda path: False)
 
 
+@pytest.mark.ci
 def test_the_state_is_given_away_but_not_the_model():
     model = tiny.make("llama")
     state = TrainState.create(model, SGD)

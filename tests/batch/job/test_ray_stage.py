@@ -54,6 +54,7 @@ def test_results_are_those_of_the_rows_in_any_batch():
     assert other.schema == result.schema
 
 
+@pytest.mark.ci
 def test_several_sequences_are_lists_in_every_row():
     stage = JaxLLMStage(MODEL, slots=2, do_sample=True, max_new_tokens=6)
     rows = {"id": [1, 2], "input_ids": [[5], [5]], "num_return_sequences": [2, 1]}

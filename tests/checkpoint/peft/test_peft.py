@@ -144,6 +144,7 @@ def test_gradients_are_those_of_peft(case):
         )
 
 
+@pytest.mark.in_ci("llama_classifier")
 @pytest.mark.parametrize("case", CASES)
 def test_round_trip_gives_the_same_files(case, tmp_path):
     source = DATA / "peft" / case

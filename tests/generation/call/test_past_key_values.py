@@ -235,6 +235,7 @@ def test_turns_of_known_buckets_compile_nothing():
     assert sizes[1] == sizes[2] == sizes[3]
 
 
+@pytest.mark.ci
 def test_a_kind_of_cache_that_the_models_file_names():
     """The file decides for the first call; later ones, which do not name it either, go on."""
     net, ids = copy.copy(tiny.cached("llama")), np.array(turns(0, 4))

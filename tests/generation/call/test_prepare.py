@@ -15,6 +15,7 @@ from jaxllm.common.errors import ConfigError, InputError, UnsupportedError
 from jaxllm.generation.generate import prepare_call
 
 
+@pytest.mark.ci
 def test_end_tokens_of_all_files_count_unless_one_is_named():
     net = jaxllm.load(DATA / "models" / "s_llama")[0]
     _, ids, _ = prompts("s_llama", (7,))

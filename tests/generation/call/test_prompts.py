@@ -14,6 +14,7 @@ import jaxllm
 from jaxllm.common.errors import InputError
 
 
+@pytest.mark.ci
 def test_min_length_counts_the_embedded_prompt():
     """Both lengths count it, as in transformers."""
     net = model("s_llama")

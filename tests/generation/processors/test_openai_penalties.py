@@ -12,6 +12,7 @@ import jaxllm
 MODEL = tiny.make("llama", num_hidden_layers=1)
 
 
+@pytest.mark.ci
 def test_scores_are_lowered_by_what_was_generated():
     """Every step's processed scores follow from its logits and the new tokens before it."""
     fields = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {7: 2.0, 9: -100}}

@@ -70,7 +70,7 @@ def uncached(net, row, new: int, alpha: float, k: int) -> list[int]:
     return row
 
 
-@pytest.mark.by_default("s_llama-1.0-4")
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "alpha", "k"), [("s_llama", 0.6, 4), ("s_llama", 1.0, 4), ("s_gpt2", 0.3, 9)]
 )

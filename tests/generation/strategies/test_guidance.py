@@ -72,6 +72,7 @@ def test_left_padded_equals_right_padded_equals_alone(name):
         np.testing.assert_array_equal(single[0, -9:], new)
 
 
+@pytest.mark.ci
 def test_without_a_negative_prompt_the_last_real_token_is_the_context():
     rows, ids, mask = prompts("s_llama", side="right")
     expected = generate("s_llama", ids, mask, negative_prompt_ids=[[row[-1]] for row in rows])

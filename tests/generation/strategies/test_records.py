@@ -194,6 +194,7 @@ def test_records_of_a_conversation_are_those_of_its_new_tokens(family, fields):
             np.testing.assert_allclose(np.stack(a), np.stack(b), atol=3e-5)
 
 
+@pytest.mark.ci
 def test_new_parts_of_different_lengths_stand_in_front():
     net, settings = tiny.cached("llama"), {"eos_token_id": None, "pad_token_id": 0}
     rows = turns(0, 4, 2)

@@ -52,6 +52,7 @@ def smollm2(smollm2_gguf):
     return tokenizer_from_gguf(GGUFFile(smollm2_gguf).metadata)
 
 
+@pytest.mark.ci
 def test_smollm2_learns_answers_and_their_end(smollm2):
     example = ChatFormat(smollm2, (2,), "messages")({"messages": CHAT})
     assert example.input_ids.tolist() == smollm2.apply_chat_template(

@@ -63,6 +63,7 @@ def test_packed_and_padded_losses_are_equal(name, highest_precision):
         np.testing.assert_allclose(actual, expected, rtol=2e-5)
 
 
+@pytest.mark.ci
 def test_a_classifier_counts_every_row_once(highest_precision):
     model, _ = jaxllm.load(DATA / "parity" / "llama_cls_single")
     config = DataConfig(format="classification", text_field="a", max_length=32)

@@ -82,6 +82,7 @@ def test_an_encoder_decoders_loss() -> None:
     assert (actual.count, actual.loss) == (6 + 2 + 4, pytest.approx(own, rel=1e-5))
 
 
+@pytest.mark.ci
 def test_the_best_model_is_always_right() -> None:
     """Accuracy of labels that are the model's own first choice is one."""
     model = tiny.cached("llama")

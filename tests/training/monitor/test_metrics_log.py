@@ -214,6 +214,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.ci
 def test_a_kill_loses_no_line(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=dict(os.environ))
     assert done.returncode == -signal.SIGKILL

@@ -138,7 +138,7 @@ def test_without_matplotlib_there_is_a_report(
     assert "20,000 (1.00%)" in page.text()
 
 
-@pytest.mark.by_default("none")
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "rows",
     [

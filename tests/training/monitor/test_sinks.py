@@ -78,6 +78,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.ci
 def test_what_a_kill_left_in_a_queue_is_there_again(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path), str(Path(__file__).parent)]
     assert subprocess.run(command).returncode == -signal.SIGKILL

@@ -62,6 +62,7 @@ def test_each_is_read_and_names_data_that_is_made(path: Path, maker: ModuleType)
     assert recipe.optimizer.schedule_steps == recipe.max_steps
 
 
+@pytest.mark.ci
 def test_data_are_the_same_every_time_and_nothing_held_out_is_trained_on(maker: ModuleType):
     for make in maker.SETS.values():
         train, held_out = make()

@@ -114,7 +114,7 @@ def halfway(tmp_path_factory: pytest.TempPathFactory) -> Path:
 LEFT_OUT = ("step", "params", "opt_state", "key", "ema", "data")
 
 
-@pytest.mark.by_default("opt_state")
+@pytest.mark.ci
 @pytest.mark.parametrize("left_out", [None, *LEFT_OUT])
 def test_every_part_of_a_checkpoint_is_restored(
     left_out: str | None, halfway: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -120,6 +120,7 @@ def test_the_space_of_a_first_word(tokenizers):
     assert all(re.fullmatch("[a-z]{3}", tokenizer.decode(ids).strip()) for ids in walks)
 
 
+@pytest.mark.ci
 def test_lark_counts_what_a_regex_cannot(tokenizers):
     tokenizer = tokenizers["gguf"]
     processor = grammar.lark('start: "(" start ")" | "."', tokenizer)

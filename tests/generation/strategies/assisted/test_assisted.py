@@ -111,7 +111,7 @@ def test_numbers_compile_nothing():
     assert compilations(lambda: run(assistant_ensemble_weight=0.7)) == []
 
 
-@pytest.mark.by_default("lookup")
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_stream_equals_generate_and_shares_its_programs(kind):
     ids, mask = repeating_prompts()

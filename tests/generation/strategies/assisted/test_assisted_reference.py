@@ -176,7 +176,7 @@ def ensemble(name: str, ids: list[list[int]], weight: float) -> list[list[int]]:
     return out.sequences.tolist()
 
 
-@pytest.mark.by_default("case1")
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, marks=[pytest.mark.slow] * (c["model"] != "s_llama")) for c in ENSEMBLES],

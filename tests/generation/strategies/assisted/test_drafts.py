@@ -61,6 +61,7 @@ def test_early_exit_shares_the_parameters():
     assert len(part.backbone.stack.blocks) == 1 < len(net.backbone.stack.blocks)
 
 
+@pytest.mark.ci
 def test_lookup_finds_what_the_plain_search_finds():
     rng = np.random.default_rng(2)
     rows, width, size, most = 300, 16, 5, 4
