@@ -112,6 +112,13 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         "--max-body", type=int, default=4 * 2**20, metavar="BYTES", help="of a request (4 MiB)"
     )
     http.add_argument(
+        "--client-seconds",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="time for a client to send the headers of a request, and then its body (30)",
+    )
+    http.add_argument(
         "--request-seconds", type=float, default=600.0, metavar="S", help="limit of a request (600)"
     )
     http.add_argument(
@@ -149,10 +156,11 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InputError(f"--port: expected 0 to {2**16 - 1}, found {arguments.port}")
     if arguments.max_body < 1:
         raise InputError(f"--max-body: expected 1 or more bytes, found {arguments.max_body}")
-    if not 0 < arguments.request_seconds < math.inf:
-        raise InputError(
-            f"--request-seconds: expected a number above 0, found {arguments.request_seconds}"
-        )
+    for name in ("client_seconds", "request_seconds"):
+        seconds = getattr(arguments, name)
+        if not 0 < seconds < math.inf:
+            option = name.replace("_", "-")
+            raise InputError(f"--{option}: expected a number above 0, found {seconds}")
     if not 0 <= arguments.drain_seconds < math.inf:
         raise InputError(
             f"--drain-seconds: expected a number of 0 or more, found {arguments.drain_seconds}"
@@ -234,7 +242,11 @@ def _state(arguments: argparse.Namespace, keys: tuple[bytes, ...] | None) -> Ser
         engine=engine,
         tokenizer=tokenizer,
         model_name=arguments.served_model_name or Path(arguments.model).absolute().stem,
-        limits=Limits(body_bytes=arguments.max_body, request_seconds=arguments.request_seconds),
+        limits=Limits(
+            body_bytes=arguments.max_body,
+            client_seconds=arguments.client_seconds,
+            request_seconds=arguments.request_seconds,
+        ),
         api_keys=keys,
         embedder=embedder,
         cors_origins=tuple(arguments.cors_origin),

@@ -86,3 +86,11 @@ def test_a_real_model_is_served_and_drains(smollm2_gguf: Path, tmp_path: Path):
 def test_a_port_out_of_range(port: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["x", "--port", port], program="serve") == 2
     assert f"--port: expected 0 to 65535, found {port}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--client-seconds", "--request-seconds"])
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+def test_a_time_limit_that_is_none(option: str, seconds: str, capsys) -> None:
+    assert main(["x", option, seconds], program="serve") == 2
+    found = float(seconds)
+    assert f"{option}: expected a number above 0, found {found}" in capsys.readouterr().err

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
 import socket
 import threading
-import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from serving_tools import RunningServer, running_server
+from serving_tools import RunningServer, connected, eventually, running_server, slowed
 from starlette.testclient import TestClient
 
 from jaxllm.common.errors import InputError
@@ -31,7 +29,7 @@ LONG = {"prompt": "a", "max_tokens": 60, "temperature": 0, "logit_bias": {"2": -
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    limits = Limits(body_bytes=50_000, body_seconds=0.5)
+    limits = Limits(body_bytes=50_000, client_seconds=0.5)
     options: Any = {"queue_size": 4, "embeddings": False}
     with running_server(limits=limits, api_keys=KEYS, **options) as server:
         yield server
@@ -42,32 +40,6 @@ def http(server: RunningServer) -> Iterator[httpx.Client]:
     headers = {"Authorization": "Bearer key-2"}
     with httpx.Client(base_url=server.url, headers=headers, timeout=30) as client:
         yield client
-
-
-@contextlib.contextmanager
-def slowed(server: RunningServer, seconds: float) -> Generator[None]:
-    """Decode calls take this long, so that requests are still running when something happens."""
-    pool = server.engine._run._pool
-    decode = pool.decode
-
-    def slow_decode(*arguments: int) -> Any:
-        time.sleep(seconds)
-        return decode(*arguments)
-
-    pool.decode = slow_decode
-    try:
-        yield
-    finally:
-        pool.decode = decode
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    """Waits until a condition holds."""
-    for _ in range(1000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it never came true")
 
 
 @pytest.mark.ci
@@ -138,8 +110,7 @@ def test_malformed_and_oversized_bodies(http, server):
         assert answer.status_code == status, body[:40]
         assert answer.json()["error"]["type"] == "invalid_request_error"
     # A body that does not end.
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
+    with connected(server) as connection:
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key-1\r\n"
         connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
         assert b"408" in connection.recv(100)
@@ -205,8 +176,7 @@ def leaves_during_a_stream(server: RunningServer) -> None:
 
 
 def leaves_before_the_answer(server: RunningServer) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
+    with connected(server) as connection:
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key-1\r\n"
         body = json.dumps(LONG)
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())

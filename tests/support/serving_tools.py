@@ -8,10 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
+import logging
+import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
+import pytest
 import tiny
 from small_tokenizers import DATA
 
@@ -104,12 +109,53 @@ def running_server(
 
 def wait_until_open(address: tuple[str, int]) -> None:
     """Connects until the server listens."""
-    import socket
-    import time
-
     for _ in range(500):
         with contextlib.suppress(ConnectionRefusedError):
             socket.create_connection(address).close()
             return
         time.sleep(0.01)
     raise TimeoutError(address)
+
+
+def connected(server: RunningServer) -> socket.socket:
+    """A new connection to a server."""
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=60)
+
+
+@contextlib.contextmanager
+def slowed(server: RunningServer, seconds: float) -> Generator[None]:
+    """Decode calls take this long, so that requests are still running when something happens."""
+    pool: Any = server.engine._run._pool
+    decode = pool.decode
+
+    def slow_decode(*arguments: int) -> Any:
+        time.sleep(seconds)
+        return decode(*arguments)
+
+    pool.decode = slow_decode
+    try:
+        yield
+    finally:
+        pool.decode = decode
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Waits until a condition holds."""
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never came true")
+
+
+@contextlib.contextmanager
+def no_tracebacks(caplog: pytest.LogCaptureFixture) -> Generator[None]:
+    """Nothing inside logs a traceback."""
+    gc.collect()  # a task whose exception nobody reads is logged when it is collected
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        yield
+        gc.collect()
+    lines = [logging.Formatter().format(r) for r in caplog.records if r.exc_info]
+    assert not lines, "\n".join(lines)

@@ -10,11 +10,15 @@ from jaxllm.serve.engine_thread import EngineStoppedError, QueueFullError
 
 MAX_MESSAGE = 500
 """Characters of a message, which may repeat a part of the request."""
+RETRY_SECONDS = 5
+"""Seconds after which to try again when the server or its engine stops."""
 _FIELD = re.compile(r"`?([a-z_][a-z0-9_.\[\]]*)`?(?=:| must | names )")
 
 
 class ApiError(Exception):
     """An error answer.
+
+    The answer of status 408 closes the connection, since the rest of a body may follow.
 
     Args:
         status: HTTP status code.
@@ -34,6 +38,8 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
         self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+        if status == 408:
+            self.headers["Connection"] = "close"
 
     @property
     def type(self) -> str:
@@ -75,8 +81,19 @@ def api_error(error: JaxLLMError) -> ApiError:
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full", retry_after=error.retry_after)
     if isinstance(error, EngineStoppedError):
-        return ApiError(503, str(error), code="engine_stopped", retry_after=5)
+        return ApiError(503, str(error), code="engine_stopped", retry_after=RETRY_SECONDS)
     if isinstance(error, FloatingPointError):
         return ApiError(500, str(error), code="non_finite")
-    field = _FIELD.search(str(error))
-    return ApiError(400, str(error), param=field[1] if field else None)
+    message = str(error).removeprefix("generate(): ")  # clients call no function
+    field = _FIELD.search(message)
+    return ApiError(400, message, param=field[1] if field else None)
+
+
+def stopped_error() -> ApiError:
+    """The answer to a request that was not answered in the server's time for draining."""
+    return ApiError(
+        503,
+        "the server stopped before the answer was complete",
+        code="server_stopping",
+        retry_after=RETRY_SECONDS,
+    )

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jaxllm.common.errors import JaxLLMError
-from jaxllm.serve.http.api_errors import ApiError, api_error
+from jaxllm.serve.http.api_errors import ApiError, api_error, stopped_error
 from jaxllm.serve.http.api_types import (
     ChatRequest,
     CompletionRequest,
@@ -67,6 +67,9 @@ def endpoint(
             status = response.status_code
         except ClientGoneError:
             status, response = CLIENT_CLOSED_REQUEST, Response(status_code=CLIENT_CLOSED_REQUEST)
+        except asyncio.CancelledError:  # the server's time for draining is over
+            failure = stopped_error()
+            status, response = failure.status, _error_response(failure, call.headers)
         except Exception as error:
             failure = _failure(error, call)
             status, response = failure.status, _error_response(failure, call.headers)
@@ -85,7 +88,7 @@ def _failure(error: Exception, call: HttpCall) -> ApiError:
         return api_error(error)
     if isinstance(error, TimeoutError):
         seconds = call.state.limits.request_seconds
-        return ApiError(504, f"the answer took longer than {seconds:.0f} seconds")
+        return ApiError(504, f"the answer took longer than {seconds:g} seconds")
     fields = {"event": "error", "id": call.id}
     _LOG.error("internal error", exc_info=error, extra={"fields": fields})
     return ApiError(500, f"internal error; see the server's log, request {call.id}")
@@ -234,7 +237,7 @@ def make_app(state: ServerState) -> Starlette:
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        path = request.url.path[:100]
+        path = request.scope["path"][:100]
         failure = ApiError(error.status_code, f"{request.method} {path}: {error.detail}")
         return JSONResponse(failure.to_json(), failure.status, error.headers)
 

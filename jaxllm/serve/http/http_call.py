@@ -30,7 +30,7 @@ class HttpCall:
     async def body(self) -> bytes:
         """The body, within the limits of size and time."""
         limits = self.state.limits
-        return await read_limited(self.request.receive, limits.body_bytes, limits.body_seconds)
+        return await read_limited(self.request.receive, limits.body_bytes, limits.client_seconds)
 
     def json(self, content: Any, status: int = 200) -> JSONResponse:
         """An answer."""

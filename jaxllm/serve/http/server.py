@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import functools
+import logging
+import math
 import socket
 import time
 from collections.abc import Callable, Generator
+from typing import Any, cast
 
 import uvicorn
 
 from jaxllm.common.errors import InputError
 from jaxllm.serve.http.app import make_app
+from jaxllm.serve.http.connection import Connection
 from jaxllm.serve.http.state import ServerState
 
 BACKLOG = 2048
+_LOG = logging.getLogger("jaxllm.serve")
 
 
 class _Server(uvicorn.Server):
@@ -23,6 +30,25 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
+
+
+class _ExceptionHandler:
+    """An event loop's exception handler that logs a lack of file descriptors as a warning.
+
+    asyncio cannot accept connections then. It tries again after a second, but would log a traceback
+    for each that waits.
+    """
+
+    def __init__(self) -> None:
+        self._last_warning = -math.inf
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif loop.time() - self._last_warning > 1:
+            self._last_warning = loop.time()
+            _LOG.warning("no connections are accepted: too many are open (raise ulimit -n)")
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -80,8 +106,11 @@ class HttpServer:
         drain_seconds: float = 60.0,
     ) -> None:
         self._state, self._socket = state, bound
+        connection = functools.partial(Connection, client_seconds=state.limits.client_seconds)
         config = uvicorn.Config(
             make_app(state),
+            http=cast(type[Connection], connection),
+            ws="none",
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -93,6 +122,12 @@ class HttpServer:
         self._server = _Server(config)
         self.warm_up_seconds = 0.0
         """Time that compiling took."""
+
+    @property
+    def running_requests(self) -> int:
+        """Number of requests that have arrived and are not answered; from any thread."""
+        connections = list(self._server.server_state.connections)
+        return sum(isinstance(each, Connection) and each.is_answering for each in connections)
 
     def stop(self) -> None:
         """Takes no more connections, and ends when all requests have; from any thread."""
@@ -115,6 +150,7 @@ class HttpServer:
                 await asyncio.to_thread(embedder.warm_up)
             self.warm_up_seconds = time.perf_counter() - start
             listen(self._socket)
+            asyncio.get_running_loop().set_exception_handler(_ExceptionHandler())
             on_ready()
             await self._server.serve(sockets=[self._socket])
         finally:

@@ -27,8 +27,8 @@ class Limits:
     """Limits of a request."""
 
     body_bytes: int = 4 * 2**20
-    body_seconds: float = 30.0
-    """Time in which the body must arrive."""
+    client_seconds: float = 30.0
+    """Time in which a client must send the headers of a request, and then its body."""
     request_seconds: float = 600.0
     """Time from the request to the last byte of the answer."""
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxllm.common.errors import JaxLLMError
-from jaxllm.serve.http.api_errors import ApiError, api_error
+from jaxllm.serve.http.api_errors import ApiError, api_error, stopped_error
 
 T = TypeVar("T")
 
@@ -71,34 +71,45 @@ class EventStream(Response):
         super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]
         self._events, self._seconds, self._on_end = events, seconds, on_end
+        self._has_ended = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        status = 200
+        status = 500
         try:
             async with asyncio.timeout(self._seconds):
                 await send(start)
                 status = await until_disconnect(receive, self._send_all(send))
         except (ClientGoneError, OSError):  # TimeoutError is an OSError
             status = CLIENT_CLOSED_REQUEST
+        except asyncio.CancelledError:  # the server's time for draining is over
+            status = await self._send_end(send, stopped_error())
         finally:
             self._on_end(status)
 
     async def _send_all(self, send: Send) -> int:
-        async def write(data: str, *, more: bool = True) -> None:
-            body = f"data: {data}\n\n".encode()
-            await send({"type": "http.response.body", "body": body, "more_body": more})
-
-        status = 200
         try:
             async for event in self._events:
-                await write(json.dumps(event, ensure_ascii=False))
+                await _write(send, json.dumps(event, ensure_ascii=False))
         except JaxLLMError as error:
-            failure = api_error(error)
-            status = failure.status
-            await write(json.dumps(failure.to_json()))
-        await write("[DONE]", more=False)
-        return status
+            return await self._send_end(send, api_error(error))
+        return await self._send_end(send)
+
+    async def _send_end(self, send: Send, failure: ApiError | None = None) -> int:
+        """Sends the last events, once; returns the status for the log."""
+        if self._has_ended:
+            return 200
+        self._has_ended = True
+        if failure is not None:
+            await _write(send, json.dumps(failure.to_json()))
+        await _write(send, "[DONE]", more=False)
+        return 200 if failure is None else failure.status
+
+
+async def _write(send: Send, data: str, *, more: bool = True) -> None:
+    """Sends an event."""
+    body = f"data: {data}\n\n".encode()
+    await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 async def read_limited(receive: Receive, max_bytes: int, seconds: float) -> bytes:
@@ -122,4 +133,4 @@ async def read_limited(receive: Receive, max_bytes: int, seconds: float) -> byte
                 if not message.get("more_body", False):
                     return b"".join(parts)
     except TimeoutError:
-        raise ApiError(408, f"body: did not arrive within {seconds:.0f} seconds") from None
+        raise ApiError(408, f"body: did not arrive within {seconds:g} seconds") from None
