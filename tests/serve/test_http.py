@@ -305,3 +305,53 @@ def test_t5_reads_the_prompt_with_its_encoder():
         with pytest.raises(openai.BadRequestError, match="prompt: has 80 tokens"):
             client.completions.create(model="tiny", prompt=[5] * 80, max_tokens=1)
         client.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_greedy_choices_are_equal(client, server, stream):
+    arguments: dict[str, Any] = {"model": "tiny", "max_tokens": 5, "temperature": 0, "n": 3}
+    texts = [text for p in ("Hello", "you") for _, text in [greedy(server, p, 5)] * 3]
+    assert texts[0] != texts[3]
+    answer = client.completions.create(prompt=["Hello", "you"], stream=stream, **arguments)
+    if stream:
+        found = [""] * 6
+        for chunk in answer:
+            for choice in chunk.choices:
+                found[choice.index] += choice.text
+    else:
+        found = [choice.text for choice in answer.choices]
+        assert [choice.index for choice in answer.choices] == list(range(6))
+        lengths = [len(greedy(server, p, 5)[0]) for p in ("Hello", "you")]
+        assert answer.usage.completion_tokens == 3 * sum(lengths)
+    assert found == texts
+    arguments |= {"n": 2, "messages": [{"role": "user", "content": "Hello"}]}
+    answer = client.chat.completions.create(stream=stream, **arguments)
+    contents = ["", ""]
+    for part in answer if stream else [answer]:
+        for choice in part.choices:
+            contents[choice.index] += (choice.delta if stream else choice.message).content or ""
+    assert contents[0] == contents[1] != ""
+
+
+def greedy(server: RunningServer, prompt: str, new: int) -> tuple[list[int], str]:
+    """New tokens and text of a prompt."""
+    (result,) = alone(server, server.state.tokenizer.encode(prompt), max_new_tokens=new)
+    return result
+
+
+def test_best_of_equal_choices(client):
+    best = client.completions.create(model="tiny", prompt="Hello", temperature=0, n=2, best_of=3)
+    assert len({choice.text for choice in best.choices}) == 1
+    assert len(best.choices) == 2
+
+
+@pytest.mark.parametrize("tier", ["auto", "default", "flex", "priority", None])
+def test_fields_that_are_accepted_and_not_used(client, tier):
+    arguments: dict[str, Any] = {"model": "tiny", "max_tokens": 2, "temperature": 0}
+    messages: Any = [{"role": "user", "content": "Hello"}]
+    plain = client.chat.completions.create(messages=messages, **arguments)
+    unused: Any = {"service_tier": tier, "user": "somebody", "metadata": {"a": "b"}}
+    answer = client.chat.completions.create(messages=messages, **arguments, **unused)
+    assert answer.choices == plain.choices
+    body = {"prompt": "Hello", "service_tier": tier}
+    assert httpx.post(f"{client.base_url}completions", json=body).status_code == 200

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import socket
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,7 +52,12 @@ def test_wrong_requests_are_errors_that_name_the_field(http):
         ({"echo": True}, "echo", "not supported by this server"),
         ({"temperature": "hot"}, "temperature", "expected a number"),
         ({"temperature": 2.5}, "temperature", "expected 0 to 2"),
-        ({"top_p": 1.5}, "top_p", "must be a number in"),
+        ({"temperature": 1e-300}, "temperature", "is too close to 0; give 0"),
+        ({"top_p": 1.5}, "top_p", "`top_p` must be a number in"),
+        ({"top_k": -2}, "top_k", "`top_k` must be an integer of at least 0"),
+        ({"min_tokens": -1}, "min_tokens", "expected 0 or more"),
+        ({"min_tokens": 3}, "min_tokens", "the limit is 2; lower min_tokens, or raise max_tokens"),
+        ({"min_tokens": 2**40}, "min_tokens", "the limit is 2; lower"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "must be a map from token ids"),
         ({"logit_bias": {"9999": 1}}, "logit_bias", "names token 9999"),
         ({"max_tokens": 0}, "max_tokens", "expected 1 or more"),
@@ -70,6 +75,8 @@ def test_wrong_requests_are_errors_that_name_the_field(http):
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, field), error
         assert message in error["message"]
+        # Nothing of what the fields are called within the library.
+        assert not re.search(r"generate|num_|do_sample|_new_tokens|beam", error["message"])
     # The default of 16 new tokens is no demand for them; clients also name what they do not want.
     unused = {"echo": False, "store": False, "suffix": "", "functions": [], "audio": None}
     short = http.post("/v1/completions", json={"prompt": [5] * 60, "ignore_eos": True, **unused})
@@ -77,6 +84,12 @@ def test_wrong_requests_are_errors_that_name_the_field(http):
     chat: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
     limit = http.post("/v1/chat/completions", json={**chat, "max_completion_tokens": 64})
     assert limit.json()["error"]["param"] == "max_completion_tokens"
+    limits = {"max_completion_tokens": 4, "min_tokens": 5}
+    least = http.post("/v1/chat/completions", json={**chat, **limits}).json()["error"]
+    assert (least["param"], least["message"].split("raise ")[1]) == (
+        "min_tokens",
+        "max_completion_tokens",
+    )
     for switches in ({"chat_template": True}, {"bos_token": "<s>"}):
         answer = http.post("/v1/chat/completions", json={**chat, "chat_template_kwargs": switches})
         assert answer.json()["error"]["param"] == "chat_template_kwargs"

@@ -70,6 +70,8 @@ class Answer:
     def __init__(self, state: ServerState, request: SamplingFields, usage: Usage) -> None:
         self.state, self.request, self.usage = state, request, usage
         self.tokenizer = state.tokenizer
+        self._copies = 1
+        """Choices that each generated sample stands for: greedy search has one result."""
         self._head = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -102,6 +104,8 @@ class Answer:
         grammar = await state.grammar(self.request.response_format)
         fields = await asyncio.to_thread(state.fields, self.request)
         fields["seed"] = secrets.randbits(32) if seed is None else seed % 2**32
+        if not fields["do_sample"]:
+            self._copies = self.request.samples
         context, is_encoder_decoder = state.engine.context, state.engine.model.is_encoder_decoder
         rows = []
         for ids in prompts:
@@ -118,6 +122,11 @@ class Answer:
                     f"{self.limit_field}: {limit} new tokens are asked for, but a prompt and its "
                     f"answer have {context} together; ask for at most {most}"
                 )
+            if self.request.min_tokens > limit:
+                raise InputError(
+                    f"min_tokens: {self.request.min_tokens} tokens at least are asked for, but "
+                    f"the limit is {limit}; lower min_tokens, or raise {self.limit_field}"
+                )
             rows.append({"input_ids": np.asarray(ids), "max_new_tokens": limit, **fields})
         streams = state.engine.submit_all(rows, logprobs=logprobs, grammar=grammar)
         self.usage.prompt_tokens = sum(stream.prompt_tokens for stream in streams)
@@ -129,8 +138,7 @@ class Answer:
 
     async def whole(self, streams: Sequence[GenerationStream]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
-        count = sum(stream.row.samples for stream in streams)
-        choices = self.selected(await collect(self._pieces(streams), count))
+        choices = self.selected(await collect(self._pieces(streams), self._count(streams)))
         return {
             **self._head,
             "object": self.object,
@@ -149,7 +157,7 @@ class Answer:
             body = {**self._head, "object": self.chunk_object, "choices": list(choices)}
             return {**body, "usage": usage} if with_usage else body
 
-        for first in self.first_choices(sum(stream.row.samples for stream in streams)):
+        for first in self.first_choices(self._count(streams)):
             yield event([first])
         async for piece in self._pieces(streams):
             for choice in self.piece_choices(piece):
@@ -157,11 +165,18 @@ class Answer:
         if with_usage:
             yield event([], self.usage.to_json())
 
+    def _count(self, streams: Sequence[GenerationStream]) -> int:
+        """Number of choices of all prompts."""
+        return sum(stream.row.samples for stream in streams) * self._copies
+
     async def _pieces(self, streams: Sequence[GenerationStream]) -> AsyncIterator[Piece]:
         try:
             async for piece in pieces_of(streams, self.tokenizer, self.request.stops):
-                self.usage.count(piece)
-                yield piece
+                for copy in range(self._copies):
+                    index = piece.index * self._copies + copy
+                    choice_piece = dataclasses.replace(piece, index=index)
+                    self.usage.count(choice_piece)
+                    yield choice_piece
         finally:
             for stream in streams:
                 stream.cancel()

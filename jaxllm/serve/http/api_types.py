@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
+MIN_TEMPERATURE = 1e-30
+"""The least temperature above 0."""
 _KNOWN_UNSUPPORTED = {
     "audio",
     "echo",
@@ -90,6 +92,8 @@ class SamplingFields:
     """Accepted, and not used."""
     metadata: Annotated[dict[str, str] | None, "a map of strings"] = None
     """Accepted, and not used."""
+    service_tier: str | None = None
+    """Accepted, and not used."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.n <= MAX_CHOICES:
@@ -98,8 +102,14 @@ class SamplingFields:
             raise ValueError(f"stop: expected at most {MAX_STOPS} strings, none of them empty")
         if self.temperature is not None and not 0 <= self.temperature <= 2:
             raise ValueError(f"temperature: expected 0 to 2, found {self.temperature}")
+        if self.temperature is not None and 0 < self.temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"temperature: {self.temperature} is too close to 0; give 0 for greedy decoding"
+            )
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens: expected 1 or more, found {self.max_tokens}")
+        if self.min_tokens < 0:
+            raise ValueError(f"min_tokens: expected 0 or more, found {self.min_tokens}")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: has no effect without stream")
 

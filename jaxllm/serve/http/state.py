@@ -88,10 +88,10 @@ class ServerState:
     def fields(self, request: SamplingFields) -> dict[str, Any]:
         """The generation fields of a request. What it does not set is as the engine's fields or
         generation_config.json have it, or else as in OpenAI's interface: sampling at temperature 1
-        without filters."""
+        without filters. Greedy search has one result, however many choices are asked for."""
         config = self.engine.model.generation_config or GenerationConfig()
         defaults = {**config.to_dict(), **self.engine.fields}
-        fields: dict[str, Any] = {"num_return_sequences": request.samples}
+        fields: dict[str, Any] = {}
         for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
             if getattr(request, name) is not None:
                 fields[name] = getattr(request, name)
@@ -108,5 +108,5 @@ class ServerState:
                 sampling[name] = defaults.get(name, neutral[name])
         is_greedy = request.temperature is None and self.engine.fields.get("do_sample") is False
         if is_greedy or sampling["temperature"] == 0:
-            return {**fields, "do_sample": False}
-        return {**fields, "do_sample": True, **sampling}
+            return {**fields, "do_sample": False, "num_return_sequences": 1}
+        return {**fields, "do_sample": True, "num_return_sequences": request.samples, **sampling}
