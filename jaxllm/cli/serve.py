@@ -199,8 +199,9 @@ def _serve(arguments: argparse.Namespace, state: ServerState, bound: socket.sock
         async def stop_on_signal() -> None:
             await ready.wait()
             signals.say(f"compiling: {server.warm_up_seconds:.1f} s")
+            stopped = signals.stop_after(lambda: _running(server.running_requests))
+            stopped()  # before clients hear of it, since from now on requests may run
             signals.say(f"serving {state.model_name} on http://{host}:{port}")
-            stopped = signals.stop_after("request")
             while not stopped():
                 await asyncio.sleep(POLL_SECONDS)
             server.stop()
@@ -213,6 +214,17 @@ def _serve(arguments: argparse.Namespace, state: ServerState, bound: socket.sock
     signals.say("compiling all programs")
     asyncio.run(serve())
     return 0
+
+
+def _running(count: int) -> str:
+    """Describes the requests that are answered before the server stops.
+
+    >>> _running(0), _running(1), _running(3)
+    ('', 'the request that runs', 'the 3 requests that run')
+    """
+    if count < 2:
+        return "the request that runs" if count else ""
+    return f"the {count} requests that run"
 
 
 def _state(arguments: argparse.Namespace, keys: tuple[bytes, ...] | None) -> ServerState:

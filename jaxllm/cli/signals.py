@@ -123,7 +123,7 @@ def handled(program: str) -> Generator[None]:
 
 
 def stop_after(
-    unit: str, *, quiet: bool = False, from_now_on: bool = False
+    unit: str | Callable[[], str], *, quiet: bool = False, from_now_on: bool = False
 ) -> Callable[[], int | None]:
     """Makes a function `stop`, to be called between two steps or rows.
 
@@ -131,7 +131,9 @@ def stop_after(
     Before that a signal ends it at once, since nothing was begun.
 
     Args:
-        unit: what is finished first ("step"), for the message.
+        unit: what is finished first ("step"), for the message. A function is called when the signal
+            comes, and returns the whole phrase ("the 2 requests that run"), or an empty text if
+            nothing is finished first.
         quiet: print no message.
         from_now_on: record signals before the first call, too, since other processes would wait
             for this one.
@@ -148,8 +150,9 @@ def stop_after(
             watcher.end(number)
         watcher.received.append(number)
         if not quiet:
-            name = signal.Signals(number).name
-            watcher.say(f"{name}: stopping after this {unit}; a second signal ends at once")
+            first = f"this {unit}" if isinstance(unit, str) else unit()
+            after = f" after {first}; a second signal ends at once" if first else ""
+            watcher.say(f"{signal.Signals(number).name}: stopping{after}")
 
     def stop() -> int | None:
         watcher.react = defer

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import httpx
 import pytest
+import tiny
 from paths import ROOT
+from serving_tools import CHAT_TEMPLATE, chat_tokenizer, wait_until_open
+from small_tokenizers import DATA
 
 from jaxllm.cli.serve import api_keys, main
 from jaxllm.common.errors import InputError, MissingFileError
@@ -39,6 +46,68 @@ def test_a_port_in_use_is_an_error_before_the_model_is_loaded(capsys):
         port = taken.getsockname()[1]
         assert main(["no/such/model", "--port", str(port), "--no-compile-cache"]) == 2
     assert f"127.0.0.1:{port}: cannot be bound" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def tiny_chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    sizes = {"vocab_size": len(chat_tokenizer()), "max_position_embeddings": 1024}
+    tiny.make("llama", num_hidden_layers=1, **sizes).save_pretrained(folder)
+    shutil.copy(DATA / "llama.model", folder / "tokenizer.model")
+    settings = {"tokenizer_class": "LlamaTokenizer", "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@contextlib.contextmanager
+def serving(model: Path, *options: str) -> Generator[tuple[subprocess.Popen[str], str]]:
+    """The command, and its address when it takes requests; ends it if the block has not."""
+    command = [sys.executable, "-m", "jaxllm", "serve", str(model), "--port", "0"]
+    with subprocess.Popen(
+        [*command, *options], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        try:
+            lines = iter(process.stderr.readline, "")
+            found = (re.search(r"serving tiny on http://(\S+):(\d+)", line) for line in lines)
+            match = next(filter(None, found))
+            wait_until_open((match[1], int(match[2])))
+            yield process, f"http://{match[1]}:{match[2]}"
+        finally:
+            process.kill()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("number", "running"), [(signal.SIGINT, 0), (signal.SIGTERM, 2)])
+def test_a_signal_says_what_is_finished_first(tiny_chat: Path, number: signal.Signals, running):
+    options = ["--slots", "4", "--compile-cache", str(tiny_chat.parent / "xla")]
+    with serving(tiny_chat, *options) as (process, url):
+        host, port = url.removeprefix("http://").split(":")
+        with contextlib.ExitStack() as stack:
+            for begun in (
+                "",
+                "GET ",
+                "POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n",
+            ):
+                connection = stack.enter_context(socket.create_connection((host, int(port))))
+                connection.sendall(begun.encode())
+            body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+            ask = functools.partial(httpx.stream, "POST", f"{url}/v1/completions", json=body)
+            answers = [stack.enter_context(ask(timeout=60)) for _ in range(running)]
+            streams = [answer.iter_lines() for answer in answers]
+            for stream in streams:
+                assert "error" not in next(stream)
+            process.send_signal(number)
+            for stream in streams:
+                assert [line for line in stream if line][-1] == "data: [DONE]"
+            _, errors = process.communicate(timeout=10)
+    assert process.returncode == 128 + number
+    after = " after the 2 requests that run; a second signal ends at once" if running else ""
+    logged = errors.splitlines()
+    assert f"jaxllm serve: {number.name}: stopping{after}" in logged
+    statuses = [json.loads(line)["status"] for line in logged if line.startswith("{")]
+    assert sorted(statuses) == [*[200] * running, 503]
+    assert "Traceback" not in errors
 
 
 @pytest.mark.slow
