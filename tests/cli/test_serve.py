@@ -81,6 +81,7 @@ def serving(model: Path, *options: str) -> Generator[tuple[subprocess.Popen[str]
 @pytest.mark.parametrize(("number", "running"), [(signal.SIGINT, 0), (signal.SIGTERM, 2)])
 def test_a_signal_says_what_is_finished_first(tiny_chat: Path, number: signal.Signals, running):
     options = ["--slots", "4", "--compile-cache", str(tiny_chat.parent / "xla")]
+    options += ["--drain-seconds", "600"]
     with serving(tiny_chat, *options) as (process, url):
         host, port = url.removeprefix("http://").split(":")
         with contextlib.ExitStack() as stack:
@@ -100,7 +101,7 @@ def test_a_signal_says_what_is_finished_first(tiny_chat: Path, number: signal.Si
             process.send_signal(number)
             for stream in streams:
                 assert [line for line in stream if line][-1] == "data: [DONE]"
-            _, errors = process.communicate(timeout=10)
+            _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     after = " after the 2 requests that run; a second signal ends at once" if running else ""
     logged = errors.splitlines()

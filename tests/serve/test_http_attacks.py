@@ -17,6 +17,8 @@ from serving_tools import RunningServer, connected, eventually, no_tracebacks, r
 
 from jaxllm.serve.http.state import Limits
 
+pytestmark = pytest.mark.ci
+
 COMPLETION = json.dumps({"prompt": "a", "max_tokens": 3, "temperature": 0}).encode()
 STREAM = json.dumps({"prompt": "a", "max_tokens": 12, "ignore_eos": True, "stream": True}).encode()
 

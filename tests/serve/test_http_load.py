@@ -7,6 +7,7 @@ import gc
 import json
 import random
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,16 @@ async def ask(client: httpx.AsyncClient, number: int) -> None:
     assert answer.status_code == status
 
 
+@pytest.fixture
+def default_gc() -> Iterator[None]:
+    """Collects garbage as often as a server does; conftest.py makes it rare."""
+    earlier = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    yield
+    gc.set_threshold(*earlier)
+
+
+@pytest.mark.usefixtures("default_gc")
 def test_memory_is_flat_over_2500_requests():
     async def many(url: str, start: int, count: int) -> None:
         gate = asyncio.Semaphore(32)

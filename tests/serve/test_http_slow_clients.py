@@ -29,6 +29,8 @@ from jaxllm.serve.http.state import Limits
 
 SECONDS = 0.4
 """The time that clients have."""
+IDLE_SECONDS = 25
+"""Less than the limits of idle connections and for draining, so that neither ends a test."""
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 LONG = {"prompt": "a", "max_tokens": 40, "ignore_eos": True, "stream": True}
 
@@ -86,7 +88,7 @@ def test_headers_have_a_time_limit(server, begun, drips):
         if drips:
             stack.enter_context(dripping(connection))
         answer = rest(connection)
-        assert SECONDS * 0.9 < time.monotonic() - start < SECONDS + 5
+        assert SECONDS * 0.9 < time.monotonic() - start < IDLE_SECONDS
     if not begun and not drips:
         assert answer == b""
     else:
@@ -106,7 +108,7 @@ def test_headers_of_a_second_request_have_the_limit_too_and_idle_connections_do_
         connection.sendall(request[:20])
         start = time.monotonic()
         assert rest(connection).startswith(b"HTTP/1.1 408 ")
-        assert SECONDS * 0.9 < time.monotonic() - start < SECONDS + 5
+        assert SECONDS * 0.9 < time.monotonic() - start < IDLE_SECONDS
 
 
 @pytest.mark.parametrize("size", [b"Content-Length: 1000", b"Transfer-Encoding: chunked"])
@@ -117,7 +119,7 @@ def test_a_body_that_drips_ends_with_its_connection(server, size):
         connection.sendall(head + (b"3e8\r\n" if b"chunked" in size else b""))
         with dripping(connection):
             answer = rest(connection)
-        assert SECONDS * 0.9 < time.monotonic() - start < SECONDS + 5
+        assert SECONDS * 0.9 < time.monotonic() - start < IDLE_SECONDS
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"connection: close" in answer.lower()
     assert b"body: did not arrive within 0.4 seconds" in answer
@@ -132,7 +134,7 @@ def test_the_rest_of_a_body_that_is_not_read_has_the_limit(server, drips):
         if drips:
             stack.enter_context(dripping(connection))
         assert rest(connection) == b""
-        assert SECONDS * 0.9 < time.monotonic() - start < SECONDS + 5
+        assert SECONDS * 0.9 < time.monotonic() - start < IDLE_SECONDS
     # A body that comes in time leaves the connection open.
     with connected(server) as connection:
         for _ in range(2):
@@ -163,6 +165,7 @@ def sending(size: int) -> Iterator[tuple[set[Any], Callable[[], socket.socket]]]
         thread.join()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("close", [b"", b"Connection: close\r\n"])
 def test_a_client_that_reads_nothing_loses_its_connection(close):
     request = b"GET / HTTP/1.1\r\nHost: x\r\n" + close + b"\r\n"
@@ -204,16 +207,17 @@ def test_requests_that_are_not_complete_do_not_delay_the_end(caplog):
             server.server.stop()
             start = time.monotonic()
             assert [rest(c)[:13] for c in connections] == [b"", b"", *[b"HTTP/1.1 503 "] * 2]
-            assert time.monotonic() - start < 1
+            assert time.monotonic() - start < IDLE_SECONDS
             events = [line for line in lines if line]  # the stream goes on to its end
         assert events[-1] == "data: [DONE]"
         assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"]
-        server.thread.join(timeout=5)  # not the 60 seconds for draining
+        server.thread.join(timeout=IDLE_SECONDS)
         assert not server.thread.is_alive()
         for connection in connections:
             connection.close()
 
 
+@pytest.mark.ci
 def test_what_is_not_answered_in_the_time_for_draining_is_told_so(caplog):
     answers: list[httpx.Response] = []
 

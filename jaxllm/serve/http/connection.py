@@ -53,7 +53,7 @@ class Connection(H11Protocol):
 
     # What uvicorn calls.
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._watch()
 
@@ -104,7 +104,7 @@ class Connection(H11Protocol):
             cycle.message_event.set()
         self._refuse(ApiError(400, "the request is not valid HTTP/1.1"))
 
-    def _should_upgrade(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _should_upgrade(self) -> bool:
         return False  # without uvicorn's warning for each request; there are no WebSockets here
 
     # The application.
