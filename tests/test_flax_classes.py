@@ -38,7 +38,7 @@ def weighted(x) -> float:
     return float(values @ np.cos(np.arange(values.size)))
 
 
-@pytest.mark.by_default("tiny-t5 FlaxT5EncoderModel")
+@pytest.mark.ci
 @pytest.mark.parametrize("name", CASES)
 def test_params_and_outputs_match_transformers(name):
     model, case = loaded(name, from_pt=True)

@@ -130,7 +130,7 @@ def test_feature_extraction(name):
         np.testing.assert_allclose(pipe(text, pooling=None), states, rtol=2e-4, atol=1e-5)
 
 
-@pytest.mark.by_default("feature-extraction")
+@pytest.mark.ci
 @pytest.mark.parametrize("task", ["feature-extraction", "text-classification"])
 def test_outputs_that_are_not_finite(task):
     tokenizer = byte_tokenizer()

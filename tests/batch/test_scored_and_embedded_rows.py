@@ -114,7 +114,7 @@ def test_embeddings_are_pooled_states_of_length_1():
     assert "expected a list of token ids" in outputs[2].error
 
 
-@pytest.mark.by_default("1e+30")
+@pytest.mark.ci
 @pytest.mark.parametrize("scale", [np.nan, 1e30])
 def test_hidden_states_that_are_not_finite(scale):
     """With 1e30 each is finite, but not the square of their length."""
@@ -127,6 +127,7 @@ def test_hidden_states_that_are_not_finite(scale):
         server.embed([[5, 6]])
 
 
+@pytest.mark.ci
 def test_smaller_batches_are_embedded_when_memory_runs_out(monkeypatch):
     """Both by the engine of rows and by the embedder of a server."""
     model = tiny.make("llama", vocab_size=len(TOKENIZER))

@@ -252,7 +252,7 @@ def test_model_without_checkpoint(name, tmp_path):
     assert config_of(tmp_path)["torch_dtype"] == "float32"
 
 
-@pytest.mark.by_default("t5-T5EncoderModel")
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "architecture"),
     [

@@ -62,7 +62,7 @@ def healed(tokenizer, input_ids, mask=None):
     return heal_tokens(ids, mask, tokenizer, generate_one)
 
 
-@pytest.mark.by_default("2")
+@pytest.mark.ci
 @pytest.mark.parametrize("number", range(len(VARIANTS)))
 def test_transformers_prompts_and_continuations(number, tmp_path):
     tokenizer = variant(tmp_path, VARIANTS[number]["spec"], VARIANTS[number]["config"])

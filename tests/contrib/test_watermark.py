@@ -131,6 +131,7 @@ def test_detector(name):
         np.testing.assert_allclose(getattr(out, field), ARRAYS[f"{name}/{field}"], rtol=1e-9)
 
 
+@pytest.mark.ci
 def test_detector_leaves_out_padding_and_names_bad_rows():
     ids = ARRAYS["detect_left/ids"]
     detector = WatermarkDetector(SimpleNamespace(vocab_size=40, bos_token_id=1), {})

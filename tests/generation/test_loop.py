@@ -50,6 +50,7 @@ def test_numbers_seeds_and_lengths_compile_nothing(name):
         assert compilations(call) == []
 
 
+@pytest.mark.ci
 def test_two_models_of_one_config_share_their_programs():
     _, ids, mask = prompts("s_llama")
     first, second = (jaxllm.load(DATA / "models" / "s_llama")[0] for _ in range(2))

@@ -30,6 +30,7 @@ def test_fused_attention_is_equal(family):
     np.testing.assert_allclose(a, b, atol=5e-5)
 
 
+@pytest.mark.ci
 def test_fused_attention_gives_weights_when_asked():
     """Such a call is written out."""
     model = tiny.make("llama", options=Options(attn_implementation="xla"))
@@ -66,7 +67,7 @@ def test_float32_embeddings_do_not_widen_a_bfloat16_model(family):
     assert out.logits.dtype == jnp.float32
 
 
-@pytest.mark.in_ci("3-llama", "3-t5", "keep3-llama")
+@pytest.mark.in_ci("3-llama", "3-t5", "keep1-t5", "keep3-llama")
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("keep", [3, np.int64(3), np.array(3), [6, 7, 8], np.array([-3, -2, -1])])
 def test_logits_to_keep(family, keep):

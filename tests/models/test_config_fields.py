@@ -345,7 +345,7 @@ def test_label_fields_act_in_classification(family):
     assert len(losses) == 3
 
 
-@pytest.mark.by_default("t5-initializer_factor")
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "field"),
     [("llama", "initializer_range"), ("gpt2", "initializer_range"), ("t5", "initializer_factor")],

@@ -73,7 +73,7 @@ def test_a_tokenizers_output_is_a_call(family):
         batch["labels"]
 
 
-@pytest.mark.by_default("t5-T5EncoderModel")
+@pytest.mark.ci
 @pytest.mark.parametrize(("family", "architecture"), MODELS)
 def test_optax_takes_labels_and_masks_made_from_a_model(family, architecture):
     model = tiny.make(family, architecture=architecture)

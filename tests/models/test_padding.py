@@ -74,7 +74,7 @@ def test_200_padded_rows_of_t5_equal_themselves_alone():
     check(rows_of(logits, decoder_mask), single)
 
 
-@pytest.mark.by_default("gpt2")
+@pytest.mark.ci
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_left_is_right(family):
     """The same rows, all pads on one side; with bool, int and float masks."""

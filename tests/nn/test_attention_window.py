@@ -23,6 +23,7 @@ def windowed():
     return model
 
 
+@pytest.mark.ci
 def test_a_window_is_a_band_of_the_mask(windowed):
     tokens = tiny.ids(1, 10)
     expected = banded(tiny.cached("llama"), tokens[0].tolist(), WINDOW)

@@ -49,7 +49,7 @@ def test_remat(family, dropout):
         np.testing.assert_allclose(gradient, other[path], rtol=1e-4, atol=1e-6, err_msg=path)
 
 
-@pytest.mark.by_default("llama")
+@pytest.mark.ci
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_remat_in_bfloat16(family):
     """T5's blocks take bfloat16 and give float32."""

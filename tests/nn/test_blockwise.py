@@ -139,7 +139,7 @@ def test_dropout_is_drawn_for_each_block(family):
     assert losses[0] == losses[1] != losses[2]
 
 
-@pytest.mark.by_default("llama-blockwise")
+@pytest.mark.ci
 @pytest.mark.parametrize("implementation", ["blockwise", "splash"])
 @pytest.mark.parametrize("family", tiny.mostly("llama"))
 def test_a_training_step_for_a_tpu_holds_no_array_of_tokens_x_tokens(family, implementation):

@@ -21,7 +21,7 @@ def cache(*, head_axis: bool, kv_heads: int = K, head_dim: int = H) -> KV:
     return KV.from_sequence(k, v, head_axis=head_axis)
 
 
-@pytest.mark.by_default("6")
+@pytest.mark.ci
 @pytest.mark.parametrize("queries", [1, 6])
 def test_products_across_heads_equal_those_of_each_head(queries: int) -> None:
     kv, merged = cache(head_axis=True), cache(head_axis=False)

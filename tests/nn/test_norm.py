@@ -58,6 +58,7 @@ def test_rms_norm_casts_before_it_multiplies_by_the_weight():
     np.testing.assert_array_equal(norm(x), plain(x) * norm.weight[...].astype(jnp.bfloat16))
 
 
+@pytest.mark.ci
 def test_normalisations_for_each_product_are_equal() -> None:
     norm = RMSNorm(6, eps=1e-6, dtype=jnp.float32, param_dtype=jnp.float32)
     norm.weight[...] = jnp.arange(1.0, 7.0)

@@ -48,6 +48,7 @@ def test_buckets(name):
     np.testing.assert_array_equal(actual[0, 0, 0], call.outputs["bucket"])
 
 
+@pytest.mark.ci
 def test_every_bucket_is_used_in_bfloat16_too():
     """Buckets are integers made in float32 on the host: the compute dtype cannot move them."""
     wide, narrow = (bias_of(32, 128, bidirectional=True, dtype=d) for d in ("float32", "bfloat16"))

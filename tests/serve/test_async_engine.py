@@ -218,6 +218,7 @@ def test_cancelled_requests_free_their_slots_and_the_queue_is_bounded():
     run(use, queue_size=3)
 
 
+@pytest.mark.ci
 def test_wrong_requests_are_named_and_change_nothing():
     async def use(engine: AsyncEngine) -> None:
         for fields, error in [

@@ -53,6 +53,7 @@ def test_adamw():
         np.testing.assert_allclose(out[path], -0.1 * update, rtol=1e-5, err_msg=path)
 
 
+@pytest.mark.ci
 def test_sgd_with_momentum_and_decay():
     config = OptimizerConfig(name="sgd", learning_rate=0.1, weight_decay=0.5, momentum=0.9)
     params, grads, out = updates(config, steps=2)

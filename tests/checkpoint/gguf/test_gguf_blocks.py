@@ -27,7 +27,7 @@ from jaxllm.nn.platform.quantized_products import sum_of_blocks
 close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
 
 
-@pytest.mark.by_default("Q4_0")
+@pytest.mark.ci
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_values_and_products(name, tmp_path):
     kind = Q[name]
@@ -91,6 +91,7 @@ def test_models(family, kind, tmp_path):
         np.testing.assert_array_equal(x, parameters(model)[name], err_msg=name)
 
 
+@pytest.mark.ci
 def test_what_cannot_be_kept(tmp_path):
     jaxllm.save_hf(tmp_path, tiny.make("llama"))
     with pytest.raises(UnsupportedError, match="quantize='keep' keeps the blocks of a quantized"):

@@ -59,6 +59,7 @@ def test_other_errors_are_raised(failure):
         attempt(raising(failure), STEP)
 
 
+@pytest.mark.ci
 def test_best_step_is_not_a_damaged_one(tmp_path):
     problems: list[str] = []
     with RunCheckpoints(tmp_path, on_problem=problems.append) as checkpoints:

@@ -193,6 +193,7 @@ def test_gpt2_qkv_with_different_a(options, targets, tmp_path):
     np.testing.assert_allclose(tiny.logits(again), tiny.logits(model), atol=1e-4)
 
 
+@pytest.mark.ci
 def test_target_modules_use_short_names(tmp_path):
     base = tiny.cached("gpt2")
     full, short = tmp_path / "whole", tmp_path / "short"

@@ -82,7 +82,7 @@ def test_quantization_error_is_at_most_half_a_step():
     )
 
 
-@pytest.mark.by_default("16-t5-left")
+@pytest.mark.ci
 @pytest.mark.parametrize(("family", "side"), [("llama", "left"), ("gpt2", "right"), ("t5", "left")])
 @pytest.mark.parametrize("window", [3, 16])
 def test_a_window_is_a_band_of_the_mask(family, side, window):

@@ -89,6 +89,7 @@ def test_unsupported_options_raise_by_name(fields):
         jaxllm.generate(model("s_llama"), [[5]], **fields)
 
 
+@pytest.mark.ci
 def test_a_files_settings_that_transformers_accepts_do_not_stop_generate():
     net, [_, ids, _] = copy.copy(model("s_llama")), prompts("s_llama", (7,))
     fields = {"use_cache": False, "cache_implementation": "hybrid", "output_scores": True}

@@ -193,6 +193,7 @@ def test_end_tokens_are_checked_and_needed():
     assert names(build(GenerationConfig(min_length=5), eos_token_id=())) == ["MinLength"]
 
 
+@pytest.mark.ci
 def test_lengths_and_numbers_may_be_traced():
     @jax.jit
     def step(scores, cur_len, prompt_len, max_length, temperature, penalty):

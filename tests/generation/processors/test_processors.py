@@ -411,6 +411,7 @@ def test_an_end_token_that_is_forbidden_does_not_decay():
     assert bool(jnp.all(long[0, 1:] < INF))
 
 
+@pytest.mark.ci
 def test_the_order_of_two_processors_matters_and_is_kept():
     bias, temperature = P.SequenceBiasLogitsProcessor({(1,): 1.0}), P.TemperatureLogitsWarper(0.5)
     ids, scores = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 2))
@@ -461,7 +462,6 @@ def test_a_processor_of_ones_own_may_have_leaves():
     "ForcedEOSTokenLogitsProcessor",
     "InfNanRemoveLogitsProcessor",
     "LogitNormalization",
-    "MinNewTokensLengthLogitsProcessor",
     "SuppressTokensAtBeginLogitsProcessor",
     "SuppressTokensLogitsProcessor",
     "TemperatureLogitsWarper",
@@ -474,6 +474,7 @@ def test_without_cur_len_all_columns_count(case):
     check(P.LogitsProcessorList([build(case)])(ids, scores, **call), case)
 
 
+@pytest.mark.ci
 def test_input_ids_may_be_none_where_only_scores_are_read():
     """Called as transformers' Flax tests do: ``warper(None, scores, cur_len=None)``."""
     scores = np.log([[0.2, 0.5, 0.3]])

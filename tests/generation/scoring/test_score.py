@@ -68,6 +68,7 @@ def test_greedy_is_what_generate_gives(family):
     assert out.is_greedy.tolist() == [True] * 3 + [False] * 3
 
 
+@pytest.mark.in_ci("left-llama", "left-t5")
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_arrays_equal_lists(family, side):
@@ -102,6 +103,7 @@ def test_logits_in_blocks(monkeypatch):
     np.testing.assert_array_equal(blocks.is_greedy, full.is_greedy)
 
 
+@pytest.mark.ci
 def test_an_empty_prompt_is_bos():
     model = tiny.cached("llama")
     out = jaxllm.score(model, [[], [1]], [[5, 6], [5, 6]])

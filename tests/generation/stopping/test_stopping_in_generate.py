@@ -131,7 +131,7 @@ def test_a_streamer_gets_the_prompt_and_every_token(name):
     np.testing.assert_array_equal(np.stack(rest, axis=1), out[:, -7:])
 
 
-@pytest.mark.by_default("watch1")
+@pytest.mark.ci
 @pytest.mark.parametrize("watch", [{"streamer": Streamer()}, {"max_time": 1e6}])
 def test_scores_are_fetched_from_the_device_at_the_end_alone(watch, monkeypatch):
     _, ids, mask = prompts("s_llama")

@@ -166,6 +166,7 @@ def test_stream_equals_generate_and_shares_its_programs(name):
     np.testing.assert_array_equal(np.concatenate(chunks, axis=1), full[:, -11:])
 
 
+@pytest.mark.ci
 def test_a_streamer_gets_the_prompt_and_every_token():
     class Streamer:
         def __init__(self):

@@ -111,6 +111,7 @@ def test_inside_the_callers_jit():
         np.testing.assert_allclose(scores, np.stack(expected.scores), atol=1e-3)
 
 
+@pytest.mark.ci
 def test_numbers_and_lengths_compile_nothing():
     def run(length=7, other=9, new=9, **fields):
         _, ids, mask = prompts("s_llama", (length, 3, 4))

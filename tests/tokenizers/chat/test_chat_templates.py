@@ -436,6 +436,7 @@ def test_killed_worker_is_restarted(tokenizer):
     assert sandbox.render_in_sandbox("c", {}, 0.0) == "c"
 
 
+@pytest.mark.ci
 def test_ctrl_c_of_a_terminal_does_not_reach_the_child() -> None:
     """A process group gets it, so it would end the child in the middle of a batch of rows."""
     assert sandbox.render_in_sandbox("{{ x }}", {"x": "a"}, 0.0) == "a"

@@ -67,6 +67,7 @@ def test_smollm2_learns_answers_and_their_end(smollm2):
     assert learnt_texts(smollm2, last) == [" good\n<|im_end|>"]
 
 
+@pytest.mark.ci
 def test_what_stands_before_an_answer_is_the_prompt_of_generation(smollm2):
     example = ChatFormat(smollm2, (2,), "messages")({"messages": CHAT[:3]})
     prompt = smollm2.apply_chat_template(CHAT[:2], add_generation_prompt=True)

@@ -156,6 +156,7 @@ def test_any_rows_can_be_drawn(tmp_path: Path, rows: list) -> None:
     Page(html_report("run", rows, card))
 
 
+@pytest.mark.ci
 def test_a_chart_stays_in_its_frame() -> None:
     points = [(float(s), 5.0 / s) for s in range(1, 3001)]
     chart = svg_chart([Curve("loss", points, nonfinite=(7,))], label="loss")

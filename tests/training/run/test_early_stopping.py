@@ -75,6 +75,7 @@ def test_what_counts_as_an_improvement(
     assert state.waited == waited
 
 
+@pytest.mark.ci
 def test_settings_without_effect(tmp_path: Path):
     with pytest.raises(ConfigError, match=re.escape("no effect without evaluation.every")):
         stopping(tmp_path, evaluation={})

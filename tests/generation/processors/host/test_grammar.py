@@ -102,7 +102,7 @@ def test_random_json_is_valid(tokenizers, kind):
         assert " " not in text.replace("Kaffee ☕", "").replace(json.loads(text)["name"], "")
 
 
-@pytest.mark.by_default("llama")
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["gguf", "llama", "t5", "tokenizer.json"])
 def test_random_text_of_a_regex(tokenizers, kind):
     tokenizer, pattern = tokenizers[kind], "(ab|cd)[a-f]{2,5}x?"
@@ -159,6 +159,7 @@ def test_end_token_where_and_only_where_the_text_is_complete(tokenizers):
     assert bits(processor, [[9, 0, 0, x, 0]], 5, size, mask=mask) == [sorted([5, end, y])]
 
 
+@pytest.mark.ci
 def test_rows_in_any_order_and_again(tokenizers):
     """Beams change places, streams begin anew: the answer depends on the text alone."""
     tokenizer = tokenizers["gguf"]

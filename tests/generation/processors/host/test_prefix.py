@@ -185,6 +185,7 @@ def test_errors_of_an_answer(run, caplog, answer, message):
         assert "pure_callback failed" in caplog.text
 
 
+@pytest.mark.ci
 def test_an_error_of_the_function_comes_out_of_generate(model):
     class OwnError(Exception):
         pass

@@ -284,6 +284,7 @@ def test_inside_the_callers_jit():
     np.testing.assert_allclose(actual.sequences_scores, expected.sequences_scores, rtol=1e-5)
 
 
+@pytest.mark.ci
 def test_what_beams_cannot_do_is_named():
     net = model("s_llama")
     with pytest.raises(UnsupportedError, match="stream"):
