@@ -57,7 +57,7 @@ def test_a_rows_samples_depend_on_its_key_and_id_only():
     assert (first.sequences[0] != first.sequences[1]).any()
 
 
-@pytest.mark.ci
+@pytest.mark.by_default("None")
 @pytest.mark.parametrize("weight", [None, np.float32(0.4)])
 def test_the_rule_of_acceptance_keeps_the_distribution(weight):
     """Distribution of each token given that those before it were kept, over 40,000 rows.
