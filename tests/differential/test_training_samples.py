@@ -32,6 +32,14 @@ def title(combination: Combination) -> str:
     return "-".join([combination["area"], *(settings[x] for x in names if x in settings)])
 
 
+@pytest.mark.in_ci(
+    "averages-gpt2_base",
+    "dpo-t5_relu-sigmoid",
+    "gradients-gpt2_base",
+    "gradients-llama_bias",
+    "gradients-t5_v11",
+    "lora-llama_cls_single",
+)
 @pytest.mark.parametrize("number", range(len(COMBINATIONS)), ids=map(title, COMBINATIONS))
 def test_results_are_those_of_the_reference(number: int):
     combination = COMBINATIONS[number]
