@@ -42,6 +42,19 @@ def test_total_lengths_of_a_row_override_new_tokens_of_the_job(recwarn):
     assert sum("no effect" in str(warning.message) for warning in recwarn) == 1  # the third row
 
 
+def test_samples_of_a_row_differ_and_repeat_by_its_seed():
+    row = {"input_ids": [5, 6, 7], "max_new_tokens": 6, "num_return_sequences": 3, "seed": 1}
+    first, second, other = (
+        output.output_ids
+        for output in BatchGenerator(MODEL, slots=3, do_sample=True, eos_token_id=None).generate(
+            [row, row, {**row, "seed": 2}]
+        )
+    )
+    assert len(set(map(tuple, first))) == 3
+    assert first == second
+    assert not set(map(tuple, first)) & set(map(tuple, other))
+
+
 @pytest.mark.slow
 def test_several_samples_a_row():
     rows = uneven_rows(4, prompts=16, new=16, seed=3)

@@ -54,6 +54,12 @@ def test_the_host_finds_stop_strings_where_generate_does():
     assert actual > 10
 
 
+def test_a_long_stop_string_over_several_tokens_is_found_beside_a_short_one():
+    ids = TOKENIZER.encode("then comes the very end", add_special_tokens=False)
+    matcher = StopStringMatcher(TOKENIZER, ["q", "the very end"], ids[:2])
+    assert [matcher.completes(token) for token in ids[2:]] == [False] * (len(ids) - 3) + [True]
+
+
 def test_only_calls_of_known_functions_are_tool_calls():
     call = '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
     content, calls = split_tool_calls(f"Hm.{call}\n{call}", ["f"])

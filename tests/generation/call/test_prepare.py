@@ -12,6 +12,7 @@ from generation_tools import prompts
 
 import jaxllm
 from jaxllm.common.errors import ConfigError, InputError, UnsupportedError
+from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.generate import prepare_call
 
 
@@ -26,6 +27,13 @@ def test_end_tokens_of_all_files_count_unless_one_is_named():
     np.testing.assert_array_equal(cut, free[: first + 1])
     named = jaxllm.generate(net, ids, max_new_tokens=8, eos_token_id=2).sequences[0, 7:]
     assert len(named) == 8 or named[-1] == 2
+
+
+def test_the_tokenizers_end_token_counts_unless_one_is_named():
+    net = copy.copy(model("s_llama"))
+    net.extra_eos_token_ids = (7,)
+    assert set(merged_config(net, None, {})[1]) == {2, 7}
+    assert merged_config(net, None, {"eos_token_id": 5})[1] == (5,)
 
 
 @pytest.mark.in_ci(
