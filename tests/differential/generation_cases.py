@@ -276,7 +276,10 @@ def summary(combination: Combination, outcome: Outcome) -> dict[str, Any]:
             [rounded(row[: len(tokens)]) for row, tokens in zip(x, outcome.tokens, strict=True)]
             for x in outcome.transitions
         ]
-    if outcome.scores is not None:
+    # Transformers returns no beam indices with constraints.
+    if outcome.scores is not None and (combination.num_beams == 1) == (
+        outcome.beam_indices is None
+    ):
         found["token_scores"] = [
             rounded([score_of(outcome, i, t, token) for t, token in enumerate(row)])
             for i, row in enumerate(outcome.tokens)

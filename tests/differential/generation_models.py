@@ -43,7 +43,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 EMBEDDING_SCALE = {"gpt2_deep": 0.3, "llama_tied": 0.3}
 """Factor of tied embeddings, whose logits would leave DoLa with one candidate."""
 DRAFT_NOISE = 0.3
-"""Relative noise on the weights of a draft: about half of its tokens are accepted."""
+"""Relative noise on the weights of a draft."""
 
 
 @functools.cache
