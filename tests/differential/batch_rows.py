@@ -32,9 +32,14 @@ KINDS: dict[str, int] = {
 """Number of rows of each kind in one set; the rows of a set run in one call of the engine."""
 FEW_KINDS: dict[str, int] = {"sampling": 50, "greedy": 30, "beams": 25, "errors": 5}
 """The same, where the weights or the windows are what matters: most time goes into compiling."""
-STATIC_KINDS: dict[str, int] = {"sampling": 45, "greedy": 25, "equal beams": 35, "errors": 5}
+STATIC_KINDS: dict[str, int] = {
+    "set sampling": 45,
+    "set greedy": 25,
+    "equal beams": 35,
+    "errors": 5,
+}
 """The same for fields with which all rows run in static batches: beams of equal settings share a
-batch."""
+batch. A static batch has no processors of neutral settings, so the rows have none."""
 
 FEW_FIELDS: tuple[dict[str, Any], ...] = (
     {},
@@ -179,6 +184,24 @@ def _beams(rng: np.random.Generator, index: int) -> dict[str, Any]:
     return {**_penalties(rng), **fields, "num_return_sequences": _pick(rng, 1, 3)}
 
 
+def _set_sampling(rng: np.random.Generator, index: int) -> dict[str, Any]:
+    return {
+        **_set_greedy(rng, index),
+        "do_sample": True,
+        "temperature": float(rng.uniform(0.2, 1.8)),
+        "top_k": int(rng.integers(1, 300)),
+        "top_p": float(rng.uniform(0.3, 0.99)),
+    }
+
+
+def _set_greedy(rng: np.random.Generator, index: int) -> dict[str, Any]:
+    return {
+        "repetition_penalty": float(rng.uniform(1.05, 1.8)),
+        "frequency_penalty": float(rng.uniform(0.1, 2)),
+        "min_new_tokens": int(rng.integers(1, 5)),
+    }
+
+
 def _equal_beams(rng: np.random.Generator, index: int) -> dict[str, Any]:
     fields = {"num_beams": 3, "num_return_sequences": 2, "eos_token_id": [2, 3 + index % 2]}
     return {**fields, "max_new_tokens": (9, 16)[index % 2], "repetition_penalty": 1.2}
@@ -207,6 +230,8 @@ _DRAW = {
     "few fields": _few_fields,
     "token lists": _token_lists,
     "beams": _beams,
+    "set sampling": _set_sampling,
+    "set greedy": _set_greedy,
     "equal beams": _equal_beams,
     "beam sampling": _beam_sampling,
     "early stopping": _early_stopping,
