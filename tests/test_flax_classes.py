@@ -20,6 +20,7 @@ from paths import DATA
 
 from jaxllm import flax_classes
 from jaxllm.errors import InputError
+from jaxllm.flax_classes.base import dropout_key
 
 FILE = json.loads((DATA / "flax_classes" / "cases.json").read_text(encoding="utf-8"))
 IDS = np.array(FILE["ids"])
@@ -66,6 +67,12 @@ def test_sequences_match_transformers(name):
     beams = model.generate(IDS, num_beams=3, max_length=12, params=model.params)
     assert beams.sequences.tolist() == case["beams"]
     assert beams.scores.shape == (2,)
+
+
+def test_dropout_is_for_training_only():
+    key = jax.random.key(0)
+    assert dropout_key(key, train=True) is key
+    assert dropout_key(key, train=False) is None
 
 
 @pytest.mark.ci

@@ -202,6 +202,8 @@ def perplexity(name: str, rows: Rows, sides: list[bool]) -> None:
         for size in (ROWS, 1)
     ]
     close(both[0].log_likelihood, both[1].log_likelihood)
+    predicted = len(TOKENIZER.encode(text)) - 1
+    assert both[0].tokens == both[1].tokens == predicted
 
 
 def evaluation(name: str, rows: Rows, sides: list[bool]) -> None:

@@ -104,6 +104,15 @@ def test_round_trip_of_half_precision(name, dtype, tmp_path):
         assert actual == ("float32" if wide else dtype), path
 
 
+def test_generation_fields_of_an_old_config_are_defaults(tmp_path):
+    source = DATA / "conformance" / "models" / "s_llama"
+    raw = json.loads((source / "config.json").read_text()) | {"max_length": 33, "num_beams": 2}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    shutil.copy(source / "model.safetensors", tmp_path)
+    settings = jaxllm.load(tmp_path)[0].generation_config
+    assert (settings.max_length, settings.num_beams) == (33, 2)
+
+
 def test_generation_config_and_tokenizer_are_saved(tmp_path):
     folder = DATA / "conformance" / "models" / "s_llama_tok"
     check_round_trip(folder, tmp_path)

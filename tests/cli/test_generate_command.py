@@ -184,7 +184,6 @@ def test_assisted_greedy_text_is_the_same(run) -> None:
     assert drafted.out == run(*ids).out
 
 
-@pytest.mark.ci
 def test_ids_of_an_encoder_decoder(run) -> None:
     result = run("--model", T5, *SHORT, "--eos-token-id", "none", "--input-ids", "5,6,7,1")
     assert result.code == 0, result.err

@@ -47,6 +47,15 @@ def as_ints(wide: Int64) -> list[int]:
     return [signed((hi << 32) + lo) for hi, lo in pairs]
 
 
+def test_lefthash_is_seeded_by_the_newest_token_of_its_context():
+    processor = WatermarkLogitsProcessor(vocab_size=50, greenlist_ratio=0.5, context_width=2)
+    scores = jnp.zeros((3, 50))
+    same_end, same_start = [[5, 6, 7], [9, 8, 7]], [[5, 6, 8]]
+    first, second, other = np.asarray(processor(jnp.array(same_end + same_start), scores, 3))
+    assert (first == second).all()
+    assert (first != other).any()
+
+
 @pytest.mark.ci
 def test_int64_is_exact():
     rng = np.random.default_rng(0)

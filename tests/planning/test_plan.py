@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -28,7 +29,7 @@ from jaxllm.common.errors import (
 from jaxllm.generation.call.prepare import prepare_call
 from jaxllm.generation.generate import program_model
 from jaxllm.planning import LoweredProgram, lower
-from jaxllm.planning.plan import plan_program
+from jaxllm.planning.plan import floor_us, plan_program
 from jaxllm.planning.topology import CHIPS
 
 SMALL = {"batch": 2, "prompt": 5, "new": 6, "slots": 4}
@@ -251,6 +252,16 @@ def test_a_program_that_the_compiler_refuses_does_not_fit() -> None:
     assert actual.fits is False
     assert actual.peak_bytes == int(20.5 * 2**30)
     assert actual.temp_bytes is actual.estimated_step_us is None
+
+
+def test_the_floor_counts_the_cache_beside_the_weights() -> None:
+    refused: Any = Refused()
+    program = LoweredProgram("decode", refused, 1, 100, 100, read_weight_bytes=60, cache_bytes=40)
+    chip = CHIPS["v5e"]
+    assert chip.bandwidth is not None
+    twice = dataclasses.replace(program, read_weight_bytes=10**9, cache_bytes=10**9)
+    assert floor_us(twice, chip) == round(2e15 / chip.bandwidth, 3)
+    assert plan_program(program, chip).floor_step_us == round(1e8 / chip.bandwidth, 3)
 
 
 def check_decode(topology: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import logging
@@ -17,10 +18,12 @@ from serving_tools import RunningServer, connected, eventually, running_server, 
 from starlette.testclient import TestClient
 
 from jaxllm.common.errors import InputError
+from jaxllm.serve.http.api_errors import ApiError
 from jaxllm.serve.http.app import make_app
 from jaxllm.serve.http.logs import JsonFormatter
 from jaxllm.serve.http.server import bound_socket, listen
 from jaxllm.serve.http.state import Limits
+from jaxllm.serve.http.streaming import read_limited
 
 KEYS = (b"key-1", b"key-2", "clé".encode())
 KEY = {"Authorization": "Bearer key-1"}
@@ -128,6 +131,17 @@ def test_malformed_and_oversized_bodies(http, server):
         connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
         assert b"408" in connection.recv(100)
     assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_the_parts_of_a_body_count_together():
+    parts = [{"type": "http.request", "body": b"a" * 30, "more_body": True}] * 2
+
+    async def receive() -> Any:
+        return parts.pop()
+
+    with pytest.raises(ApiError, match="50") as error:
+        asyncio.run(read_limited(receive, 50, seconds=60))
+    assert error.value.status == 413
 
 
 def test_keys_are_asked_for_and_no_other_origin_is_told_anything(server):
