@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import recorded_job
 from file_faults import disk_full_at
-from paths import ROOT
+from paths import ROOT, SUPPORT
 from recorded_job import IDENTITY, run
 
 from jaxllm.batch.job import journal
@@ -28,7 +28,7 @@ from jaxllm.common.errors import CheckpointError, DataError, MissingFileError, R
 def kill_points(folder: Path, step: int) -> int:
     """Kills a job at every `step`-th file operation; returns the last one."""
     command = [sys.executable, str(Path(recorded_job.__file__)), str(folder), str(step)]
-    paths = f"{ROOT / 'tests'}:{ROOT}"
+    paths = f"{SUPPORT}:{ROOT}"
     environment = {"PYTHONPATH": paths, "PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
