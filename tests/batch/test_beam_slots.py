@@ -172,6 +172,7 @@ def test_stop_strings_of_each_row():
     assert "stop" in {output.finish_reasons[0] for output in outputs[1:]}
 
 
+@pytest.mark.ci
 def test_a_text_that_never_began_was_ended_by_no_stop_string():
     """The penalty puts every text below the empty ones that a search begins with."""
     rows = [{"input_ids": [5, 6, 7], "max_new_tokens": 3, "length_penalty": -1e30}]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import batch_engine
+import pytest
 from batch_rows import draw_rows
 
 from jaxllm import BatchGenerator
@@ -13,6 +14,7 @@ from jaxllm.tokenizers.byte_level import byte_tokenizer
 MODEL = batch_engine.small_model("llama")
 
 
+@pytest.mark.ci
 def test_random_rows_equal_rows_alone():
     """Prompts of one bucket and one sequence each, so that few programs compile."""
     rows = [

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pytest
 from half_precision import token_losses
 from helpers import SAMPLES
 
 import jaxllm
 
 
+@pytest.mark.ci
 def test_bfloat16_is_as_exact_as_the_reference(smollm2_gguf):
     """The reference's own rounding is the measure: its distance from its float32 results."""
     sample = json.loads((SAMPLES / "precision.json").read_text())

@@ -111,6 +111,7 @@ def answers(lm: JaxLM, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[s
     return lm.generate_until(instances(requests, "generate_until"))
 
 
+@pytest.mark.ci
 def test_programs_do_not_grow_with_the_data(models: dict[str, JaxLM]):
     lm = models["llama"]
 

@@ -68,7 +68,7 @@ def test_padding_of_a_single_query_changes_no_product(quantized):
         np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.by_default("True")
+@pytest.mark.ci
 @pytest.mark.parametrize("quantized", [False, True])
 def test_attention_of_one_query_equals_eager_attention(quantized):
     kv = cache(quantized=quantized)

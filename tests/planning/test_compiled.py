@@ -35,7 +35,7 @@ LONG: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.by_default("cuda-gpt2")
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("platform", "family"),
     [("tpu", "llama"), ("cuda", "gpt2"), pytest.param("tpu", "t5", marks=pytest.mark.slow)],

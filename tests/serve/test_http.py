@@ -19,6 +19,8 @@ import jaxllm
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
@@ -48,7 +50,6 @@ def sampled(seed: int, **fields: Any) -> dict[str, Any]:
     return {"do_sample": True, "top_k": 0, "key": seed, **fields}
 
 
-@pytest.mark.ci
 def test_64_clients_at_once_get_what_generate_alone_gives(server):
     tokenizer = server.state.tokenizer
     rng = np.random.default_rng(0)
@@ -86,7 +87,6 @@ def test_64_clients_at_once_get_what_generate_alone_gives(server):
     assert server.engine.running == server.engine.waiting == 0
 
 
-@pytest.mark.ci
 def test_chat_whole_and_streamed(server, client):
     messages: Any = [
         {"role": "system", "content": "abc"},
@@ -125,7 +125,6 @@ def test_chat_whole_and_streamed(server, client):
     assert full.usage.total_tokens == server.engine.context
 
 
-@pytest.mark.ci
 def test_stop_strings_end_the_text_before_them(server, client):
     arguments: Any = {"model": "tiny", "prompt": "Hello", "max_tokens": 30, "temperature": 0}
     arguments["logit_bias"] = {"2": -100}
@@ -148,7 +147,6 @@ def test_the_answers_of_several_prompts_stream_side_by_side(client):
     assert sorted(indices) != indices
 
 
-@pytest.mark.ci
 def test_log_probabilities_are_those_of_score(server, client):
     tokenizer, model = server.state.tokenizer, server.state.engine.model
     ids = tokenizer.encode("Hello")
@@ -197,7 +195,6 @@ def test_best_of_is_the_most_probable_of_the_choices(client):
     assert len(set(expected)) > 2
 
 
-@pytest.mark.ci
 def test_answers_match_a_json_schema_and_become_tool_calls(client):
     number = {"type": "integer", "minimum": 0, "maximum": 99}
     schema = {
@@ -247,7 +244,6 @@ def test_answers_match_a_json_schema_and_become_tool_calls(client):
     assert more.usage.completion_tokens <= 2
 
 
-@pytest.mark.ci
 def test_embeddings_are_pooled_hidden_states(server, client):
     texts = ["Hello", "You there"]
     answer = client.embeddings.create(model="tiny", input=texts)
@@ -263,7 +259,6 @@ def test_embeddings_are_pooled_hidden_states(server, client):
     np.testing.assert_allclose(values, answer.data[0].embedding, atol=1e-6)
 
 
-@pytest.mark.ci
 def test_tokens_models_health_and_metrics(server, client):
     post = {"prompt": "Hello"}
     tokens = httpx.post(f"{server.url}/tokenize", json=post).json()
@@ -307,7 +302,6 @@ def test_t5_reads_the_prompt_with_its_encoder():
         client.close()
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("stream", [False, True])
 def test_greedy_choices_are_equal(client, server, stream):
     arguments: dict[str, Any] = {"model": "tiny", "max_tokens": 5, "temperature": 0, "n": 3}

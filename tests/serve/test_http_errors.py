@@ -130,7 +130,13 @@ def test_malformed_and_oversized_bodies(http, server):
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key-1\r\n"
         connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
         assert b"408" in connection.recv(100)
-    assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+    request = {"prompt": "a", "max_tokens": 3, "temperature": 0, "logit_bias": {"2": -100}}
+    whole = http.post("/v1/completions", json=request).json()["choices"][0]
+    streamed = http.post("/v1/completions", json={**request, "stream": True}).text
+    *events, end = [line.removeprefix("data: ") for line in streamed.split("\n") if line]
+    assert end == "[DONE]"
+    pieces = [json.loads(event)["choices"][0]["text"] for event in events]
+    assert "".join(pieces) == whole["text"] != ""
 
 
 def test_the_parts_of_a_body_count_together():

@@ -94,6 +94,7 @@ def test_five_hundred_damaged_files(sound, tmp_path):
     assert counted["refused"] > 200
 
 
+@pytest.mark.ci
 def test_digests_find_damage_that_orbax_misses(sound, tmp_path):
     """Without them some of these would pass: they are refused for their digests alone."""
     by_digest = []

@@ -35,7 +35,7 @@ def same(found, expected, where: str) -> int:
     return 1
 
 
-@pytest.mark.by_default("lookup-s_llama_loop")
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "case",
     [
