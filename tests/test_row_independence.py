@@ -144,8 +144,11 @@ def forward(name: str, rows: Rows, sides: list[bool]) -> None:
         close(logits([row], [side])[0], expected)
     if not net.is_encoder_decoder:
         ids, segments = packed(rows)
-        documents = np.asarray(run(net, input_ids=ids, segment_ids=segments))
-        close(documents[segments > 0], np.concatenate(together))
+        positions = np.zeros_like(ids)  # from 0 on in each document, and large at pads
+        positions[0] = np.concatenate([*map(np.arange, map(len, rows)), np.arange(99)])[: ids.size]
+        for own in ({}, {"position_ids": positions}):
+            documents = np.asarray(run(net, input_ids=ids, segment_ids=segments, **own))
+            close(documents[segments > 0], np.concatenate(together))
 
 
 def generate(name: str, rows: Rows, sides: list[bool]) -> None:
@@ -226,6 +229,49 @@ def evaluation(name: str, rows: Rows, sides: list[bool]) -> None:
         close(total({"input_ids": ids, "segment_ids": segments, "labels": labels}), alone)
 
 
+def classification(name: str, rows: Rows, sides: list[bool]) -> None:
+    """The summed loss of a classifier."""
+    net = classifier(name)
+    loss = loss_for(net)
+
+    def total(rows: Rows) -> float:
+        ids, mask = padded(rows, [False] * len(rows))
+        labels = np.array([sum(row) % 3 for row in rows], np.int32)
+        result = evaluate(net, [{"input_ids": ids, "attention_mask": mask, "labels": labels}], loss)
+        return result.loss * result.count
+
+    close(total(rows), sum(total([row]) for row in rows))
+
+
+@functools.cache
+def classifier(name: str) -> Any:
+    family, changes, _ = CONFIGURATIONS[name]
+    return tiny.make(
+        family,
+        architecture="LlamaForSequenceClassification",
+        num_labels=3,
+        num_hidden_layers=1,
+        vocab_size=VOCABULARY,
+        **changes,
+    )
+
+
+def pipeline(name: str, rows: Rows, sides: list[bool]) -> None:
+    """Scores of texts, in batches of all and one at a time."""
+    texts = [TOKENIZER.decode(row) for row in rows]
+
+    def scores(batch_size: int) -> list[list[float]]:
+        classify = jaxllm.pipeline(
+            "text-classification", classifier(name), TOKENIZER, batch_size=batch_size
+        )
+        return [
+            [label["score"] for label in sorted(labels, key=lambda label: label["label"])]
+            for labels in classify(texts, top_k=None)
+        ]
+
+    close(scores(ROWS), scores(1))
+
+
 PAIR_LOGPS = jax.jit(lambda net, batch: pair_logps(net, batch)[0])
 
 
@@ -304,6 +350,8 @@ CASES = [
     if check in DECODING or name not in ANOTHER_CACHE
 ]
 CASES += [
+    pytest.param("llama-dynamic", classification, id="llama-dynamic-classification"),
+    pytest.param("llama-dynamic", pipeline, id="llama-dynamic-pipeline", marks=pytest.mark.ci),
     pytest.param("llama-dynamic", server, id="llama-dynamic-server"),
     pytest.param("mistral-window", server, id="mistral-window-server", marks=pytest.mark.ci),
     pytest.param("t5", server, id="t5-server", marks=pytest.mark.ci),
@@ -322,12 +370,16 @@ CHECKED = {
     "AsyncEngine": server,
     "BatchGenerator": batch_engine,
     "CausalLoss": evaluation,
+    "ClassificationLoss": classification,
     "DPOLoss": dpo,
+    "Pipeline": pipeline,
     "Seq2SeqLoss": evaluation,
     "generate": generate,
     "generate_texts": batch_engine,  # which it calls
     "loss_for": evaluation,
+    "make_train_step": evaluation,  # it differentiates the losses of an evaluation
     "perplexity": perplexity,
+    "pipeline": pipeline,
     "score": score,
     "stream": generate,  # the same programs
 }
@@ -341,19 +393,12 @@ COMPUTES_NO_ROWS = {
     *("load_orbax", "lower", "make_mesh", "make_optimizer", "make_schedule", "plan"),
     *("push_to_hub", "save_hf", "save_orbax", "set_progress", "with_classifier"),
 }
-COMPUTED_ELSEWHERE = {
-    "ClassificationLoss": "tests/training/test_losses.py",
-    "Pipeline": "tests/test_pipelines.py",
-    "make_train_step": "tests/training/test_step.py",
-    "pipeline": "tests/test_pipelines.py",
-}
-"""Names that compute rows, and the file that compares them with rows alone."""
 
 
 def test_every_public_name_is_classified():
     packages = (jaxllm, jaxllm.batch, jaxllm.evaluate, jaxllm.serve, jaxllm.training)
     public = {name for package in packages for name in package.__all__}
-    known = CHECKED.keys() | COMPUTES_NO_ROWS | COMPUTED_ELSEWHERE.keys()
+    known = CHECKED.keys() | COMPUTES_NO_ROWS
     assert public - known == set(), "add a check of its rows to this file, or say that it has none"
     assert known - public == set()
 

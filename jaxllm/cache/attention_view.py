@@ -100,8 +100,8 @@ class AttentionView:
         """
         if self.query_index is None or self.key_index is None:
             raise UnsupportedError(
-                f"a sliding window of {window}: only causal attention has one here, but this view "
-                "attends to keys on both sides, where a window would have to limit both"
+                "a sliding window: only causal attention has one here, but this view attends to "
+                "keys on both sides, where a window would have to limit both"
             )
         index = (self.query_index, self.key_index)
         if isinstance(self.visible, SequenceMask) and isinstance(window, int):
@@ -135,8 +135,9 @@ def make_view(
         segments = jnp.asarray(segments)
         earlier_tokens = jnp.where(document_starts(segments), counts - mask, 0)
         counts = counts - jax.lax.cummax(earlier_tokens, axis=1)
-        rope_length = document_lengths(counts, segments)
     positions = jnp.maximum(counts - 1, 0)
+    if segments is not None:
+        rope_length = document_lengths(positions, mask, segments)
     return AttentionView(
         positions=positions,
         query_columns=slots,
@@ -164,20 +165,28 @@ def document_starts(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     return segments != previous
 
 
-def document_lengths(counts: Int[Array, "B T"], segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Number of tokens in each token's document of a packed row.
+def document_lengths(
+    positions: Int[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    segments: Int[Array, "B T"] | None = None,
+) -> Int[Array, "B T"]:
+    """1 + the largest position of a real token in each token's row, or in its document of a packed
+    row. A pad counts by its own position alone.
 
-    Args:
-        counts: number of tokens of the document up to each column.
-
-    >>> document_lengths(jnp.array([[1, 2, 1, 2, 3]]), jnp.array([[1, 1, 2, 2, 2]])).tolist()
-    [[2, 2, 3, 3, 3]]
+    >>> mask, segments = jnp.array([[1, 1, 1, 1, 0]], bool), jnp.array([[1, 1, 2, 2, 0]])
+    >>> document_lengths(jnp.array([[0, 5, 0, 1, 9]]), mask, segments).tolist()
+    [[6, 6, 2, 2, 10]]
     """
-    T = segments.shape[1]
-    columns = jnp.arange(T, dtype=jnp.int32)
-    following = jnp.pad(segments[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
-    last = jax.lax.cummin(jnp.where(segments != following, columns, T - 1), axis=1, reverse=True)
-    return jnp.take_along_axis(counts, last, axis=1)
+    B, T = positions.shape
+    largest = jnp.where(mask, positions, -1)
+    if segments is None:
+        longest = jnp.max(largest, axis=1, keepdims=True)
+    else:
+        number = jnp.cumsum(document_starts(segments), axis=1) - 1 + T * jnp.arange(B)[:, None]
+        number = number.reshape(-1)
+        by_document = jax.ops.segment_max(largest.reshape(-1), number, num_segments=B * T)
+        longest = by_document[number].reshape(B, T)
+    return jnp.where(mask, longest, positions) + 1
 
 
 @jax.tree_util.register_dataclass

@@ -10,7 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache.attention_view import AttentionView, SequenceMask, make_view
+from jaxllm.cache.attention_view import (
+    AttentionView,
+    SequenceMask,
+    document_lengths,
+    make_view,
+)
 from jaxllm.cache.kv_cache import KV, Cache
 from jaxllm.common.arguments import checks_flags
 from jaxllm.common.errors import InputError
@@ -170,7 +175,7 @@ class DecoderOnly(Model[DecoderOnlyConfig]):
             view, cache = cache.make_view(mask)
         if position_ids is not None:
             positions = check.position_ids(position_ids, mask.shape, limit)
-            lengths = jnp.max(positions, axis=1, keepdims=True) + 1
+            lengths = document_lengths(positions, mask, segments)
             view = dataclasses.replace(view, positions=positions, rope_length=lengths)
         return view, cache
 
@@ -374,7 +379,7 @@ def with_rope_length(model: M, rope_length: object) -> M:
     Raises:
         InputError: another value.
     """
-    if rope_length not in ("batch", "row"):
+    if not isinstance(rope_length, str) or rope_length not in ("batch", "row"):
         raise InputError(f"rope_length: expected 'batch' or 'row', found {quoted(rope_length)}")
     return model if rope_length == "batch" else with_rope_per_row(model)
 

@@ -223,10 +223,19 @@ class TextEncoder(Vocabulary):
 
     def encode_beginning(self, text: str, *, max_bytes: int = MAX_TEXT_BYTES) -> list[int]:
         """Encodes a text that goes on: with the special tokens that the tokenizer adds before a
-        text (BOS), without those that it adds after it (EOS)."""
+        text (BOS), without those that it adds after it (EOS).
+
+        Raises:
+            UnsupportedError: the tokenizer's template of special tokens has no place for a text.
+        """
         own = self._encode(text, add_special_tokens=False, max_bytes=max_bytes)
         (placeholder,), _ = _placeholders(1)
         places = self._add_special_tokens([placeholder], None)
+        if placeholder not in places:
+            raise UnsupportedError(
+                "the tokenizer's template of special tokens leaves the text out, so no text can "
+                "be continued; correct the post_processor of tokenizer.json"
+            )
         return places[: places.index(placeholder)] + own
 
     def encode_user(self, text: str, *, max_bytes: int = MAX_TEXT_BYTES) -> list[int]:

@@ -27,7 +27,6 @@ GENERATE = [
 GRADIENTS = [name for name in MODELS if "grad" in load_case(name).calls]
 
 
-@pytest.mark.in_ci("t5_far", "t5_relu")
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs(name):
     case = load_case(name)

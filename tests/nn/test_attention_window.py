@@ -62,5 +62,5 @@ def test_a_window_of_attention_on_both_sides_is_refused():
     """It would limit the keys before a query and let it see all keys after it."""
     view = make_view(np.ones((1, 8), bool), causal=False)
     assert view.for_layer(None).visible.array().all()
-    with pytest.raises(UnsupportedError, match="window of 2: only causal attention"):
+    with pytest.raises(UnsupportedError, match="a sliding window: only causal attention"):
         view.for_layer(2)

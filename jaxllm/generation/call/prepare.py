@@ -132,7 +132,6 @@ def prepare_call(
     model = checked_generative(model, "generate")
     split = split_keywords({**keywords, "input_ids": input_ids, "attention_mask": attention_mask})
     arguments, mesh = split.arguments, mesh_of(model)
-    model = with_rope_length(model, arguments.rope_length)
     assistant = with_rope_length(arguments.assistant_model, arguments.rope_length)
     arguments = dataclasses.replace(arguments, assistant_model=assistant)
     past = checked_past(arguments.past_key_values)

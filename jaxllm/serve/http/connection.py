@@ -8,7 +8,10 @@ answered, and for a client that does not read the rest of its answer.
 from __future__ import annotations
 
 import asyncio
+import importlib
+import importlib.util
 import json
+import sys
 from typing import Any, cast
 
 import h11
@@ -16,6 +19,12 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxllm.serve.http.api_errors import RETRY_SECONDS, ApiError
+
+# Windows has neither.
+fcntl, termios = (
+    importlib.import_module(name) if importlib.util.find_spec(name) else None
+    for name in ("fcntl", "termios")
+)
 
 STOPPING_SECONDS = 5.0
 """Time in which a client must read something of the rest of its answer when the server stops."""
@@ -89,6 +98,8 @@ class Connection(H11Protocol):
         A request whose body is incomplete is refused, since it may never be complete.
         """
         self._is_stopping = True
+        if self._reading_timer is not None:
+            self._watch_reading(self._client_seconds)
         if self.cycle is None or self.cycle.response_complete:
             self._close()
             return
@@ -143,8 +154,7 @@ class Connection(H11Protocol):
         self._awaited = awaited
         self._cancel_timer()
         if awaited == "reading":
-            limits = (self._client_seconds, *([STOPPING_SECONDS] if self._is_stopping else []))
-            self._watch_reading(min(limits))
+            self._watch_reading(self._client_seconds)
         elif awaited is not None:
             self._timer = self.loop.call_later(self._client_seconds, self._give_up)
 
@@ -168,16 +178,31 @@ class Connection(H11Protocol):
             self._close()
 
     def _watch_reading(self, seconds: float) -> None:
-        """Looks again and again whether the client reads what it was sent."""
+        """Closes the connection if the client has read nothing in so many seconds."""
         self._cancel_reading_timer()
-        unread = self.transport.get_write_buffer_size()
+        if self._is_stopping:
+            seconds = min(seconds, STOPPING_SECONDS)
+        unread = self._unread_bytes()
         self._reading_timer = self.loop.call_later(seconds, self._check_reading, seconds, unread)
 
     def _check_reading(self, seconds: float, unread: int) -> None:
-        if self.transport.get_write_buffer_size() < unread:
+        if self._unread_bytes() < unread:
             self._watch_reading(seconds)
         else:
             self.transport.abort()
+
+    def _unread_bytes(self) -> int:
+        """Bytes of the answer that wait in this process, and in the kernel's buffer where it says
+        how many: a slow reader may take long to empty so much of it that this process can go on."""
+        waiting = self.transport.get_write_buffer_size()
+        if fcntl is None or termios is None:
+            return waiting
+        try:
+            socket = self.transport.get_extra_info("socket")
+            size = fcntl.ioctl(socket.fileno(), termios.TIOCOUTQ, bytes(4))
+        except OSError:
+            return waiting
+        return waiting + int.from_bytes(size, sys.byteorder)
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:

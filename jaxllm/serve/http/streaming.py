@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
@@ -15,6 +16,8 @@ from jaxllm.serve.http.api_errors import ApiError, api_error, stopped_error
 
 T = TypeVar("T")
 
+END_SECONDS = 1.0
+"""Time in which the last events of a stream must be sent when the server ends."""
 CLIENT_CLOSED_REQUEST = 499
 """Status in logs and metrics where the client went away (nginx's)."""
 
@@ -83,7 +86,10 @@ class EventStream(Response):
         except (ClientGoneError, OSError):  # TimeoutError is an OSError
             status = CLIENT_CLOSED_REQUEST
         except asyncio.CancelledError:  # the server's time for draining is over
-            status = await self._send_end(send, stopped_error())
+            status = 503
+            with contextlib.suppress(TimeoutError):  # from a client that reads nothing
+                async with asyncio.timeout(END_SECONDS):
+                    status = await self._send_end(send, stopped_error())
         finally:
             self._on_end(status)
 

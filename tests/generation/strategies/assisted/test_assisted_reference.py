@@ -37,7 +37,6 @@ def case_output(name: str):
     return jaxllm.generate(model(case["model"]), **inputs, **arguments(case), output_scores=True)
 
 
-@pytest.mark.in_ci("s-assisted-llama-const")
 @pytest.mark.parametrize("case", assisted_cases(), ids=lambda case: case["id"])
 @pytest.mark.usefixtures("highest_precision")
 def test_conformance(case):
