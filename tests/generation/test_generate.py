@@ -112,6 +112,7 @@ def test_64_bit_mode(name):
     np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.ci
 def test_finished_rows_get_pads_and_length_is_the_longest_row():
     _, ids, mask = prompts("s_llama")
     free = jaxllm.generate(model("s_llama"), ids, mask, max_new_tokens=12, eos_token_id=None)

@@ -33,7 +33,7 @@ LONG = {"prompt": "a", "max_tokens": 60, "temperature": 0, "logit_bias": {"2": -
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
     limits = Limits(body_bytes=50_000, client_seconds=0.5)
-    options: Any = {"queue_size": 4, "embeddings": False}
+    options: Any = {"queue_size": 4, "embeddings": False, "warm_up": False}
     with running_server(limits=limits, api_keys=KEYS, **options) as server:
         yield server
 

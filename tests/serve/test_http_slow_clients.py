@@ -38,7 +38,7 @@ LONG = {"prompt": "a", "max_tokens": 40, "ignore_eos": True, "stream": True}
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
     limits = Limits(client_seconds=SECONDS)
-    options: Any = {"api_keys": (b"key",), "embeddings": False}
+    options: Any = {"api_keys": (b"key",), "embeddings": False, "warm_up": False}
     with running_server(limits=limits, **options) as server:
         yield server
 

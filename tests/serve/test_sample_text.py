@@ -6,6 +6,7 @@ import random
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from small_tokenizers import small_tokenizer
 
 from jaxllm.generation.stopping import StopStringCriteria
@@ -36,6 +37,7 @@ def test_pieces_are_the_text_before_the_stop_string_that_is_complete_first():
     assert 20 < stopped < 200
 
 
+@pytest.mark.ci
 def test_the_host_finds_stop_strings_where_generate_does():
     rng, stops = np.random.default_rng(0), ["ab", "e", "th"]
     criteria = StopStringCriteria(TOKENIZER, stops)
