@@ -97,7 +97,7 @@ def generate(
             - `streamer`: an object with `put` and `end`, called on the host after each token.
             - `row_ids` int [B], default 0..B-1: a row draws by `key` and its id alone.
             - `rope_length="row"`: dynamic and longrope RoPE use the length of each row alone.
-              By default they use that of the longest row, as in transformers.
+              The default, "batch", is the length of the longest row, as in transformers.
             - `return_past_key_values=True` returns the KV cache. A later call takes it as
               `past_key_values`, with the whole conversation as `input_ids` (encoder-decoders:
               `decoder_input_ids`, without the encoder's input), and computes only the new part.

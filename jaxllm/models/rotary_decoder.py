@@ -224,8 +224,8 @@ class LayerFactory:
 class RotaryModel(Backbone[C]):
     """Backbone of Llama-like models: embedding, blocks, RMSNorm. A family defines `block`.
 
-    Dynamic and longrope RoPE depend on a length: that of each row (of each document of a packed
-    row) if `rope_per_row` is set, otherwise that of the longest row of the call.
+    Dynamic and longrope RoPE depend on the sequence length. If `rope_per_row` is set, the length is
+    the row's own, or the document's in a packed row. Otherwise it is the longest row's.
     """
 
     def __init__(self, config: C, options: Options, *, rngs: nnx.Rngs | None):

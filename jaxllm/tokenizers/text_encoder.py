@@ -222,8 +222,8 @@ class TextEncoder(Vocabulary):
         return [everything[-1 - i] if i < 0 else str(self.id_to_token(i)) for i in ids]
 
     def encode_beginning(self, text: str, *, max_bytes: int = MAX_TEXT_BYTES) -> list[int]:
-        """Encodes a text that goes on: with the special tokens that the tokenizer adds before a
-        text (BOS), without those that it adds after it (EOS).
+        """Encodes a text that will be continued. The tokenizer's special tokens before a text (BOS)
+        are added; its special tokens after a text (EOS) are left out.
 
         Raises:
             UnsupportedError: the tokenizer's template of special tokens has no place for a text.

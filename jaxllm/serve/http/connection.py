@@ -200,7 +200,7 @@ class Connection(H11Protocol):
         try:
             socket = self.transport.get_extra_info("socket")
             size = fcntl.ioctl(socket.fileno(), termios.TIOCOUTQ, bytes(4))
-        except OSError:
+        except (OSError, ValueError):  # the socket is closed
             return waiting
         return waiting + int.from_bytes(size, sys.byteorder)
 
