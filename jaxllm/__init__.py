@@ -8,7 +8,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.common.collector import paused_collector
 from jaxllm.common.public_names import set_lookup
 
 if TYPE_CHECKING:
@@ -109,8 +108,7 @@ _MODULE_OF = {
 
 def __getattr__(name: str) -> Any:
     if name in _MODULE_OF:
-        with paused_collector():
-            value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     elif not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
         value = import_module(f"{__name__}.{name}")  # jaxllm.generation, after `import jaxllm`
     else:

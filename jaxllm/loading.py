@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
@@ -16,9 +17,9 @@ from jaxllm.checkpoint.load import Checkpoint, load_model, open_checkpoint
 from jaxllm.checkpoint.load_parameters import LoadProgress
 from jaxllm.checkpoint.orbax.model import load_weights
 from jaxllm.common.arguments import checked, checked_function, checked_path, checks_flags
-from jaxllm.common.collector import paused_collector
 from jaxllm.common.errors import CheckpointError, ConfigError, InputError
 from jaxllm.common.files import is_there
+from jaxllm.common.messages import warn
 from jaxllm.common.progress import progress_phase
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.config import GENERATION_KEYS, ModelConfig
@@ -26,6 +27,8 @@ from jaxllm.models.model import Model
 from jaxllm.parallel.mesh import check_mesh
 from jaxllm.parallel.processes import in_all_processes
 from jaxllm.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_gguf
+
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 def load(
@@ -111,8 +114,7 @@ def load(
         model, generation_config, tokenizer = (
             in_all_processes(read, CheckpointError) if shared else read()
         )
-    set_generation_config(model, generation_config, tokenizer)
-    return model, tokenizer
+    return with_settings(model, generation_config, tokenizer), tokenizer
 
 
 def _read(
@@ -124,7 +126,7 @@ def _read(
     `options` are those of `load_model`.
     """
     checkpoint = open_checkpoint(path)
-    with checkpoint.weights, paused_collector(), ThreadPoolExecutor(1) as thread:
+    with checkpoint.weights, ThreadPoolExecutor(1) as thread:
         generation_config = read_generation_config(checkpoint)
         tokenizer = thread.submit(tokenizer_of, checkpoint)
 
@@ -172,14 +174,49 @@ def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | None:
     return load_tokenizer(checkpoint.path)
 
 
-def set_generation_config(
+def with_settings(
     model: Model[Any], config: GenerationConfig, tokenizer: Tokenizer | None
-) -> None:
-    """Sets a model's generation defaults and the tokenizer's end token."""
-    model.generation_config = without_unknown_tokens(config, model.config.vocab_size)
+) -> Model[Any]:
+    """The model with generation defaults and the tokenizer's end token in its card.
+
+    Warns of special tokens that the vocabulary does not have. They count as unset.
+    """
+    size, origin = model.config.vocab_size, model.checked_card("load").origin
     eos = None if tokenizer is None else tokenizer.eos_token_id
-    # A chat tokenizer may end turns with a token that config.json does not name.
-    model.extra_eos_token_ids = () if eos is None or eos >= model.config.vocab_size else (eos,)
+    files = {
+        "config.json": {} if origin is None else json.loads(origin.config),
+        "generation_config.json": config.to_dict(),
+        "the tokenizer": {"eos_token_id": eos},
+    }
+    unknown = unknown_tokens(files, size)
+    if unknown:
+        where = "" if origin is None else f"{origin.file}: "
+        named = ", ".join(f"{name} {i} ({file})" for (name, i), file in unknown.items())
+        warn(f"{where}not in the vocabulary of {size} tokens, and so ignored: {named}")
+    return model.with_card(
+        generation_config=without_unknown_tokens(config, size),
+        # A chat tokenizer may end turns with a token that config.json does not name.
+        tokenizer_eos=() if eos is None or eos >= size else (eos,),
+        unknown_eos=tuple(i for name, i in unknown if name == "eos_token_id"),
+    )
+
+
+def unknown_tokens(
+    files: Mapping[str, Mapping[str, Any]], vocab_size: int
+) -> dict[tuple[str, int], str]:
+    """Special tokens that are not in the vocabulary, with the first file that names them.
+
+    >>> unknown_tokens({"a.json": {"eos_token_id": [7, 50256]}, "b.json": {}}, 1000)
+    {('eos_token_id', 50256): 'a.json'}
+    """
+    unknown: dict[tuple[str, int], str] = {}
+    for file, fields in files.items():
+        for name in SPECIAL_TOKENS:
+            value = fields.get(name)
+            for token in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(token, int) and token >= vocab_size:
+                    unknown.setdefault((name, token), file)
+    return unknown
 
 
 def without_unknown_tokens(config: GenerationConfig, vocab_size: int) -> GenerationConfig:
@@ -202,8 +239,7 @@ def read_generation_config(checkpoint: Checkpoint) -> GenerationConfig:
     path = checkpoint.path / "generation_config.json"
     if checkpoint.gguf is None and is_there(path, ConfigError):
         return GenerationConfig.from_file(path)
-    special = {"pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"}
-    names = GENERATION_KEYS | special
+    names = GENERATION_KEYS.union(SPECIAL_TOKENS)
     old: Mapping[str, Any] = {k: v for k, v in checkpoint.config.items() if k in names}
     return GenerationConfig.from_dict(old, where=str(checkpoint.config_file))
 
@@ -248,5 +284,5 @@ def load_orbax(
     tokenizer = load_tokenizer(folder)
     path = folder / "generation_config.json"
     if is_there(path, ConfigError):
-        set_generation_config(model, GenerationConfig.from_file(path), tokenizer)
+        model = with_settings(model, GenerationConfig.from_file(path), tokenizer)
     return model, tokenizer

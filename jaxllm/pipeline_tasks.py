@@ -21,7 +21,7 @@ from jaxllm.generation.stopping.sequence_end import sequence_end, stop_string_ma
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder_only import CausalLM, with_rope_per_row
-from jaxllm.models.model import BaseModel, Model, without_metadata
+from jaxllm.models.model import BaseModel, Model
 from jaxllm.models.t5 import T5ForConditionalGeneration
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.batch import Truncation
@@ -147,7 +147,7 @@ def _outputs(
     Raises:
         NonFiniteError: a result is NaN or infinite.
     """
-    model = with_rope_per_row(without_metadata(pipe.model))
+    model = with_rope_per_row(pipe.model)
 
     def run(texts: list[str]) -> Sequence[np.ndarray]:
         batch = pipe.tokenizer(texts, bucket="power_of_two", return_tensors="np", **encoding)
@@ -194,7 +194,8 @@ def _probabilities(logits: Float[Array, "B C"], config: ModelConfig) -> Float[Ar
 
 def label_names(model: Model[Any]) -> list[str]:
     """Names of a classifier's labels: `id2label` of its config.json, else LABEL_0, ..."""
-    config = {} if model.origin is None else json.loads(model.origin.config)
+    origin = model.checked_card("label names").origin
+    config = {} if origin is None else json.loads(origin.config)
     names = config.get("id2label") or {}
     return [names.get(str(i), f"LABEL_{i}") for i in range(model.config.num_labels)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import warnings
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from jaxllm.checkpoint.save import (
 from jaxllm.common.arguments import checked, checked_path, checks_flags
 from jaxllm.common.atomic_file import write_json
 from jaxllm.common.errors import CheckpointError, InputError
-from jaxllm.common.messages import listed, quoted
+from jaxllm.common.messages import listed, quoted, warn
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.models.model import Model
 from jaxllm.models.weights import parameters
@@ -65,7 +64,7 @@ def save_hf(
         UnsupportedError: the weights are quantized, which only `save_orbax` writes.
     """
     folder = checked_path(folder, "folder")
-    _check_saved(model, tokenizer)
+    _check_saved("save_hf", model, tokenizer)
     if not is_integer(max_shard_bytes) or max_shard_bytes < 1:
         raise InputError(
             f"max_shard_bytes: expected a positive integer, found {quoted(max_shard_bytes)}"
@@ -83,19 +82,19 @@ def save_hf(
     with_host_arrays(parameters(model), write)
 
 
-def _check_saved(model: object, tokenizer: object) -> None:
-    """Raises InputError unless there is a model, and a tokenizer or None."""
+def _check_saved(name: str, model: Any, tokenizer: object) -> None:
+    """Raises InputError unless there is a model with its card, and a tokenizer or None."""
     checked(model, (Model,), "model", "a model")
+    model.checked_card(name)
     checked(tokenizer, (Tokenizer, type(None)), "tokenizer", "a tokenizer or None")
 
 
 def _warn_of_tokenizer(folder: Path) -> None:
     """Warns of a tokenizer that stays in the folder of a model that is replaced."""
     if names := [name for name in FILE_NAMES if (folder / name).exists()]:
-        warnings.warn(
+        warn(
             f"{folder}: keeps the tokenizer of the model that is replaced ({listed(names)}), which "
-            "will be loaded with the new one; give tokenizer= to replace it",
-            stacklevel=2,
+            "will be loaded with the new one; give tokenizer= to replace it"
         )
 
 
@@ -174,7 +173,7 @@ def save_orbax(
         InputError: the model has LoRA, which `save_adapter` and `merge_lora` are for.
     """
     folder = checked_path(folder, "folder")
-    _check_saved(model, tokenizer)
+    _check_saved("save_orbax", model, tokenizer)
     check_no_lora(parameters(model), "save_orbax")
     replaces = (folder / WEIGHTS_FOLDER).is_dir()
     if replaces and tokenizer is None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from pages import run_python
 from paths import DATA, ROOT
 
 import jaxllm
@@ -19,17 +18,8 @@ TEXT = PAGE.read_text(encoding="utf-8")
 
 @pytest.mark.ci
 def test_scripts_run(tmp_path: Path) -> None:
-    namespace: dict = {
-        "__name__": "migration",
-        "GPT2": DATA / "reference" / "tiny-gpt2",
-        "T5": DATA / "reference" / "tiny-t5",
-        "OUTPUT": tmp_path / "saved",
-    }
-    with contextlib.redirect_stdout(io.StringIO()):
-        for block in re.finditer(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL):
-            line = TEXT.count("\n", 0, block.start(1))
-            code = compile("\n" * line + block[1], str(PAGE), "exec")  # tracebacks name the line
-            exec(code, namespace)
+    folders = {name: DATA / "reference" / f"tiny-{name.lower()}" for name in ("GPT2", "T5")}
+    namespace, _ = run_python(PAGE, **folders, OUTPUT=tmp_path / "saved")
     steps, losses = namespace["steps"], namespace["losses"]
     blocks = namespace["batch"]
     assert blocks["input_ids"].shape[1] == namespace["block_size"]

@@ -139,7 +139,9 @@ def test_outputs_that_are_not_finite(task):
     else:
         name = "LlamaForSequenceClassification"
         model = tiny.make("llama", architecture=name, vocab_size=len(tokenizer))
-    pipe = jaxllm.pipeline(task, jax.tree.map(lambda x: x * np.nan, model), tokenizer)
+    pipe = jaxllm.pipeline(
+        task, jax.tree.map(lambda x: x * np.nan, model).with_card(model.card), tokenizer
+    )
     with pytest.raises(NonFiniteError, match=r"inputs\[0\]: the model's output is NaN"):
         pipe("Hello")
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 from pathlib import Path
 
 import pytest
+from pages import run_python
 from paths import ROOT
 
 README = ROOT / "README.md"
@@ -16,17 +15,11 @@ TEXT = README.read_text(encoding="utf-8")
 
 @pytest.mark.ci
 def test_python_blocks_run(smollm2_gguf: Path) -> None:
-    namespace: dict[str, object] = {"__name__": "readme"}
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        for block in re.finditer(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL):
-            line = TEXT.count("\n", 0, block.start(1))
-            code = compile("\n" * line + block[1], str(README), "exec")  # tracebacks name the line
-            exec(code, namespace)
-    answer, streamed, samples, *_ = printed.getvalue().splitlines()
+    _, printed = run_python(README)
+    answer, streamed, samples, *_ = printed.splitlines()
     assert answer == streamed == "The capital of France is Paris."
     assert samples == "4"
-    assert "[[-inf   6.   4.]]" in printed.getvalue()
+    assert "[[-inf   6.   4.]]" in printed
 
 
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#]+)\)", TEXT))))

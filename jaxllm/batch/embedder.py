@@ -16,7 +16,7 @@ from jaxllm.generation.inputs.batching import run_in_batches
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, padded_rows
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.models.decoder_only import with_rope_per_row
-from jaxllm.models.model import Model, without_metadata
+from jaxllm.models.model import Model
 from jaxllm.parallel.mesh import row_shards, use_mesh
 from jaxllm.parallel.placement import mesh_of
 
@@ -47,7 +47,7 @@ class Embedder:
         *,
         rows: int | None = None,
     ) -> None:
-        self._model = with_rope_per_row(without_metadata(model))
+        self._model = with_rope_per_row(model)
         self._mesh = mesh_of(model)
         self._context, self._pooling = context, pooling
         shards = row_shards(self._mesh)

@@ -26,7 +26,6 @@ from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.models.decoder_only import with_rope_per_row
-from jaxllm.models.model import without_metadata
 from jaxllm.parallel.mesh import row_shards
 from jaxllm.parallel.placement import mesh_of
 from jaxllm.tokenizers.tokenizer import Tokenizer
@@ -97,7 +96,7 @@ class BatchGenerator:
         self._slots = checked_slots(slots, self.mesh)
         GenerationConfig(**fields)
         self.model, self.tokenizer = model, tokenizer
-        self._model = with_rope_per_row(without_metadata(model))
+        self._model = with_rope_per_row(model)
         self._reader = RowReader(
             model,
             tokenizer,

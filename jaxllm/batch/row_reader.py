@@ -15,7 +15,7 @@ from jaxllm.batch.constraints import CONSTRAINT_KEYS, ConstraintCompiler
 from jaxllm.batch.row_prompts import PromptReader, RowPrompt, checked_row
 from jaxllm.batch.rows import BatchRow, RawRow
 from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.common.messages import quoted
+from jaxllm.common.messages import quoted, warn
 from jaxllm.generation.call import prompts
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.inputs.arguments import CallArguments
@@ -175,7 +175,9 @@ class RowReader:
             config, eos = merged_config(self._model, None, {**job, **fields})
         for warning in caught:
             # An unused field is an error only if the row itself sets it.
-            if isinstance(warning.message, UnusedFieldWarning) and warning.message.field in fields:
+            if not isinstance(warning.message, UnusedFieldWarning):
+                warn(warning.message)
+            elif warning.message.field in fields:
                 raise InputError(str(warning.message))
         for name, value in config.to_dict().items():
             if value and FIELDS[name].per_call:

@@ -37,7 +37,7 @@ class SlotPool:
     """The slots of one group, and the task in each of them.
 
     Args:
-        model: without metadata (`without_metadata`).
+        model: the model, with RoPE lengths per row.
         settings: settings of one row, [1], which free slots get.
         mesh: of the model.
         few: slots that are decoded alone while the others are free; None: all always are.

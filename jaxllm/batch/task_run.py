@@ -38,7 +38,7 @@ class TaskRun:
     """Runs the tasks of one group in one pool of slots.
 
     Args:
-        model: without metadata (`without_metadata`).
+        model: the model, with RoPE lengths per row.
         tasks: all fit `sizes`.
         mesh: of the model.
     """

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -43,7 +42,7 @@ from jaxllm.common.errors import (
 from jaxllm.common.strict_json import read_json
 from jaxllm.models.build_options import Options
 from jaxllm.models.config import ModelConfig
-from jaxllm.models.model import Model, Origin
+from jaxllm.models.model import Card, Model, Origin, model_shapes
 from jaxllm.models.quantize import (
     BLOCK_FORMATS,
     FORMATS,
@@ -145,7 +144,7 @@ def load_model(
         remat=remat,
         scan_layers=scan_layers,
     )
-    shapes = nnx.eval_shape(lambda: spec.make(spec.config, options, rngs=None))
+    shapes = model_shapes(spec.make, spec.config, options)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
     expected = {parameter_path(path): leaf for path, leaf in leaves}
     stripped = lacks_prefix(spec.table, source.names())
@@ -168,7 +167,7 @@ def load_model(
     values = [arrays.get(parameter_path(path), shape) for path, shape in leaves]
     model = with_matrices(jax.tree_util.tree_unflatten(treedef, values), matrices)
     named_class = {} if architecture is None else {"architectures": [spec.architecture]}
-    model.origin = Origin(
+    origin = Origin(
         config=json.dumps(with_overrides(checkpoint, overrides) | named_class),
         dtypes=tuple(sorted((n, source.info(n).dtype.name) for n in {*entries, *dict(copies)})),
         copies=copies,
@@ -176,7 +175,7 @@ def load_model(
         file=str(checkpoint.path),
         quantized=checkpoint.gguf is not None,
     )
-    return model
+    return model.with_card(Card(spec.config, origin=origin))
 
 
 def matrix_readers(

@@ -21,7 +21,7 @@ from jaxllm.checkpoint.tensor_checks import tensor_name
 from jaxllm.common.atomic_file import make_folder, write_json
 from jaxllm.common.errors import CheckpointError, InputError, UnsupportedError
 from jaxllm.common.messages import listed
-from jaxllm.models.model import Model, Origin
+from jaxllm.models.model import Model
 from jaxllm.models.registry import FAMILIES, architecture_of
 from jaxllm.models.weights import is_quantized
 
@@ -89,7 +89,7 @@ def hf_tensors(
     """The model's parameters as Hugging Face tensors, in their own dtype."""
     model_type, _ = architecture_of(model)
     table = FAMILIES[model_type].table(model.config)
-    origin: Origin | None = model.origin
+    origin = model.checked_card("save_hf").origin
     check_no_lora(arrays, "save_hf")
     if is_quantized(model):
         raise UnsupportedError(
@@ -120,7 +120,7 @@ def original_dtypes(model: Model[Any], tensors: Mapping[str, LazyHostArray]) -> 
     So a half-precision checkpoint that was loaded as float32 is saved with its original bytes; if
     it was trained further in float32 it is saved in float32.
     """
-    origin: Origin | None = model.origin
+    origin = model.checked_card("save_hf").origin
     if origin is None or origin.quantized:
         return {}
     dtypes = {name: jnp.dtype(dtype) for name, dtype in origin.dtypes}
@@ -141,7 +141,7 @@ def is_lossless(x: np.ndarray, dtype: DTypeLike) -> bool:
 
 def saved_config(model: Model[Any], dtypes: dict[str, str]) -> dict[str, Any]:
     """The checkpoint's config.json with the caller's changes; `dtypes` are those being saved."""
-    origin: Origin | None = model.origin
+    origin = model.checked_card("save_hf").origin
     model_type, architecture = architecture_of(model)
     current = model.config.to_json(model_type, architecture)
     if origin is None:

@@ -12,7 +12,6 @@ import jaxllm
 from jaxllm.cli import signals
 from jaxllm.cli.exits import USAGE_ERROR, one_line, run_command
 from jaxllm.cli.streams import escape_on_stdout, open_missing_streams
-from jaxllm.common.collector import paused_collector
 
 # Each command's module has `main(argv, program) -> int`, and is imported on use.
 COMMANDS = {
@@ -55,8 +54,7 @@ def _about(arguments: list[str]) -> int:
 def run_named(name: str, program: str, argv: Sequence[str] | None = None) -> int:
     """Runs a command; signals are handled before its module, and so JAX, is imported."""
     with signals.handled(program):
-        with paused_collector():
-            module = importlib.import_module(COMMANDS[name][0])
+        module = importlib.import_module(COMMANDS[name][0])
         return module.main(argv, program=program)
 
 

@@ -1,10 +1,14 @@
-"""Parts of error messages: values and names from files, shortened."""
+"""Warnings, and parts of error messages: values and names from files, shortened."""
 
 from __future__ import annotations
 
+import inspect
 import math
+import warnings
 from collections.abc import Sequence
 
+INNER_PACKAGES = ("jaxllm", "jax", "jaxtyping", "flax", "functools", "contextlib")
+"""Packages whose frames may lie between a caller and a warning."""
 MAX_CHARACTERS = 120
 MAX_NAMES = 10
 
@@ -45,3 +49,14 @@ def listed(names: Sequence[str]) -> str:
         shown.pop()
     more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
     return ", ".join(shown) + more
+
+
+def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
+    """Warns with the file and the line of the caller of jaxllm."""
+    frame, level = inspect.currentframe(), 1
+    while frame and frame.f_back:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in INNER_PACKAGES:
+            break
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

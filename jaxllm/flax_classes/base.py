@@ -33,7 +33,7 @@ from jaxllm.models.flax_params import (
     with_flax_params,
 )
 from jaxllm.models.language_model import LanguageModel
-from jaxllm.models.model import Model
+from jaxllm.models.model import Card, Model
 from jaxllm.models.pretrained import pretrained
 
 _ATTRIBUTES = {
@@ -75,13 +75,14 @@ class FlaxPreTrainedModel:
             model = make(config, seed=seed, dtype=dtype, **options)
         else:
             model = jax.eval_shape(lambda: make(config, dtype=dtype, **options))
+            model = model.with_card(Card(config))
         self._set_model(model)
 
     def _set_model(self, model: Model[Any]) -> None:
         def shape(x: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
-        self._structure: Any = jax.tree.map(shape, model)
+        self._structure: Any = jax.tree.map(shape, model).with_card(model.card)
         has_weights = all(isinstance(x, jax.Array) for x in jax.tree.leaves(model))
         self._bound: Any = model if has_weights else None
         self._params: Mapping[str, Any] | None = None

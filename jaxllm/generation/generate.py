@@ -11,7 +11,6 @@ from typing import Any, Protocol, TypeVar
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.common.collector import paused_collector
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.common.messages import quoted
 from jaxllm.common.progress import progress_phase
@@ -42,7 +41,6 @@ from jaxllm.generation.strategies.records import check_record_size
 from jaxllm.generation.strategies.strategy import DecodeState, Result
 from jaxllm.models.decoder import Decoder, GenerativeModel
 from jaxllm.models.decoder_only import with_rope_length
-from jaxllm.models.model import without_metadata
 from jaxllm.parallel.mesh import use_mesh
 
 Prefilled = TypeVar("Prefilled")
@@ -198,24 +196,24 @@ def _chunks(model: Decoder, request: Request, chunk_size: int) -> Iterator[np.nd
 
 def run(model: GenerativeModel, request: Request, streamer: Streamer | None) -> GenerateOutput:
     """Runs the programs of a call: prefill, decode loop and finish."""
-    bare, strategy, settings = program_model(model, request), request.strategy, request.settings
+    decoder = program_model(model, request)
+    strategy, settings = request.strategy, request.settings
     max_length = request.max_length
     if request.traced:
         for name, on_host in (("streamer", streamer), ("max_time", request.time_limits)):
             if on_host:
                 raise InputError(f"{name}: works on the host, outside jax.jit")
-        state = run_prefill(bare, request, prefill)
-        state = decode(strategy, bare, state, settings, jnp.int32(max_length))
+        state = run_prefill(decoder, request, prefill)
+        state = decode(strategy, decoder, state, settings, jnp.int32(max_length))
         result = finish(strategy, state, settings)
         past = past_key_values(model, request, state)
         return generate_output(request, result, past, max_length, max_length - request.start_len)
     if streamer is not None or request.time_limits:
-        result, state = run_by_token(bare, request, streamer)
+        result, state = run_by_token(decoder, request, streamer)
     else:
         with reraise_failures():
-            with paused_collector():  # a first call traces the programs
-                state = run_prefill(bare, request, prefill_program)
-                state = run_decode(strategy, bare, state, settings, max_length)
+            state = run_prefill(decoder, request, prefill_program)
+            state = run_decode(strategy, decoder, state, settings, max_length)
             result = fetch_result(finish_program(strategy, state, settings))
     past = past_key_values(model, request, state)
     return generate_output(request, result, past, int(result.length), int(result.steps))
@@ -310,7 +308,6 @@ def run_prefill(model: Decoder, request: Request, program: Callable[..., Prefill
 
 
 def program_model(model: GenerativeModel, request: Request) -> Decoder:
-    """The model as an argument of the compiled programs: without metadata, and with guidance
-    wrapped in `Guided`."""
-    bare = with_rope_length(without_metadata(model), request.rope_length)
-    return bare if request.negative is None else Guided(bare, request.negative)
+    """The model as an argument of the compiled programs, with guidance wrapped in `Guided`."""
+    decoder = with_rope_length(model, request.rope_length)
+    return decoder if request.negative is None else Guided(decoder, request.negative)

@@ -23,6 +23,8 @@ from jaxllm.nn.linear import Linear
 class SequenceClassifier(DecoderOnly):
     """Backbone and a linear head on each row's last real token, with left or right padding."""
 
+    config_reads = ("pad_token_id", "num_labels", "problem_type")
+
     score: Linear
 
     def __init__(

@@ -106,6 +106,29 @@ class ModelConfig(metaclass=_ConfigType):
                 f"{quoted(self.problem_type)}"
             )
 
+    def forward_part(self, *reads: str) -> Self:
+        """The part of the config that the forward pass reads, which is part of a model's tree
+        structure.
+
+        Models that compute the same have equal ones: each value has one spelling, and fields that
+        the forward pass does not read are None or 0.
+
+        Args:
+            reads: fields that the model's class reads, although most classes do not.
+
+        >>> from jaxllm.models import LlamaConfig
+        >>> base, instruct = LlamaConfig(eos_token_id=2), LlamaConfig(eos_token_id=7)
+        >>> base.forward_part() == instruct.forward_part()
+        True
+        """
+        values = {name: value for name, value in self.forward_values().items() if name not in reads}
+        return dataclasses.replace(self, **values)
+
+    def forward_values(self) -> dict[str, Any]:
+        """Fields that `forward_part` changes; families add theirs."""
+        tokens = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+        return {**dict.fromkeys(tokens), "num_labels": 0, "problem_type": None}
+
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         eos = self.eos_token_id
@@ -196,6 +219,9 @@ class DecoderOnlyConfig(ModelConfig):
 
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
+
+    def forward_values(self) -> dict[str, Any]:
+        return super().forward_values() | {"initializer_range": 0.0}
 
 
 def read_config(

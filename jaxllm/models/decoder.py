@@ -107,10 +107,17 @@ class EncoderDecoder(Decoder, Protocol):
 
 
 class GenerativeModel(Decoder, Protocol):
-    """Interface of a decoder with the generation settings of its checkpoint (see `Model`)."""
+    """Interface of a decoder with the card of its checkpoint (see `Model`)."""
 
     generation_config: Any
-    extra_eos_token_ids: tuple[int, ...]
+
+    @property
+    def card(self) -> Any: ...
+
+    @property
+    def forward_config(self) -> ModelConfig: ...
+
+    def checked_card(self, purpose: str) -> Any: ...
 
     @property
     def cache_slot_tile(self) -> int:

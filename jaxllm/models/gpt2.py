@@ -58,6 +58,10 @@ class GPT2Config(cfg.DecoderOnlyConfig):
     bos_token_id: int | None = 50256
     eos_token_id: int | tuple[int, ...] | None = 50256
 
+    def forward_values(self) -> dict[str, Any]:
+        inner = 4 * self.n_embd if self.n_inner is None else self.n_inner
+        return super().forward_values() | {"n_inner": inner, "reorder_and_upcast_attn": False}
+
     @property
     def max_positions(self) -> int:
         return self.n_positions
@@ -150,7 +154,7 @@ class GPT2Backbone(Backbone[GPT2Config]):
         def embedding(rows: int) -> Embedding:
             return Embedding(rows, c.n_embd, std=c.initializer_range, rngs=rngs, **dtypes)
 
-        self.config = c
+        self.config = c.forward_part()
         self.embed, self.positions = embedding(c.vocab_size), embedding(c.n_positions)
         self.stack = Stack(
             [block(i) for i in range(c.n_layer)],

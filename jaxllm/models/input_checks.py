@@ -95,6 +95,12 @@ def token_id_array(name: str, ids: object, vocab_size: int) -> Int[Array, "B T"]
 def checked_token_ids(name: str, ids: Any, vocab_size: int) -> Any:
     """Checked token ids as a numpy int32 array; tracers are returned unchanged."""
     ids = on_host(name, ids)
+    if ids.dtype.kind in "US" and ids.size:
+        raise InputError(
+            f"{name}: expected token ids, found the text {quoted(str(ids.flat[0]))}; encode it: "
+            'tokenizer(texts, padding=True, return_tensors="np"), or use '
+            "jaxllm.generate_texts(model, texts, tokenizer)"
+        )
     if ids.ndim != 2 or ids.size == 0:
         raise InputError(f"{name}: expected a non-empty [batch, length], found {ids.shape}")
     if not jnp.issubdtype(ids.dtype, jnp.integer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from jaxllm.models import config_checks as checks
 from jaxllm.models.classifier import SequenceClassifier
@@ -25,6 +26,9 @@ class LlamaConfig(RotaryConfig):
     attention_bias: bool = False
     mlp_bias: bool = False
     pretraining_tp: int = 1
+
+    def forward_values(self) -> dict[str, Any]:
+        return super().forward_values() | {"pretraining_tp": 0}
 
     def check(self) -> None:
         super().check()

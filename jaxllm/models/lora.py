@@ -113,7 +113,8 @@ def add_lora(model: M, config: LoraConfig | None = None, *, key: int | Array = 0
         key: seed or key of the random A.
 
     Returns:
-        The model; its `modules_to_save` are the paths of the modules that are fully trained.
+        The model; `modules_to_save` of its card are the paths of the modules that are fully
+        trained.
 
     Raises:
         InputError: a pattern matches no module (the error lists the existing ones), or the model
@@ -154,10 +155,9 @@ def new_layer(base: Linear, config: LoraConfig, key: Array) -> LoraLinear:
 
 
 def with_lora(model: M, layers: Mapping[str, LoraLinear], saved: Iterable[str]) -> M:
-    """Replaces layers by their LoRA versions and sets `modules_to_save`."""
-    model = replace_modules(model, layers)
-    model.modules_to_save = tuple(saved)
-    return model
+    """Replaces layers by their LoRA versions and sets `modules_to_save` of the card."""
+    model.checked_card("add_lora")
+    return replace_modules(model, layers).with_card(modules_to_save=tuple(saved))
 
 
 def merge_lora(model: M) -> M:
@@ -172,8 +172,7 @@ def merge_lora(model: M) -> M:
     if not layers:
         raise InputError("merge_lora: the model has no LoRA")
     model = replace_modules(model, {path: layer.merged() for path, layer in layers.items()})
-    model.modules_to_save = ()
-    return model
+    return model if model.card is None else model.with_card(modules_to_save=())
 
 
 def lora_layers(model: Model[Any]) -> dict[str, LoraLinear]:
@@ -192,11 +191,12 @@ def check_plain(model: Model[Any]) -> None:
 
 def replace_modules(model: M, modules: Mapping[str, nnx.Module]) -> M:
     """Replaces the modules at these paths in a copy of the model; all arrays are shared."""
+    card = model.card
     model = jax.tree.map(lambda x: x, model)
     for path, module in modules.items():
         parent, _, name = path.rpartition(".")
         setattr(module_at(model, parent), name, module)
-    return model
+    return model if card is None else model.with_card(card)
 
 
 def module_at(model: Model[Any], path: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from jaxllm.models import config_checks as checks
 from jaxllm.models.classifier import SequenceClassifier
@@ -22,6 +23,9 @@ class MistralConfig(RotaryConfig):
     bos_token_id: int | None = 1
     eos_token_id: int | tuple[int, ...] | None = 2
     sliding_window: int | None = 4096
+
+    def forward_values(self) -> dict[str, Any]:
+        return super().forward_values() | {"sliding_window": None}  # the layers have it
 
     def check(self) -> None:
         super().check()

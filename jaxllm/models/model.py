@@ -1,11 +1,11 @@
-"""Base class of all models: config, weights and checkpoint metadata."""
+"""Base class of all models: weights as a pytree, and a card with the rest of the files."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Metadata of a model's checkpoint, needed to save the same files again."""
+    """What is needed to save the files of a checkpoint again as they were."""
 
     config: str
     """Text of config.json."""
@@ -46,32 +46,126 @@ class Origin:
     quantized: bool = False
 
 
-class Model(Pretrained, nnx.Module, Generic[C]):
-    """Config, weights, and metadata that the forward pass does not use.
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """What the files of a model say beside its weights; the forward pass needs none of it."""
 
-    Attributes other than weights are static: part of the pytree's structure, and so of the key of
-    compiled programs. `without_metadata` resets those that programs should not depend on.
+    config: Any
+    """`ModelConfig` of config.json, with special tokens and context length."""
+    generation_config: Any = None
+    """`GenerationConfig` of the checkpoint: defaults of `generate()`. None: there is none."""
+    tokenizer_eos: tuple[int, ...] = ()
+    """End token of the tokenizer, which config.json may lack; it also ends a sequence."""
+    unknown_eos: tuple[int, ...] = ()
+    """End tokens that the files name and that the vocabulary does not have."""
+    origin: Origin | None = None
+    """Files of the checkpoint that the model was loaded from, if any."""
+    modules_to_save: tuple[str, ...] = ()
+    """Paths of modules that are fully trained beside LoRA, and saved with the adapter."""
+
+
+class Carded:
+    """Mixin of modules with a card that is no part of their pytree.
+
+    NNX flattens `vars(module)`, which does not hold slots, so the card does not influence the tree
+    structure. Copies and pickles of a module keep the card. The result of a JAX transformation or
+    of `nnx.merge` has none.
+    """
+
+    __slots__ = ("_card",)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_card": getattr(self, "_card", None)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        object.__setattr__(self, "_card", state["_card"])
+        vars(self).update({name: x for name, x in state.items() if name != "_card"})
+
+    def __deepcopy__(self, memo: Any = None) -> Self:
+        copied: Any = super().__deepcopy__(memo)  # pyright: ignore[reportAttributeAccessIssue]
+        object.__setattr__(copied, "_card", getattr(self, "_card", None))
+        return copied
+
+
+class Model(Pretrained, Carded, nnx.Module, Generic[C]):
+    """Weights and the config of the forward pass as a pytree, with a card beside it.
+
+    The tree structure depends on what the forward pass reads, and on nothing else. Models of one
+    architecture share compiled programs and can be averaged with `jax.tree.map`. The card holds the
+    rest of the files: whole config, special tokens, generation settings, origin. A model that comes
+    out of a JAX transformation has no card; `with_card` gives it one.
     """
 
     is_encoder_decoder = False
+    config_reads: ClassVar[tuple[str, ...]] = ()
+    """Config fields that the forward pass of this class reads and that of most classes does not;
+    see `ModelConfig.forward_part`."""
 
-    config: C
-    generation_config: Any
-    """`GenerationConfig` of the checkpoint: defaults of `generate()`. None: there is none."""
-    extra_eos_token_ids: tuple[int, ...]
-    """End token of the tokenizer, which config.json may lack; it also ends a sequence."""
-    origin: Origin | None
-    """Metadata of the checkpoint that the model was loaded from, if any."""
-    modules_to_save: tuple[str, ...]
-    """Paths of modules that are fully trained beside LoRA, and saved with the adapter."""
+    forward_config: C
+    """The part of the config that the forward pass reads; the rest of its fields is None or 0."""
 
     def __init__(self, config: C):
         config.check()
-        self.config = config
-        self.generation_config = None
-        self.extra_eos_token_ids = ()
-        self.origin = None
-        self.modules_to_save = ()
+        self.forward_config = config.forward_part(*self.config_reads)
+        object.__setattr__(self, "_card", Card(config))
+
+    @property
+    def card(self) -> Card | None:
+        """What the model's files say beside the weights. None after a JAX transformation."""
+        return getattr(self, "_card", None)
+
+    def with_card(self, card: Card | None = None, **fields: Any) -> Self:
+        """A copy with this card, or with some fields of its own card changed; shares the weights.
+
+        A model that a JAX transformation returned gets its card back with
+        ``averaged.with_card(model.card)``.
+
+        Raises:
+            InputError: the card belongs to a model of another architecture.
+        """
+        checked(card, (Card, type(None)), "card", "the card of a model")
+        card = self.checked_card("with_card") if card is None else card
+        card = dataclasses.replace(card, **fields) if fields else card
+        if card.config.forward_part(*self.config_reads) != self.forward_config:
+            raise InputError("with_card: the card belongs to a model of another architecture")
+        copied = shallow_copy(self)
+        object.__setattr__(copied, "_card", card)
+        return copied
+
+    def checked_card(self, purpose: str) -> Card:
+        """The card; without one an InputError says what for it is needed and how to give it."""
+        if self.card is None:
+            raise InputError(
+                f"{purpose}: this {type(self).__name__} came out of a JAX transformation, which "
+                "keeps the weights but not the card with config.json, special tokens, generation "
+                "settings and origin; use model.with_card(original.card)"
+            )
+        return self.card
+
+    @property
+    def config(self) -> C:
+        """The config. Without a card only what the forward pass reads (`forward_config`)."""
+        return self.forward_config if self.card is None else self.card.config
+
+    @config.setter
+    def config(self, value: C) -> None:
+        card = dataclasses.replace(self.checked_card("config"), config=value)
+        object.__setattr__(self, "_card", card)
+        object.__setattr__(self, "forward_config", value.forward_part(*self.config_reads))
+
+    @property
+    def generation_config(self) -> Any:
+        """`GenerationConfig` of the checkpoint: defaults of `generate()`. None: there is none.
+
+        Raises:
+            InputError: the model has no card.
+        """
+        return self.checked_card("generation_config").generation_config
+
+    @generation_config.setter
+    def generation_config(self, value: Any) -> None:
+        card = self.checked_card("generation_config")
+        object.__setattr__(self, "_card", dataclasses.replace(card, generation_config=value))
 
     @property
     def embedding(self) -> Embedding:
@@ -95,31 +189,46 @@ class Model(Pretrained, nnx.Module, Generic[C]):
             InputError: a special token of the config would have no row, or quantized weights.
         """
         checked(size, (int, np.integer), "size", "an integer")
+        card = self.checked_card("resize_token_embeddings")
         if is_quantized(self):
             raise InputError(
                 f"resize_token_embeddings({size}): the weights are quantized; load the model "
                 "without quantize="
             )
-        config = dataclasses.replace(self.config, vocab_size=size)
+        config = dataclasses.replace(card.config, vocab_size=size)
         try:
             config.check()
             check_token_ids(config)
         except ValueError as error:
             raise InputError(f"resize_token_embeddings({size}): {error}") from None
         resized = {
-            name: _resized(x, self.config.vocab_size, size)
+            name: _resized(x, card.config.vocab_size, size)
             for name, x in parameters(self).items()
             if name.split(".")[-2] in ("embed", "shared", "lm_head")
         }
         model: Any = with_parameters(self, resized)
+        forward_config = config.forward_part(*self.config_reads)
         if hasattr(model, "backbone"):
-            model = shallow_copy(model, backbone=shallow_copy(model.backbone, config=config))
-        return shallow_copy(model, config=config)
+            backbone = shallow_copy(model.backbone, config=config.forward_part())
+            model = shallow_copy(model, backbone=backbone)
+        model = shallow_copy(model, forward_config=forward_config)
+        return model.with_card(card, config=config)
 
     def __repr__(self) -> str:
         return summary(self)
 
     __str__ = __repr__
+
+
+def model_shapes(make: Callable[..., Any], config: ModelConfig, options: Any) -> Any:
+    """A model of `jax.ShapeDtypeStruct` parameters, with the card of its config.
+
+    Args:
+        make: class of the model.
+        options: `Options` of the model's layers.
+    """
+    shapes = nnx.eval_shape(lambda: make(config, options, rngs=None))
+    return shapes.with_card(Card(config))
 
 
 def _resized(x: Float[jax.Array, "V D"], old: int, size: int) -> Float[jax.Array, "W D"]:
@@ -157,10 +266,3 @@ def model_call(call: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, 
         return call(self, *args, **own)  # pyright: ignore[reportCallIssue]
 
     return wrapped
-
-
-def without_metadata(model: M) -> M:
-    """A copy without metadata, so that models of one config share programs; shares weights."""
-    return shallow_copy(
-        model, generation_config=None, extra_eos_token_ids=(), origin=None, modules_to_save=()
-    )

@@ -31,6 +31,8 @@ from jaxllm.models.config import ModelConfig
 class Pretrained:
     """Methods to load, build, save and publish a model, with transformers' names."""
 
+    __slots__ = ()  # NNX wants none in its classes, and looks here before it looks at `Carded`
+
     if not TYPE_CHECKING:
 
         def __new__(cls, *args: Any, **options: Any) -> Self:
@@ -134,7 +136,10 @@ class Pretrained:
             if name in ATTRIBUTES:
                 where = f"{type(self).__name__!r} object has no attribute {name!r}"
                 raise AttributeError(f"{where}: {ATTRIBUTES[name]}")
-            super().__setattr__(name, value)
+            if isinstance(getattr(type(self), name, None), property):
+                object.__setattr__(self, name, value)  # NNX would make it part of the pytree
+            else:
+                super().__setattr__(name, value)
 
         def __getattr__(self, name: str) -> Any:
             """Explains attributes of transformers' Flax classes; called for missing names only."""

@@ -7,6 +7,7 @@ attention in the upper layers.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from jaxllm.common.errors import ConfigError, UnsupportedError
 from jaxllm.common.messages import quoted
@@ -41,6 +42,11 @@ class Qwen2Config(RotaryConfig):
         types = self.layer_types
         sliding = layer >= self.max_window_layers if types is None else types[layer] == SLIDING
         return self.sliding_window if sliding else None
+
+    def forward_values(self) -> dict[str, Any]:
+        # The layers have their windows.
+        windows = {"sliding_window": None, "max_window_layers": 0, "layer_types": None}
+        return super().forward_values() | {"use_sliding_window": False, **windows}
 
     def check(self) -> None:
         super().check()

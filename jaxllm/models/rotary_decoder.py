@@ -90,8 +90,17 @@ class RotaryConfig(cfg.DecoderOnlyConfig):
         }
 
     @property
-    def context_length(self) -> int:
-        return self.max_position_embeddings
+    def context_length(self) -> int | None:
+        return self.max_position_embeddings or None
+
+    def forward_values(self) -> dict[str, Any]:
+        is_dynamic = self.rotary.rope_type == "dynamic"
+        return super().forward_values() | {
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.size_per_head,
+            "max_position_embeddings": self.max_position_embeddings if is_dynamic else 0,
+            "rope": self.rotary.without_unused(),
+        }
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
@@ -230,12 +239,14 @@ class RotaryModel(Backbone[C]):
 
     def __init__(self, config: C, options: Options, *, rngs: nnx.Rngs | None):
         make = LayerFactory(config, options, rngs)
-        self.config, self.rope, self.rope_per_row = config, config.rotary, False
+        self.config = config
+        self.rope, self.rope_per_row = config.rotary.without_unused(), False
         self.embed = make.embedding()
         blocks = [self.block(make, layer) for layer in range(config.num_hidden_layers)]
         self.stack = Stack(
             blocks, make.norm(), remat=options.remat, scan_layers=options.scan_layers
         )
+        self.config = config.forward_part()
 
     def block(self, make: LayerFactory, layer: int) -> Block:
         """Builds block number `layer`."""

@@ -155,4 +155,5 @@ def with_parameters(model: Model[Any], changed: Mapping[str, jax.Array]):
     if unknown:
         raise KeyError(f"{', '.join(sorted(unknown))}: the model has no such parameter")
     values = [changed.get(parameter_path(path), leaf) for path, leaf in leaves]
-    return jax.tree_util.tree_unflatten(treedef, values)
+    made = jax.tree_util.tree_unflatten(treedef, values)
+    return made if model.card is None else made.with_card(model.card)

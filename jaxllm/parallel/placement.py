@@ -91,11 +91,15 @@ def put_everywhere(tree: T, mesh: Mesh) -> T:
 def put_tree(tree: T, mesh: Mesh, shardings: object = None) -> T:
     """Shards the leaves over the mesh; every process passes whole arrays and keeps its shards.
 
+    A model, or the state of a training run, keeps its card.
+
     Args:
         shardings: a tree of the same structure; None: `tree_shardings`.
     """
     shardings = tree_shardings(tree, mesh) if shardings is None else shardings
-    return jax.tree.map(put, tree, shardings)
+    placed: Any = jax.tree.map(put, tree, shardings)
+    card = getattr(tree, "card", None)
+    return placed if card is None else placed.with_card(card)
 
 
 def put(x: object, sharding: Sharding) -> Any:

@@ -21,6 +21,7 @@ from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError
 from jaxllm.common.messages import quoted
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.build_options import Options
+from jaxllm.models.model import Card, model_shapes
 from jaxllm.models.quantize import layer_formats, quantized_shapes
 from jaxllm.nn.attention import implementation_for
 from jaxllm.parallel.mesh import check_heads, check_mesh
@@ -78,7 +79,7 @@ def abstract_model(
         remat=remat,
         scan_layers=scan_layers,
     )
-    model = jax.eval_shape(lambda: spec.make(spec.config, options, rngs=None))
+    model = model_shapes(spec.make, spec.config, options)
     if quantize is not None:
         model = quantized_shapes(model, layer_formats(model, quantize))
     if mesh is not None:
@@ -86,8 +87,7 @@ def abstract_model(
         model = put_tree(model, mesh)
     else:
         model = on_device(model, device if device is not None else jax.devices()[0])
-    model.generation_config = GenerationConfig()
-    return model
+    return model.with_card(Card(spec.config, generation_config=GenerationConfig()))
 
 
 def read_source(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:

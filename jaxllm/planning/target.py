@@ -12,7 +12,7 @@ from jax.extend.backend import backends
 from jax.sharding import Mesh
 
 from jaxllm.common.compile_cache import without_compile_cache
-from jaxllm.models.model import Model, without_metadata
+from jaxllm.models.model import Model
 from jaxllm.parallel.mesh import use_mesh
 from jaxllm.parallel.placement import mesh_of, put_everywhere
 from jaxllm.planning.abstract import device_bytes, on_device, shapes_of
@@ -60,9 +60,9 @@ class Target:
     """A model and the devices that programs are lowered for."""
 
     model: Any
-    """Shapes with shardings, and without metadata: an argument of the compiled programs."""
+    """Shapes with shardings: an argument of the compiled programs."""
     unplaced: Any
-    """Shapes without shardings, and with the metadata that the host reads."""
+    """Shapes without shardings, with the model's card, which the host reads."""
     mesh: Mesh | None
     device: Any
     """The device, or the mesh's first one."""
@@ -75,7 +75,7 @@ class Target:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), model
         )
         unplaced = jax.tree.map(lambda x: x.update(sharding=None), placed)
-        return Target(without_metadata(placed), unplaced, mesh, device)
+        return Target(placed, unplaced.with_card(model.card), mesh, device)
 
     def everywhere(self, tree: Any) -> Any:
         """Shapes of arrays that every device holds whole."""

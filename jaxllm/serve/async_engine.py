@@ -27,7 +27,6 @@ from jaxllm.generation.inputs.values import bucket, is_integer
 from jaxllm.generation.processors.host.grammar import GrammarLogitsProcessor
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.decoder_only import with_rope_per_row
-from jaxllm.models.model import without_metadata
 from jaxllm.parallel.mesh import row_shards
 from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.serve.admission import PrefixCounts
@@ -122,18 +121,18 @@ class AsyncEngine:
         self.context = sizes.columns if limit is None else min(sizes.columns, limit)
         prefill = prefill_options(model, sizes.columns, prefill_chunk_size, kept_prefixes, mesh)
         self._widths = buckets(min(self.context, prefill.longest_whole))
-        bare = with_rope_per_row(without_metadata(model))
+        per_row = with_rope_per_row(model)
         group = live_group(steps_per_call, model.config.vocab_size)
         reader = RowReader(model, tokenizer, fields, seed, default_new_tokens)
-        self._reader = LiveRowReader(bare, reader, group, sizes)
+        self._reader = LiveRowReader(per_row, reader, group, sizes)
         widest = self._warm_up_task(self._widths[-1])
         budget = memory_budget(memory, 1 if mesh is None else mesh.size)
 
         def few_of(slots: int) -> int | None:
-            return few_slots(slots, platform_of_arrays(bare)) if mesh is None else None
+            return few_slots(slots, platform_of_arrays(per_row)) if mesh is None else None
 
         def predicted(slots: int) -> Prediction:
-            pool = predict(bare, None, group, budget, mesh, [widest], sizes, slots)
+            pool = predict(per_row, None, group, budget, mesh, [widest], sizes, slots)
             copy = pool.cache * (few_of(slots) or 0) // slots
             return dataclasses.replace(pool, cache=pool.cache + copy + prefill.nbytes)
 
@@ -142,7 +141,7 @@ class AsyncEngine:
             raise InputError(f"memory: {self.memory} do not fit; lower context, or raise memory")
         sizes = sizes.with_slots(self.memory.slots)
         few = few_of(sizes.slots)
-        self._run = LiveRun(bare, group, sizes, widest.row, self.counts, mesh, prefill, few)
+        self._run = LiveRun(per_row, group, sizes, widest.row, self.counts, mesh, prefill, few)
         prepare = self._warm_up if warm_up else lambda: None
         self._thread = EngineThread(self._run, queue_size, prepare)
         self._numbers = itertools.count()

@@ -42,7 +42,7 @@ class LiveRun:
     """Tasks of live requests in one pool of slots.
 
     Args:
-        model: without metadata.
+        model: the model, with RoPE lengths per row.
         plain_row: any row; free slots have its settings.
         prefill: how prompts come into slots.
         few: slots that are decoded alone while the others are free; None: all always are.

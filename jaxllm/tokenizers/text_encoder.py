@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import TypedDict
 
 from jaxllm.common.arguments import checked_iterable, checks_flags
 from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.messages import warn
 from jaxllm.tokenizers.batch import (
     PaddingSide,
     Span,
@@ -323,10 +323,9 @@ class TextEncoder(Vocabulary):
         if not check_truncation(truncation):
             return None
         if max_length is None and self.model_max_length == NO_MAX_LENGTH:
-            warnings.warn(
+            warn(
                 "truncation without max_length: the tokenizer has no model_max_length, so nothing"
-                " is truncated",
-                stacklevel=2,
+                " is truncated"
             )
             return None
         return self._max_length(max_length, "truncation")

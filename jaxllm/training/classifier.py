@@ -6,14 +6,13 @@ import dataclasses
 from typing import Any
 
 import jax
-from flax import nnx
 from jaxtyping import Array
 
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.models.build_options import Options
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM
-from jaxllm.models.model import Model
+from jaxllm.models.model import Model, model_shapes
 from jaxllm.models.registry import FAMILIES, architecture_of
 from jaxllm.models.weights import parameters, with_parameters
 
@@ -39,9 +38,8 @@ def with_classifier(
     name = next((n for n in FAMILIES[model_type].classes if n.endswith("Classification")), None)
     if name is None or not isinstance(model, CausalLM):
         raise UnsupportedError(f"{architecture}: cannot be made a classifier")
-    config: Any = dataclasses.replace(
-        model.config, num_labels=num_labels, problem_type=problem_type
-    )
+    config: Any = model.checked_card("with_classifier").config
+    config = dataclasses.replace(config, num_labels=num_labels, problem_type=problem_type)
     weight = model.backbone.embed.weight[...]
     options = Options(
         dtype=model.backbone.embed.dtype,
@@ -51,7 +49,7 @@ def with_classifier(
         attn_implementation=model.backbone.stack.blocks[0].attn.implementation,
     )
     make = FAMILIES[model_type].classes[name]
-    empty = nnx.eval_shape(lambda: make(config, options, rngs=None))
+    empty = model_shapes(make, config, options)
     key = jax.random.key(key) if isinstance(key, int) else key
     shape = (num_labels, weight.shape[1])
     score = jax.random.normal(key, shape) * config.initializer_range

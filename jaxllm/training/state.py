@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jaxllm.common.errors import InputError
-from jaxllm.models.model import Model
+from jaxllm.models.model import Card, Model
 from jaxllm.models.weights import is_quantized, parameter_path
 
 M = TypeVar("M", bound=nnx.Module)
@@ -74,6 +74,18 @@ class TrainState:
     structure: Structure[Model[Any]] = dataclasses.field(metadata={"static": True})
     """The model without its parameters."""
 
+    @property
+    def card(self) -> Card | None:
+        """Card of the model, which is no part of the pytree. None after a JAX transformation other
+        than a `Step`."""
+        return vars(self).get("_card")
+
+    def with_card(self, card: Card | None) -> TrainState:
+        """A copy whose models have this card."""
+        copied = dataclasses.replace(self)
+        object.__setattr__(copied, "_card", card)
+        return copied
+
     @staticmethod
     def create(
         model: Model[Any],
@@ -116,12 +128,12 @@ class TrainState:
             skipped=jnp.zeros((), jnp.int32),
             skipped_in_a_row=jnp.zeros((), jnp.int32),
             structure=structure,
-        )
+        ).with_card(model.card)
 
     @property
     def model(self) -> Model[Any]:
         """The model with the current parameters."""
-        return self.structure.model({**self.params, **self.frozen})
+        return self._model(self.params)
 
     @property
     def averaged_model(self) -> Model[Any]:
@@ -132,11 +144,15 @@ class TrainState:
         """
         if self.ema is None:
             raise InputError("ema: this state keeps no moving average")
-        return self.structure.model({**self.ema, **self.frozen})
+        return self._model(self.ema)
+
+    def _model(self, trained: Params) -> Model[Any]:
+        model = self.structure.model({**trained, **self.frozen})
+        return model if self.card is None else model.with_card(self.card)
 
     def replace(self, **changes: Any) -> TrainState:
         """A copy with some fields changed."""
-        return dataclasses.replace(self, **changes)
+        return dataclasses.replace(self, **changes).with_card(self.card)
 
 
 def parameter_count(params: Params) -> int:

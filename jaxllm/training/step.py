@@ -76,7 +76,7 @@ class Step:
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         updated, metrics = self.program(*self._arguments(state, batch))
-        return updated.replace(frozen=state.frozen), metrics
+        return updated.replace(frozen=state.frozen).with_card(state.card), metrics
 
     def trace(self, state: TrainState, batch: Batch) -> jax.stages.Traced:
         """Traces the program for a state and a batch, or for their shapes, without running it."""

@@ -105,7 +105,7 @@ for folder in (*folders, *map(Path, sys.argv[3:])):
             assert x.sharding == parameter_sharding(path, x.shape, mesh), path
             assert (x.dtype, x.shape) == (expected[path].dtype, expected[path].shape)
             assert np.asarray(x).tobytes() == np.asarray(expected[path]).tobytes(), (folder, path)
-        assert (model.origin, model.config) == (plain.origin, plain.config)
+        assert (model.card.origin, model.config) == (plain.card.origin, plain.config)
         if mesh not in (meshes[0], thirds[0]):
             continue
         narrow = load(folder, mesh=mesh, param_dtype="bfloat16")

@@ -174,7 +174,7 @@ def test_shards(tmp_path):
 @pytest.mark.ci
 def test_trained_weights_stay_float32(tmp_path):
     model, _ = jaxllm.load(ROOT / "sharded" / "bf16")
-    trained = jax.tree.map(lambda x: x * 1.001, model)
+    trained = jax.tree.map(lambda x: x * 1.001, model).with_card(model.card)
     jaxllm.save_hf(tmp_path, trained)
     assert {d for d, _, _ in tensors_of(tmp_path).values()} == {"float32"}
     assert config_of(tmp_path)["dtype"] == "float32"
@@ -203,7 +203,7 @@ def test_overridden_config_is_saved(tmp_path):
 
 
 def test_token_ids_outside_the_vocabulary(tmp_path):
-    """Ids of a larger vocabulary, left in both files, count as unset."""
+    """Ids of a larger vocabulary, left in both files, are named and count as unset."""
     folder = tmp_path / "model"
     shutil.copytree(ROOT / "gpt2_base", folder)
     ids = {"bos_token_id": 50256, "eos_token_id": [4, 50256], "pad_token_id": 50257}
@@ -211,9 +211,26 @@ def test_token_ids_outside_the_vocabulary(tmp_path):
     for files in ({}, {"generation_config.json": ids}):
         for name, fields in files.items():
             (folder / name).write_text(json.dumps(fields))
-        model, _ = jaxllm.load(folder)
+        named = r"bos_token_id 50256 \(config.json\), eos_token_id 50256 \(config.json\), pad_tok"
+        with pytest.warns(UserWarning, match=rf"not in the vocabulary of 51 .*: {named}"):
+            model, _ = jaxllm.load(folder)
         assert model.config.eos_token_ids == (4,)
         assert dict(model.generation_config.to_dict()) == {"eos_token_id": (4,)}
+        jaxllm.generate(model, [[5]], max_new_tokens=2)  # the end token that is left is enough
+
+
+def test_generation_without_an_end_token_that_is_left_says_so(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / "gpt2_base", folder)
+    (folder / "config.json").write_text(json.dumps(config_of(folder) | {"eos_token_id": 50256}))
+    with pytest.warns(UserWarning, match=r"eos_token_id 50256 \(config.json\)$"):
+        model, _ = jaxllm.load(folder)
+    assert model.config.eos_token_ids == ()
+    with pytest.warns(UserWarning, match="no end token: 50256, which the model's files name"):
+        jaxllm.generate(model, [[5]], max_new_tokens=2)
+    with pytest.warns(UserWarning, match="no end token: 50256"):
+        jaxllm.BatchGenerator(model, None, max_new_tokens=2).generate([{"input_ids": [5]}])
+    jaxllm.generate(model, [[5]], max_new_tokens=2, eos_token_id=None)
 
 
 def test_changed_config_field_is_saved(tmp_path):

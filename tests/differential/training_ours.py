@@ -155,7 +155,7 @@ def peft_tensors(model: Any, values: Mapping[str, Any], is_gradient: bool = Fals
     Where PEFT has one layer for our q, k and v, it has one A: its gradient is the sum of ours.
     """
     named: Arrays = {}
-    saved = model.modules_to_save
+    saved = model.card.modules_to_save
     for name, entry in weight_entries(model).items():
         paths = paths_of(entry)
         if f"{paths[0]}.lora_a" not in values:

@@ -75,16 +75,17 @@ def test_cached_equals_uncached(name):
 def test_inside_the_callers_jit(name):
     net = model(name)
     _, ids, mask = prompts(name)
+    card, fields = net.card, {"max_new_tokens": 8, "do_sample": True}
 
     @jax.jit
     def call(net, ids, mask, key, temperature):
         return jaxllm.generate(
-            net, ids, mask, key=key, max_new_tokens=8, do_sample=True, temperature=temperature
+            net.with_card(card), ids, mask, key=key, temperature=temperature, **fields
         ).sequences
 
     actual = call(net, ids, mask, jax.random.key(5), 0.8)
     expected = jaxllm.generate(
-        net, ids, mask, key=jax.random.key(5), max_new_tokens=8, do_sample=True, temperature=0.8
+        net, ids, mask, key=jax.random.key(5), temperature=0.8, **fields
     ).sequences
     np.testing.assert_array_equal(np.asarray(actual)[:, : expected.shape[1]], expected)
 

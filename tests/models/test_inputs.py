@@ -31,7 +31,7 @@ DECODER_ONLY = [
     ({"input_ids": IDS[:, :0]}, "input_ids: expected a non-empty"),
     ({"input_ids": IDS[:0]}, "input_ids: expected a non-empty"),
     ({"input_ids": [[3, 4], [5]]}, "input_ids: rows of different lengths; pad them"),
-    ({"input_ids": [["a", "b"]]}, "input_ids: expected integers"),
+    ({"input_ids": [["a", "b"]]}, "input_ids: expected token ids, found the text"),
     ({}, "input_ids, inputs_embeds: give exactly one"),
     ({"input_ids": IDS, "inputs_embeds": np.ones((2, 9, 32))}, "give exactly one"),
     ({"inputs_embeds": np.ones((2, 9, 31), np.float32)}, r"inputs_embeds: .*32\], found"),

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxllm.models.build_options import Options
+from jaxllm.models.model import model_shapes
 from jaxllm.models.registry import model_spec
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -97,7 +97,7 @@ def make(
     raw = {**(CONFIGS[family] if isinstance(family, str) else family), **changes}
     spec = model_spec(raw, architecture)
     options = Options() if options is None else options
-    shapes = nnx.eval_shape(lambda: spec.make(spec.config, options, rngs=nnx.Rngs(0)))
+    shapes = model_shapes(spec.make, spec.config, options)
 
     def draw(path, leaf):
         name = jax.tree_util.keystr(path)
@@ -109,7 +109,7 @@ def make(
             values *= 1.5 / np.sqrt(leaf.shape[1])
         return jnp.asarray(values, leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(draw, shapes)
+    return jax.tree_util.tree_map_with_path(draw, shapes).with_card(shapes.card)
 
 
 @functools.cache

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -20,7 +19,7 @@ from jaxllm.checkpoint.orbax.steps import Record
 from jaxllm.checkpoint.source import FLOATS, default_dtype, float_dtype
 from jaxllm.common.errors import CheckpointError
 from jaxllm.models.build_options import Options
-from jaxllm.models.model import Model, Origin
+from jaxllm.models.model import Card, Model, Origin, model_shapes
 from jaxllm.models.quantize import formats_of, quantized_shapes
 from jaxllm.models.registry import architecture_of, model_spec
 from jaxllm.models.weights import parameter_path, parameters
@@ -40,11 +39,12 @@ def save_weights(folder: Path, model: Model[Any]) -> None:
 
 def model_meta(model: Model[Any]) -> dict[str, Any]:
     """Config, origin, and formats of quantized layers, as JSON."""
-    origin: Origin | None = model.origin
+    card = model.checked_card("save_orbax")
+    origin = card.origin
     model_type, architecture = architecture_of(model)
-    config = model.config.to_json(model_type, architecture)
+    config = card.config.to_json(model_type, architecture)
     if "scale_decoder_outputs" in config:  # exported as a bool; here None is kept
-        config["scale_decoder_outputs"] = model.config.scale_decoder_outputs
+        config["scale_decoder_outputs"] = card.config.scale_decoder_outputs
     formats = formats_of(model)
     quantized = {"dtype": str(model.dtype), "formats": formats} if formats else None
     return {
@@ -76,7 +76,7 @@ def load_weights(
             scan_layers=scan_layers,
         )
         spec = model_spec(record.meta["config"])
-        shapes = nnx.eval_shape(lambda: spec.make(spec.config, options, rngs=None))
+        shapes = model_shapes(spec.make, spec.config, options)
         if quantized is not None:
             shapes = quantized_shapes(shapes, quantized["formats"])
         leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
@@ -94,9 +94,8 @@ def load_weights(
         }
         arrays = checkpoints.restore(record.step, target).arrays
     model = treedef.unflatten([arrays[path] for path in paths])
-    if record.meta["origin"] is not None:
-        model.origin = origin_of(record.meta["origin"])
-    return model
+    origin = record.meta["origin"]
+    return model.with_card(Card(spec.config, origin=None if origin is None else origin_of(origin)))
 
 
 def saved_dtype(record: Record, path: str, default: np.dtype) -> np.dtype:

@@ -71,6 +71,7 @@ def save_adapter(
         InputError: the model has no LoRA, or layers of different kinds.
         UnsupportedError: modules_to_save has a tied embedding, which PEFT would untie.
     """
+    card = model.checked_card("save_adapter")
     folder = expanded(folder)
     if not overwrite and any((folder / name).exists() for name in (CONFIG, WEIGHTS_FILE)):
         raise CheckpointError(
@@ -99,7 +100,7 @@ def save_adapter(
     tensors |= {PREFIX + name: x for name, x in saved.items()}
     config = {
         "task_type": task_of(model),
-        "base_model_name_or_path": base_model or (model.origin.file if model.origin else None),
+        "base_model_name_or_path": base_model or (card.origin.file if card.origin else None),
         "lora_dropout": dropout_rate,
         "use_rslora": rslora,
         "use_dora": dora,
@@ -172,7 +173,8 @@ def magnitude_of(part: Linear) -> jax.Array:
 def saved_tensors(model: Model[Any]) -> dict[str, np.ndarray]:
     """The weights of modules_to_save, under Hugging Face's names."""
     params = parameters(model)
-    paths = {path for path in params if path.rpartition(".")[0] in model.modules_to_save}
+    modules = model.checked_card("save_adapter").modules_to_save
+    paths = {path for path in params if path.rpartition(".")[0] in modules}
     check_tied(model, paths)
     tensors = {}
     for entry in base_entries(model):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxllm.common.errors import TemplateError
+from jaxllm.common.messages import warn
 from jaxllm.tokenizers import Tokenizer
 
 Messages = Sequence[Mapping[str, str]]
@@ -38,8 +38,5 @@ def render_chat(
         if tokenizer.chat_template is None or len(others) == len(messages):
             raise
         text = tokenizer.apply_chat_template(others, **options)
-        warnings.warn(
-            f"the chat template takes no system message, which is left out ({failure})",
-            stacklevel=2,
-        )
+        warn(f"the chat template takes no system message, which is left out ({failure})")
         return text

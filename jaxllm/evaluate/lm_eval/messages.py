@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Callable, Generator
 
+from jaxllm.common.messages import warn
 from jaxllm.common.progress import Reporter
 
 
@@ -31,8 +31,7 @@ def counted(reporter: Reporter, label: str, total: int) -> Generator[Callable[[]
 def warn_of_truncation(longer: int, total: int, max_length: int) -> None:
     """Warns that `longer` of `total` requests lose tokens, if any do."""
     if longer:
-        warnings.warn(
+        warn(
             f"{longer} of {total} requests are longer than max_length ({max_length} tokens) and "
-            "lose the start of their context",
-            stacklevel=3,
+            "lose the start of their context"
         )

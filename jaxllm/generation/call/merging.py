@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError
+from jaxllm.common.messages import warn
 from jaxllm.generation.inputs.values import any_traced
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.consistency import (
@@ -46,7 +46,11 @@ def merged_config(
     for name, value in explicit.to_dict().items():
         if FIELDS[name].static and any_traced(value):
             raise InputError(f"{name}: must be known outside jax.jit; found a tracer")
-    model_defaults = model.generation_config or GenerationConfig()
+    if model.card is None:
+        check_explicit(model, explicit)
+        model_defaults = GenerationConfig()
+    else:
+        model_defaults = model.card.generation_config or GenerationConfig()
     config = check_for_use(model_defaults.merge(explicit))
     check_consistent(config, assistant_model)
     for name, value in config.to_dict().items():
@@ -55,13 +59,36 @@ def merged_config(
     if "decoder_start_token_id" in config.explicit and not model.is_encoder_decoder:
         name = "decoder_start_token_id"
         message = f"`{name}` has no effect: this model has a decoder only"
-        warnings.warn(UnusedFieldWarning(message, name), stacklevel=2)
+        warn(UnusedFieldWarning(message, name))
     if "eos_token_id" in explicit.to_dict():
         return config, resolve_eos(config)
-    end_tokens = (
-        *resolve_eos(model_defaults),
-        *model.config.eos_token_ids,
-        *model.extra_eos_token_ids,
-    )
-    # A file may name a token that is not in the vocabulary: no model can produce it.
-    return config, tuple(dict.fromkeys(i for i in end_tokens if 0 <= i < model.config.vocab_size))
+    card = model.checked_card("generate")
+    end_tokens = (*resolve_eos(model_defaults), *card.config.eos_token_ids, *card.tokenizer_eos)
+    known = tuple(dict.fromkeys(i for i in end_tokens if 0 <= i < model.config.vocab_size))
+    if card.unknown_eos and not known:
+        warn(
+            f"no end token: {', '.join(map(str, card.unknown_eos))}, which the model's files name, "
+            "is not in its vocabulary, so every row has the maximum length; give eos_token_id="
+        )
+    return config, known
+
+
+def check_explicit(model: GenerativeModel, fields: GenerationConfig) -> None:
+    """Checks that a call sets what a model without a card cannot know: end and pad token, length.
+
+    Raises:
+        InputError: a setting is missing.
+    """
+    given = {*fields.to_dict()}
+    if model.forward_config.pad_token_id is not None:
+        given.add("pad_token_id")
+    if "max_length" in given:
+        given.add("max_new_tokens")
+    names = ("eos_token_id", "pad_token_id", "max_new_tokens")
+    missing = [name for name in names if name not in given]
+    if missing:
+        raise InputError(
+            f"{', '.join(missing)}: not given, and unknown, because this model came out of a JAX "
+            "transformation, which keeps the weights but not the settings of its files; give a "
+            "value to each, or use model.with_card(original.card)"
+        )

@@ -152,7 +152,7 @@ def past_key_values(
         mask=on_every_process(returned.mask, mesh),
         encoder_ids=ids,
         encoder_len=request.encoder_len,
-        config=model.config,
+        config=model.forward_config,
     )
 
 

@@ -101,7 +101,7 @@ def continued_inputs(
     conversation = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
     others = inputs.present(*conversation, "token_type_ids")
     refuse(others, "cannot be combined with past_key_values, whose cache holds the prompt")
-    if past.config != model.config:
+    if past.config != model.forward_config:
         raise InputError("past_key_values: comes from a model of another config")
     batch = past.cache.mask.shape[0]
     if not model.is_encoder_decoder:

@@ -29,7 +29,6 @@ from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.strategies.token_choice import choose_greedy
 from jaxllm.models.decoder import Decoder, GenerativeModel, checked_generative
 from jaxllm.models.decoder_only import with_rope_per_row
-from jaxllm.models.model import without_metadata
 from jaxllm.parallel.mesh import use_mesh
 from jaxllm.parallel.placement import mesh_of, put_rows
 from jaxllm.parallel.sharding import constrain
@@ -144,14 +143,14 @@ def stream_scores(
 
 def batch_scorer(model: GenerativeModel) -> Callable[[list[Pair]], list[tuple[np.ndarray, ...]]]:
     """Returns a function that scores a batch of pairs: for each the results of `_score_batch`."""
-    bare, mesh = with_rope_per_row(without_metadata(model)), mesh_of(model)
+    per_row, mesh = with_rope_per_row(model), mesh_of(model)
 
     def run(batch: list[Pair]) -> list[tuple[np.ndarray, ...]]:
         arrays = padded_pairs(batch)
         if mesh is not None:
             arrays = put_rows(arrays, mesh)
         with use_mesh(mesh):
-            return list(zip(*jax.device_get(_score_batch(bare, *arrays)), strict=True))
+            return list(zip(*jax.device_get(_score_batch(per_row, *arrays)), strict=True))
 
     return run
 
@@ -202,7 +201,7 @@ def make_pair(model: GenerativeModel, i: int, prompt: np.ndarray, completion: np
         start = decoder_prompt(model, None, None, 1, settings).ids[0]
         return Pair(prompt, np.concatenate([start, completion[:-1]]), completion)
     if prompt.size == 0:
-        bos = model.config.bos_token_id
+        bos = model.checked_card("score").config.bos_token_id
         if bos is None:
             raise InputError(f"prompts[{i}]: empty, and the model has no BOS token")
         prompt = np.array([bos], np.int32)
@@ -287,7 +286,10 @@ def token_rows(
         if ids.size == 0:
             ids = ids.astype(np.int32)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise InputError(f"{name}[{i}]: expected a list of token ids, found {quoted(row)}")
+            hint = "; encode it with tokenizer.encode(text)" if isinstance(row, str) else ""
+            raise InputError(
+                f"{name}[{i}]: expected a list of token ids, found {quoted(row)}{hint}"
+            )
         if mask is not None:
             ids = ids[real_columns(f"{mask_name}[{i}]", mask[i])]
         bad = (ids < 0) | (ids >= vocab_size)

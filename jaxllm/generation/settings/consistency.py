@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-
 import jax
 import numpy as np
 
 from jaxllm.common.errors import ConfigError, InputError, UnsupportedError
-from jaxllm.common.messages import quoted
+from jaxllm.common.messages import quoted, warn
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.fields import Condition, checked_value
 from jaxllm.generation.settings.mode import is_contrastive
@@ -106,7 +104,7 @@ def check_consistent(
         field, value = FIELDS[name], getattr(config, name)
         if field.has_effect(value) and not _is_met(field.needs, config, assistant_model):
             message = f"`{name}`={quoted(value)} has no effect without `{field.needs_text}`"
-            warnings.warn(UnusedFieldWarning(message, name, field.needs_text), stacklevel=2)
+            warn(UnusedFieldWarning(message, name, field.needs_text))
 
 
 def _is_met(

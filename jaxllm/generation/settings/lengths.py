@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxllm.common.errors import InputError
+from jaxllm.common.messages import warn
 from jaxllm.generation.inputs.padded_batch import PaddedBatch, check_positions
 from jaxllm.generation.inputs.values import is_traced
 from jaxllm.generation.settings.config import GenerationConfig
@@ -44,9 +44,7 @@ def resolve_lengths(
     settings = config.to_dict()
     if config.max_new_tokens is not None:
         if "max_length" in config.explicit:
-            warnings.warn(
-                "`max_length` has no effect beside `max_new_tokens`", UserWarning, stacklevel=2
-            )
+            warn("`max_length` has no effect beside `max_new_tokens`")
         max_length = prompt_len + config.max_new_tokens
     elif "max_length" in settings:
         max_length = config.max_length
@@ -55,9 +53,7 @@ def resolve_lengths(
         max_length = max_length if max_positions is None else min(max_length, max_positions)
     if config.min_new_tokens is not None:
         if "min_length" in config.explicit:
-            warnings.warn(
-                "`min_length` has no effect beside `min_new_tokens`", UserWarning, stacklevel=2
-            )
+            warn("`min_length` has no effect beside `min_new_tokens`")
         min_length = prompt_len + config.min_new_tokens
     else:
         min_length = config.min_length

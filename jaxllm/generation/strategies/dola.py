@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -13,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.common.errors import InputError
-from jaxllm.common.messages import quoted
+from jaxllm.common.messages import quoted, warn
 from jaxllm.generation.strategies.sample import NextTokenLogits, Sample
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.language_model import take_column
@@ -108,11 +107,9 @@ def layers_to_contrast(model: Decoder, dola_layers: str | Sequence[int]) -> tupl
     else:
         layers = tuple(i for i in dict.fromkeys(map(int, dola_layers)) if i < depth)
         if len(layers) < len(set(dola_layers)):
-            warnings.warn(
+            warn(
                 f"`dola_layers`={tuple(dola_layers)}: the model has {depth} layers, of which only "
-                f"those before the last count ({list(layers)})",
-                UserWarning,
-                stacklevel=2,
+                f"those before the last count ({list(layers)})"
             )
     if not layers:
         raise InputError(

@@ -89,6 +89,16 @@ class T5Config(cfg.ModelConfig):
         name = self.feed_forward_proj.removeprefix("gated-")
         return "gelu_new" if self.feed_forward_proj == "gated-gelu" else name
 
+    def forward_values(self) -> dict[str, Any]:
+        return super().forward_values() | {
+            "num_decoder_layers": self.decoder_layers,
+            "initializer_factor": 0.0,
+            "feed_forward_proj": "relu",
+            "is_gated_act": self.gated,
+            "dense_act_fn": self.act,
+            "scale_decoder_outputs": self.scaled,
+        }
+
     @property
     def width(self) -> int:
         return self.d_model

@@ -69,6 +69,7 @@ class T5ForConditionalGeneration(T5Encoder, LanguageModel[T5Config]):
     """T5 encoder-decoder with LM head. `lm_head` None: tied embedding."""
 
     is_encoder_decoder = True
+    config_reads = ("pad_token_id", "decoder_start_token_id")
 
     def __init__(self, config: T5Config, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
         super().__init__(config, options, rngs=rngs)

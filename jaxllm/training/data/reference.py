@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Float32
 
-from jaxllm.models.model import Model, without_metadata
+from jaxllm.models.model import Model
 from jaxllm.parallel.mesh import use_mesh
 from jaxllm.parallel.placement import put_batch
 from jaxllm.parallel.sharding import constrain
@@ -33,13 +33,13 @@ def reference_logps(
         mesh: devices of the model; None: one device.
         progress: called as ``progress(done, total)`` after every batch.
     """
-    bare, total = without_metadata(model), len(epoch.examples.items)
+    total = len(epoch.examples.items)
     result = np.zeros((total, 2), np.float32)
     several = mesh if mesh is not None and mesh.size > 1 else None
     done = 0
     for members, batch in zip(epoch.members, epoch, strict=True):
         with use_mesh(several):
-            logps = _pair_logps(bare, batch if mesh is None else put_batch(batch, mesh))
+            logps = _pair_logps(model, batch if mesh is None else put_batch(batch, mesh))
         result[members] = np.asarray(logps)[: len(members)]
         done += len(members)
         progress(done, total)

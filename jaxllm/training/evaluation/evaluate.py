@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 
 from jaxllm.common.errors import InputError
-from jaxllm.models.model import Model, without_metadata
+from jaxllm.models.model import Model
 from jaxllm.training.losses import Batch, Loss, LossSums
 
 Predicted = Literal["tokens", "labels", "values", "preferences"]
@@ -75,12 +75,11 @@ def evaluate(model: Model[Any], batches: Iterable[Batch], loss: Loss) -> EvalRes
     Raises:
         InputError: no label of any batch is counted.
     """
-    bare = without_metadata(model)
     total = Counter[str]()
     # Fetch the sums of a batch while the next one runs, so that the device does not wait.
     pending: list[LossSums] = []
     for batch in batches:
-        pending.append(_sums(bare, dict(batch), loss=loss))
+        pending.append(_sums(model, dict(batch), loss=loss))
         if len(pending) > 1:
             total.update(_on_host(pending.pop(0)))
     for sums in pending:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import difflib
 import re
 import string
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from jaxllm.common.errors import InputError
+from jaxllm.common.messages import warn
 from jaxllm.common.optional_deps import require
 
 Pairs = Sequence[tuple[str, str | Sequence[str]]]
@@ -72,10 +72,9 @@ def rouge(pairs: Pairs, *, use_stemmer: bool = False) -> MetricValues:
     _check(pairs)
     without_words = sum(not any(map(_has_rouge_words, _several(wanted))) for _, wanted in pairs)
     if without_words:
-        warnings.warn(
+        warn(
             f"rouge: {without_words} of {len(pairs)} references have no ASCII letter or digit, and"
-            " score 0 whatever the prediction; use chrf for other scripts",
-            stacklevel=2,
+            " score 0 whatever the prediction; use chrf for other scripts"
         )
     scorer = module.RougeScorer(list(ROUGE_KINDS), use_stemmer=use_stemmer)
     rows = [scorer.score_multi(_several(references), text) for text, references in pairs]

@@ -17,7 +17,7 @@ from jaxllm.checkpoint.load import LoadProgress
 from jaxllm.common.errors import ConfigError
 from jaxllm.loading import load
 from jaxllm.models.build_options import Options
-from jaxllm.models.model import Model
+from jaxllm.models.model import Card, Model
 from jaxllm.models.registry import model_spec
 from jaxllm.models.weights import parameters
 from jaxllm.nn.attention import implementation_for
@@ -91,7 +91,8 @@ def new_model(source: ModelSource, seed: int) -> tuple[Model[Any], None]:
         scan_layers=source.scan_layers,
         attn_implementation=implementation_for(source.attn_implementation, jax.default_backend()),
     )
-    return jax.jit(lambda: spec.make(spec.config, options, rngs=nnx.Rngs(seed)))(), None
+    model = jax.jit(lambda: spec.make(spec.config, options, rngs=nnx.Rngs(seed)))()
+    return model.with_card(Card(spec.config)), None
 
 
 def named_tokenizer(name: str) -> Tokenizer | None:
@@ -111,7 +112,8 @@ def trainable_paths(recipe: Recipe, model: Model[Any]) -> Callable[[str], bool] 
         ConfigError: a pattern of `trainable` matches no parameter.
     """
     if recipe.lora is not None:
-        return lambda path: is_trainable(path, model.modules_to_save)
+        saved = model.checked_card("lora").modules_to_save
+        return lambda path: is_trainable(path, saved)
     if not recipe.trainable:
         return None
     paths = parameters(model)

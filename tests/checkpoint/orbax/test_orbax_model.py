@@ -52,7 +52,7 @@ def check_round_trip(source: Path, work: Path, **options) -> None:
     again, its_tokenizer = jaxllm.load_orbax(work / "orbax", **options)
     assert type(again) is type(model)
     assert again.config == model.config
-    assert again.origin == model.origin
+    assert again.card.origin == model.card.origin
     assert jax.tree.structure(again) == jax.tree.structure(model)
     for path, x in parameters(model).items():
         actual = parameters(again)[path]
@@ -82,7 +82,7 @@ def test_tokenizer_and_generation_config_are_saved(tmp_path):
     model, tokenizer = jaxllm.load(TOKENIZED)
     again, its_tokenizer = jaxllm.load_orbax(tmp_path / "orbax")
     assert again.generation_config == model.generation_config
-    assert again.extra_eos_token_ids == model.extra_eos_token_ids
+    assert again.card.tokenizer_eos == model.card.tokenizer_eos
     assert tokenizer is not None
     assert its_tokenizer is not None
     assert its_tokenizer.encode("to be") == tokenizer.encode("to be")

@@ -46,7 +46,9 @@ def base_of(case: str) -> Any:
     model, _ = jaxllm.load(DATA / "conformance/models" / config["base_model_name_or_path"])
     if config["task_type"] != "SEQ_CLS":
         return model
-    settings = type(model.config).from_dict({**json.loads(model.origin.config), "num_labels": 3})
+    settings = type(model.config).from_dict(
+        {**json.loads(model.card.origin.config), "num_labels": 3}
+    )
     classifier = LlamaForSequenceClassification(settings, rngs=nnx.Rngs(0))
     body = {path: x for path, x in parameters(model).items() if path != "lm_head.weight"}
     return with_parameters(classifier, body)
@@ -124,7 +126,7 @@ def gradients(case: str) -> dict[str, np.ndarray]:
             if f"{paths[0]}.lora_magnitude" in params:
                 rows = [params[f"{path}.lora_magnitude"] for path in paths]
                 actual[f"{name}.{MAGNITUDE}"] = jnp.concatenate(rows)
-        elif paths[0] in model.modules_to_save:
+        elif paths[0] in model.card.modules_to_save:
             actual[entry.tensor] = params[entry.parameters[0]]
     return {PREFIX + name: np.asarray(x) for name, x in actual.items()}
 

@@ -51,7 +51,8 @@ def test_keys_of_greedy_search_compile_nothing(key):
 
 def test_sampling_inside_jit_needs_a_key():
     _, ids, _ = prompts("s_llama")
-    call = jax.jit(lambda net, ids: jaxllm.generate(net, ids, max_new_tokens=2, do_sample=True))
+    fields = {"max_new_tokens": 2, "eos_token_id": None, "pad_token_id": 0, "do_sample": True}
+    call = jax.jit(lambda net, ids: jaxllm.generate(net, ids, **fields))
     with pytest.raises(InputError, match="key"):
         call(model("s_llama"), ids)
 

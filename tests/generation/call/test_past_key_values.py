@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import jax
 import numpy as np
 import pytest
@@ -238,8 +236,8 @@ def test_turns_of_known_buckets_compile_nothing():
 @pytest.mark.ci
 def test_a_kind_of_cache_that_the_models_file_names():
     """The file decides for the first call; later ones, which do not name it either, go on."""
-    net, ids = copy.copy(tiny.cached("llama")), np.array(turns(0, 4))
-    vars(net)["generation_config"] = GenerationConfig.from_dict({"cache_implementation": "static"})
+    settings = GenerationConfig.from_dict({"cache_implementation": "static"})
+    net, ids = tiny.cached("llama").with_card(generation_config=settings), np.array(turns(0, 4))
     fields = {"max_new_tokens": 2, "return_past_key_values": True, **NO_EOS}
     past = jaxllm.generate(net, ids, **fields).past_key_values
     more = np.concatenate([past.sequences[:, :6], [[5]]], axis=1)

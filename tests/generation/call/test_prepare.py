@@ -21,7 +21,7 @@ def test_end_tokens_of_all_files_count_unless_one_is_named():
     net = jaxllm.load(DATA / "models" / "s_llama")[0]
     _, ids, _ = prompts("s_llama", (7,))
     free = jaxllm.generate(net, ids, max_new_tokens=8, eos_token_id=None).sequences[0, 7:]
-    net.extra_eos_token_ids = (int(free[4]),)
+    net = net.with_card(tokenizer_eos=(int(free[4]),))
     cut = jaxllm.generate(net, ids, max_new_tokens=8).sequences[0, 7:]
     first = int(np.flatnonzero(free == free[4])[0])
     np.testing.assert_array_equal(cut, free[: first + 1])
@@ -30,8 +30,7 @@ def test_end_tokens_of_all_files_count_unless_one_is_named():
 
 
 def test_the_tokenizers_end_token_counts_unless_one_is_named():
-    net = copy.copy(model("s_llama"))
-    net.extra_eos_token_ids = (7,)
+    net = model("s_llama").with_card(tokenizer_eos=(7,))
     assert set(merged_config(net, None, {})[1]) == {2, 7}
     assert merged_config(net, None, {"eos_token_id": 5})[1] == (5,)
 

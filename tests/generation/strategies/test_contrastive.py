@@ -146,7 +146,7 @@ def test_inside_the_callers_jit():
 
     @jax.jit
     def call(net, ids, mask, alpha):
-        fields = {"max_new_tokens": 8, "top_k": 4, "eos_token_id": 2}
+        fields = {"max_new_tokens": 8, "top_k": 4, "eos_token_id": 2, "pad_token_id": 0}
         return jaxllm.generate(net, ids, mask, penalty_alpha=alpha, **fields).sequences
 
     actual = call(model("s_llama"), ids, mask, 0.6)

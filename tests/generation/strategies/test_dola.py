@@ -124,7 +124,7 @@ def test_inside_the_callers_jit_and_as_a_stream():
     _, ids, mask = prompts(DEEP)
     expected = generate(DEEP, ids, mask).sequences
     net = model(DEEP)
-    fields = {"dola_layers": "low", "eos_token_id": None, "max_new_tokens": 9}
+    fields = {"dola_layers": "low", "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 9}
     call = jax.jit(lambda net, ids, mask: jaxllm.generate(net, ids, mask, **fields).sequences)
     np.testing.assert_array_equal(call(net, ids, mask), expected)
     chunks = list(jaxllm.stream(net, ids, mask, chunk_size=4, **fields))

@@ -207,4 +207,4 @@ def test_what_cannot_be_exported(tmp_path, capsys):
     assert "dtype: expected float32, bfloat16 or float16, found '999" in capsys.readouterr().err
     assert main([str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
     assert "the model of step 3" in capsys.readouterr().out
-    assert jaxllm.load(tmp_path / "out", param_dtype=None)[0].origin.dtypes[0][1] == "bfloat16"
+    assert jaxllm.load(tmp_path / "out", param_dtype=None)[0].card.origin.dtypes[0][1] == "bfloat16"

@@ -18,7 +18,6 @@ from jaxllm.generation.strategies.assisted.drafts import (
 )
 from jaxllm.generation.strategies.assisted.lookup import PromptLookup
 from jaxllm.models.decoder import GenerativeModel, checked_generative
-from jaxllm.models.model import without_metadata
 
 SMALLEST_DRAFT = 8
 DEFAULT_NGRAM_SIZE = 2
@@ -90,7 +89,7 @@ def network_draft(
     )
     if assistant_model is not None:
         check_assistant(model, assistant_model)
-        return AssistantModel(without_metadata(assistant_model), threshold)
+        return AssistantModel(assistant_model, threshold)
     assert settings.assistant_early_exit is not None
     model.early_exit(settings.assistant_early_exit)  # raises if there are fewer layers
     return EarlyExit(settings.assistant_early_exit, threshold)

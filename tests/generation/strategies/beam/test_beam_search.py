@@ -274,8 +274,10 @@ def test_inside_the_callers_jit():
 
     @jax.jit
     def call(net, ids, mask, length_penalty):
+        net = net.with_card(card)
         return jaxllm.generate(net, ids, mask, **FIELDS, length_penalty=length_penalty)
 
+    card = net.card
     actual = call(net, ids, mask, 0.3)
     expected = jaxllm.generate(net, ids, mask, **FIELDS, length_penalty=0.3)
     width = expected.sequences.shape[1]
