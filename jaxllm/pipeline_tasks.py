@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError, NonFiniteError
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.generate import generate
@@ -38,6 +39,28 @@ class TaskModel:
     model: Any
     tokenizer: Tokenizer
     batch_size: int = 8
+    prefix: str = ""
+    """Text in front of every prompt that is a string."""
+
+
+def with_task_settings(task: str, model: Model[Any]) -> tuple[Model[Any], str]:
+    """The model with the generation defaults that an old config.json has for a task, and a prefix.
+
+    As in transformers' pipelines, `task_specific_params` has generation fields and the prefix of
+    prompts by the name of a task, and `prefix` is that of all tasks.
+    """
+    origin = model.checked_card("pipeline").origin
+    if origin is None or task not in ("text-generation", "text2text-generation"):
+        return model, ""
+    config = json.loads(origin.config)
+    where = f"{origin.file}: task_specific_params.{task}"
+    fields = {**((config.get("task_specific_params") or {}).get(task) or {})}
+    prefix = fields.pop("prefix", config.get("prefix")) or ""
+    if fields:
+        defaults = model.generation_config or GenerationConfig()
+        settings = defaults.merge(GenerationConfig.from_dict(fields, where))
+        model = model.with_card(generation_config=settings)
+    return model, checked(prefix, (str,), "prefix", "a text")
 
 
 def _generate(
@@ -95,7 +118,7 @@ def _text_generation(
     def text_of(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)
 
-    prompts = [_prompt_ids(tokenizer, each) for each in inputs]
+    prompts = [_prompt_ids(tokenizer, each, pipe.prefix) for each in inputs]
     sequences = _generate(pipe, prompts, key, fields)
     for prompt, ids_of_prompt, rows in zip(inputs, prompts, sequences, strict=True):
         # The answer begins with a space that decoding it alone would lose.
@@ -112,16 +135,16 @@ def _after(prompt: str | Chat, answer: str) -> str | list[Mapping[str, Any]]:
     return [*prompt, {"role": "assistant", "content": answer}]
 
 
-def _prompt_ids(tokenizer: Tokenizer, prompt: str | Chat) -> list[int]:
+def _prompt_ids(tokenizer: Tokenizer, prompt: str | Chat, prefix: str) -> list[int]:
     if isinstance(prompt, str):
-        return tokenizer.encode(prompt)
+        return tokenizer.encode(prefix + prompt)
     return tokenizer.apply_chat_template(prompt)
 
 
 def _text_to_text(
     pipe: TaskModel, inputs: list[str], *, key: Any = None, **fields: Any
 ) -> Iterator[list[dict[str, str]]]:
-    prompts = [pipe.tokenizer.encode(text) for text in inputs]
+    prompts = [pipe.tokenizer.encode(pipe.prefix + text) for text in inputs]
     for results in _generate(pipe, prompts, key, fields):
         texts = pipe.tokenizer.batch_decode(results, skip_special_tokens=True)
         yield [{"generated_text": text} for text in texts]

@@ -16,7 +16,7 @@ from jaxllm.common.renamed_arguments import PIPELINE, drop_renamed
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.loading import load
 from jaxllm.models.model import Model
-from jaxllm.pipeline_tasks import TASKS, Chat, TaskModel
+from jaxllm.pipeline_tasks import TASKS, Chat, TaskModel, with_task_settings
 from jaxllm.tokenizers import Tokenizer
 
 
@@ -134,10 +134,13 @@ def pipeline(
         )
     if tokenizer is None:
         raise InputError("tokenizer: give the model's, since the checkpoint has none")
+    loaded: Any = model
+    loaded, prefix = with_task_settings(task, loaded)
     return Pipeline(
         task=task,
-        model=model,
+        model=loaded,
         tokenizer=tokenizer,
+        prefix=prefix,
         batch_size=batch_size,
         options=call_options,
     )

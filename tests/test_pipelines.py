@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import jax
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ import tiny
 from paths import DATA
 
 import jaxllm
-from jaxllm.errors import InputError, NonFiniteError, UnsupportedError
+from jaxllm.errors import ConfigError, InputError, NonFiniteError, UnsupportedError
 from jaxllm.models.model import BaseModel
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 
@@ -144,6 +147,27 @@ def test_outputs_that_are_not_finite(task):
     )
     with pytest.raises(NonFiniteError, match=r"inputs\[0\]: the model's output is NaN"):
         pipe("Hello")
+
+
+@pytest.mark.ci
+def test_settings_of_a_task_in_an_old_config_are_its_defaults(tmp_path, writer):
+    """As in transformers' pipelines; an option of the call replaces them."""
+    folder = tmp_path / "model"
+    shutil.copytree(REFERENCE / "tiny-gpt2", folder)
+    config = json.loads((folder / "config.json").read_text())
+    own = {"max_length": 12, "prefix": "Once ", "repetition_penalty": 1.5}
+    config["task_specific_params"] = {"text-generation": own, "summarization": {"num_beams": 4}}
+    (folder / "config.json").write_text(json.dumps(config | {"prefix": "of all tasks"}))
+    pipe = jaxllm.pipeline("text-generation", folder)
+    fields = {"max_length": 12, "repetition_penalty": 1.5, "return_full_text": False}
+    expected = writer("Once upon", **fields)
+    assert pipe("upon", return_full_text=False) == expected
+    changed = {"max_length": 14, "repetition_penalty": 1.0, "return_full_text": False}
+    assert pipe("upon", **changed) == writer("Once upon", **changed) != expected
+    config["task_specific_params"] = {"text-generation": {"a_field": 1}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"task_specific_params.text-generation: unknown .*a_fi"):
+        jaxllm.pipeline("text-generation", folder)
 
 
 def test_options_of_transformers(writer):

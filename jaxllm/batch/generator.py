@@ -37,7 +37,10 @@ MAX_SLOTS = 2**20
 
 
 class BatchGenerator:
-    """Generates from many prompts; every row's result is that of `jaxllm.generate` on it alone.
+    """Generates from many prompts with continuous batching.
+
+    In float32 a row's result is that of `jaxllm.generate` on the row alone, up to rounding; see
+    docs/batch.md.
 
     A row is a prompt, a list of token ids, or a mapping with one of `prompt`, `messages` and
     `input_ids`, optionally `id` and `seed`, and any generation fields. Rows wait in buckets of

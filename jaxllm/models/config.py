@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
-from jaxllm.common.config_keys import describe_keys, unknown_keys
+from jaxllm.common.config_keys import describe_keys, unknown_keys, with_all_end_tokens
 from jaxllm.common.errors import ConfigError, UnsupportedError
 from jaxllm.common.messages import quoted
 from jaxllm.common.public_names import public
@@ -25,6 +25,8 @@ INERT_MODEL_KEYS = frozenset({
     "cross_attention_hidden_size",
     # Token types are embedded by no family here; a checkpoint that has such weights is refused.
     "type_vocab_size",
+    # Settings of pipelines, which `jaxllm.pipeline` reads.
+    "prefix", "task_specific_params",
     # Label names (only their number is used), and heads that jaxllm does not have.
     "id2label", "label2id", "predict_special_tokens", "classifier_dropout", "summary_type",
     "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
@@ -244,6 +246,7 @@ def read_config(
         ConfigError: a value is missing, ill-typed or contradictory.
         UnsupportedError: an unknown key, or a quantized checkpoint.
     """
+    raw = with_all_end_tokens(raw)
     aliases = cls.attribute_map
     hints = _field_types(cls)
     defaults = {f.name: f.default for f in dataclasses.fields(cls)}  # type: ignore[arg-type]

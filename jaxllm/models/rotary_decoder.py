@@ -111,7 +111,7 @@ class RotaryConfig(cfg.DecoderOnlyConfig):
         # Files converted from Qwen2 to any of these families keep its window's keys, switched off.
         handled = ROPE_KEYS
         if raw.get("use_sliding_window") is False:
-            handled |= {"sliding_window", "max_window_layers"}
+            handled |= {"use_sliding_window", "sliding_window", "max_window_layers"}
         elif not (
             raw.get("use_sliding_window")
             or raw.get("sliding_window", getattr(cls, "sliding_window", None))

@@ -14,6 +14,8 @@ from flax import nnx
 
 from jaxllm.common import config_keys
 from jaxllm.common.errors import ConfigError, InputError, UnsupportedError
+from jaxllm.generation import GenerationConfig
+from jaxllm.models import LlamaConfig
 from jaxllm.models.config import GENERATION_KEYS, INERT_MODEL_KEYS
 from jaxllm.models.registry import FAMILIES, model_spec
 
@@ -379,9 +381,15 @@ def test_initial_weights_follow_the_config(family, field):
 def test_an_unknown_key_that_is_on_raises(family, key, value):
     with pytest.raises(UnsupportedError, match=rf"^{key} \(.*\): unknown"):
         model_spec({**tiny.CONFIGS[family], key: value})
-    for off in (None, False, [], {}, 0, ""):
-        plain = model_spec(tiny.CONFIGS[family]).config
-        assert model_spec({**tiny.CONFIGS[family], key: off}).config == plain
+    plain = model_spec(tiny.CONFIGS[family]).config
+    assert model_spec({**tiny.CONFIGS[family], key: None}).config == plain
+    for off in (False, [], {}, 0, ""):
+        raw = {**tiny.CONFIGS[family], key: off}
+        if key in config_keys.OFF_KEYS:
+            assert model_spec(raw).config == plain
+        else:
+            with pytest.raises((ConfigError, UnsupportedError), match=rf"^{key}"):
+                model_spec(raw)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -390,13 +398,27 @@ def test_bookkeeping_has_no_effect(family):
     plain = model_spec(raw).config
     read_elsewhere = {"model_type", "architectures", "id2label"}
     own = {field.name for field in dataclasses.fields(plain)}  # dropout of GPT-2, for example
-    private = {"_model_name_or_path", "_note"}
-    for key in (
-        (INERT_MODEL_KEYS | config_keys.INERT_KEYS | GENERATION_KEYS | private)
-        - read_elsewhere
-        - own
-    ):
+    inert = INERT_MODEL_KEYS | config_keys.INERT_KEYS | GENERATION_KEYS
+    for key in inert - read_elsewhere - own:
         assert model_spec({**raw, key: "anything"}).config == plain, key
+
+
+@pytest.mark.parametrize("key", ["_attn_scale", "_note", "foo", "is_causal", "max_window_size"])
+def test_only_listed_names_are_without_effect(key):
+    """`is_causal: false` acts in transformers: the mask is bidirectional then."""
+    for value in (0.5, False, ""):
+        with pytest.raises(UnsupportedError, match=rf"^{key} \(.*\): unknown"):
+            LlamaConfig(**{key: value})
+
+
+def test_eos_token_ids_act():
+    assert LlamaConfig(eos_token_ids=[7, 8]).eos_token_ids == (7, 8)
+    raw = {**tiny.CONFIGS["llama"], "eos_token_id": 2, "eos_token_ids": [2, 7]}
+    assert model_spec(raw).config.eos_token_ids == (2, 7)
+    settings = GenerationConfig.from_dict({"eos_token_ids": 9})
+    assert settings.eos_token_id == 9
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        LlamaConfig(eos_token_ids=["</s>"])
 
 
 def test_two_spellings_of_a_field():

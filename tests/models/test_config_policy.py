@@ -124,7 +124,7 @@ SCALED = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
     ("keys", "equal"),
     [
         ({"rope_scaling": {**SCALED, "finetuned": True}}, {"rope_scaling": SCALED}),
-        ({"rope_scaling": {**SCALED, "alpha": False, "_x": 1}}, {"rope_scaling": SCALED}),
+        ({"rope_scaling": {**SCALED, "alpha": None}}, {"rope_scaling": SCALED}),
         ({"rope_scaling": {"rope_type": "default", "factor": 1.0}}, {}),
         ({"layer_types": ["full_attention"] * 2, "max_window_layers": 2}, {}),
     ],
@@ -139,6 +139,8 @@ def test_rope_and_windows_that_change_nothing(keys, equal):
     [
         {"rope_scaling": {"rope_type": "default", "factor": 2.0}},
         {"rope_scaling": {**SCALED, "alpha": 1000.0}},
+        {"rope_scaling": {**SCALED, "alpha": False}},
+        {"rope_scaling": {**SCALED, "_x": 1}},
         {"layer_types": ["sliding_attention"] * 2},
     ],
 )
@@ -165,11 +167,11 @@ def test_number_of_files():
 def test_unknown_keys_are_named_all_at_once():
     on = {f"scale_{i}": "x" * 1000 for i in range(8)} | {"alibi": True}
     with pytest.raises(UnsupportedError) as caught:
-        model_spec({**tiny.CONFIGS["llama"], **on, "_private": 1, "off": 0})
+        model_spec({**tiny.CONFIGS["llama"], **on, "absent": None, "use_mrope": False})
     message = str(caught.value)
     assert all(key in message for key in on)
-    assert "_private" not in message
-    assert "off" not in message
+    assert "absent" not in message
+    assert "use_mrope" not in message
     assert len(message) < 500
     model_spec({**tiny.CONFIGS["llama"], **on, **dict.fromkeys(on)})
 

@@ -30,6 +30,7 @@ INERT_ADAPTER_KEYS = frozenset(
         "inference_mode",
         "lora_ga_config",
         "megatron_core",
+        "merge_weights",
         "peft_version",
         "qalora_group_size",
         "revision",
@@ -40,6 +41,28 @@ INERT_ADAPTER_KEYS = frozenset(
         "lorap_lr_ratio",
     }
 )
+OFF_ADAPTER_KEYS = frozenset(
+    {
+        "alora_invocation_tokens",
+        "arrow_config",
+        "enable_lora",
+        "ensure_weight_tying",
+        "kasa_config",
+        "layer_replication",
+        "loftq_config",
+        "lora_bias",
+        "megatron_config",
+        "monteclora_config",
+        "target_parameters",
+        "trainable_token_indices",
+        "use_bdlora",
+        "use_merged_linear",
+        "use_qa_lora",
+        "use_qalora",
+        "velora_config",
+    }
+)
+"""Fields that change no result while they are false or empty."""
 # Fields that may exclude some of the targets.
 NARROWING = ("exclude_modules", "layers_to_transform", "layers_pattern")
 # Initialisations that leave the base weights alone; the others (PiSSA, OLoRA, ...) change them.
@@ -107,7 +130,7 @@ def parse_peft_config(raw: Mapping[str, Any]) -> PeftConfig:
     hints = typing.get_type_hints(PeftConfig)
     fields = hints.keys() - {"narrowed"}
     known = {*fields, *INERT_ADAPTER_KEYS, *NARROWING, "peft_type", "bias", "init_lora_weights"}
-    unknown = unknown_keys(raw, known)
+    unknown = unknown_keys(raw, known, OFF_ADAPTER_KEYS)
     if unknown:
         raise UnsupportedError(
             f"{describe_keys(unknown)}: not implemented. To ignore a field all the same: "

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, dataclass_transf
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.common.arguments import checked_path
 from jaxllm.common.atomic_file import make_folder, write_json
-from jaxllm.common.config_keys import describe_keys, unknown_keys
+from jaxllm.common.config_keys import describe_keys, unknown_keys, with_all_end_tokens
 from jaxllm.common.errors import ConfigError, InputError, JaxLLMError
 from jaxllm.common.messages import quoted
 from jaxllm.common.strict_json import read_json
@@ -30,6 +30,17 @@ C = TypeVar("C", bound=type)
 
 FILE_NAME = "generation_config.json"
 _MAX_FILE_BYTES = 1 << 20
+
+# fmt: off
+INERT_GENERATION_KEYS = frozenset({
+    "architectures", "model_type", "prefix",
+    # Chats of custom code, which other models' files have.
+    "assistant_token_id", "bot_token_id", "chat_format", "max_window_size", "user_token_id",
+})
+# fmt: on
+"""Keys of generation_config.json without effect, beside those of `common.config_keys`."""
+OFF_GENERATION_KEYS = frozenset({"ignore_eos", "skip_special_tokens", "trust_remote_code"})
+"""Keys of generation_config.json without effect while they are off."""
 
 
 class _Unset:
@@ -207,7 +218,8 @@ class Settings:
         """
         if not isinstance(fields, Mapping):
             raise ConfigError(f"{where}: must hold an object, but holds {type(fields).__name__}")
-        unknown = unknown_keys(fields, {*cls.fields, "architectures", "model_type"})
+        fields = with_all_end_tokens(fields)
+        unknown = unknown_keys(fields, {*cls.fields, *INERT_GENERATION_KEYS}, OFF_GENERATION_KEYS)
         for name in unknown.keys() & GENERATE_ARGUMENTS:
             cls._field(name, where, ConfigError)
         if unknown:

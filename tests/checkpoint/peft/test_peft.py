@@ -302,10 +302,13 @@ def test_saving_over_an_adapter(tmp_path):
     save_adapter(tmp_path, model, overwrite=True)
 
 
-def test_empty_unknown_fields_pass():
+def test_fields_that_are_off_pass_if_they_are_listed():
     off = {"a_field_of_tomorrow": None, "use_qalora": False, "loftq_config": {}, "eva_config": 1}
-    off |= {"_note": "x", "zero": 0, "unsloth_fixed": True, "lorap_emb_lr": 1e-6}
+    off |= {"unsloth_fixed": True, "lorap_emb_lr": 1e-6}
     assert parse_peft_config({**GOOD, **off}) == parse_peft_config(GOOD)
+    for unknown in ({"_note": "x"}, {"a_field_of_tomorrow": False}, {"use_qalora": True}):
+        with pytest.raises(UnsupportedError, match=next(iter(unknown))):
+            parse_peft_config({**GOOD, **unknown})
 
 
 @pytest.fixture

@@ -318,13 +318,16 @@ def test_keys_without_effect_are_no_obstacle():
     assert (
         repr(GenerationConfig.from_dict({"temperature": 1})) == "GenerationConfig(temperature=1.0)"
     )
-    file = {"_note": 3, "alibi": False, "chat_format": "", "tokenizer_path": "x", "top_k": 3}
+    file = {"_name_or_path": "x", "ignore_eos": False, "tokenizer_path": "x", "top_k": 3}
     assert GenerationConfig.from_dict(file).to_dict() == {"top_k": 3}
     chat = {"user_token_id": 195, "assistant_token_id": 196, "chat_format": "chatml"}
     empty = {"bad_words_ids": [], "eos_token_id": [], "sequence_bias": {}}
     assert GenerationConfig.from_dict({**chat, **empty, "max_window_size": 6144}).to_dict() == {}
     with pytest.raises(ConfigError, match=r"field profiles .* set to null"):
         GenerationConfig.from_dict({"profiles": {"creative": {}}})
+    for unknown in ({"_note": 3}, {"alibi": False}, {"ignore_eos": True}):
+        with pytest.raises(ConfigError, match=f"unknown generation field {next(iter(unknown))}"):
+            GenerationConfig.from_dict(unknown)
     offloaded = GenerationConfig.from_dict({"cache_implementation": "hybrid", "cache_config": {}})
     assert check_for_use(offloaded).to_dict() == {}
 
