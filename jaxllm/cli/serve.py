@@ -231,6 +231,7 @@ def _state(arguments: argparse.Namespace, keys: tuple[bytes, ...] | None) -> Ser
     """Loads the model; nothing is compiled yet."""
     from jaxllm.batch.embedder import Embedder
     from jaxllm.serve.http.state import Limits, ServerState
+    from jaxllm.serve.text_worker import TextWorker
 
     reporter = Reporter()
     keep_programs(arguments, reporter)
@@ -261,6 +262,7 @@ def _state(arguments: argparse.Namespace, keys: tuple[bytes, ...] | None) -> Ser
         ),
         api_keys=keys,
         embedder=embedder,
+        texts=TextWorker(tokenizer),
         cors_origins=tuple(arguments.cors_origin),
     )
 

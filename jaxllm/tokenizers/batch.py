@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Int32
 
@@ -50,19 +48,19 @@ class BatchEncoding(_Settable, ArrayMapping):
     pad id may also be a real token.
     """
 
-    input_ids: Int32[np.ndarray | jax.Array, "B T"]
-    attention_mask: Int32[np.ndarray | jax.Array, "B T"]
-    offset_mapping: Int32[np.ndarray | jax.Array, "B T 2"] | None = None
+    input_ids: Int32[Any, "B T"]
+    attention_mask: Int32[Any, "B T"]
+    offset_mapping: Int32[Any, "B T 2"] | None = None
     """Start and end of each token in its text, with ``return_offsets_mapping``; else None."""
-    special_tokens_mask: Int32[np.ndarray | jax.Array, "B T"] | None = None
+    special_tokens_mask: Int32[Any, "B T"] | None = None
     """1 at added tokens and padding, with ``return_special_tokens_mask``; else None."""
-    length: Int32[np.ndarray | jax.Array, " B"] | None = None
+    length: Int32[Any, " B"] | None = None
     """Length of each row, padding included, with ``return_length``; else None."""
-    labels: np.ndarray | jax.Array | None = None
+    labels: Any = None
     """Labels of the rows that ``pad`` got, or that were set, [B] or [B, N]."""
-    decoder_input_ids: np.ndarray | jax.Array | None = None
+    decoder_input_ids: Any = None
     """Inputs of a decoder that were set, [B, D]."""
-    decoder_attention_mask: np.ndarray | jax.Array | None = None
+    decoder_attention_mask: Any = None
     """Their padding mask that was set, [B, D]."""
 
 
@@ -121,6 +119,8 @@ def _checked_row(row: Sequence[int], number: int) -> Int[np.ndarray, " T"]:
 def as_tensors(batch: BatchEncoding, return_tensors: ReturnTensors) -> BatchEncoding:
     """NumPy arrays as they are, or as JAX arrays."""
     if return_tensors == "jax":
+        import jax.numpy as jnp  # takes more than a second, and is not needed for text
+
         return BatchEncoding(**{name: jnp.asarray(value) for name, value in batch.items()})
     return batch
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypedDict, Unpack, cast, overload
 
-import jax
 import numpy as np
 
 from jaxllm.common.arguments import checked
@@ -80,7 +79,7 @@ class BatchEncoder(TextEncoder):
         *,
         return_tensors: Literal["np", "jax"],
         **options: Unpack[EncodingOptions],
-    ) -> np.ndarray | jax.Array: ...
+    ) -> Any: ...
     def encode(
         self,
         text: str,

@@ -19,9 +19,12 @@ from jaxllm.tokenizers.sentencepiece.model import BPE, UNIGRAM, PieceType, write
 from jaxllm.tokenizers.sentencepiece.tokenizers import LlamaTokenizer, T5Tokenizer
 from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
 from jaxllm.tokenizers.tokenizer import Tokenizer
-from jaxllm.tokenizers.tokenizer_json.regex_check import LLAMA3_PATTERN, QWEN2_PATTERN
 from jaxllm.tokenizers.tokenizer_json.tokenizer import BYTE_LEVEL, FastTokenizer
-from jaxllm.tokenizers.tokenizer_json.vocabulary_files import split_before_bytes
+from jaxllm.tokenizers.tokenizer_json.vocabulary_files import (
+    LLAMA3_PATTERN,
+    QWEN2_PATTERN,
+    split_before_bytes,
+)
 
 MAX_TOKENS = 2**20
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}

@@ -1,20 +1,16 @@
-"""Bounds on what tokenizer files can cost: how much they lengthen a text, and how long they take.
+"""Bounds on how much tokenizer files lengthen a text.
 
 A file of a kilobyte can turn a short prompt into gigabytes, for example with eight normalizers that
-replace "a" by ten of them, or search it for hours with a regular expression of quadratic cost. So
-growth is computed before a file is used, and unknown regular expressions are timed on parts of a
-long text before they see the whole of it.
+replace "a" by ten of them. So growth is computed before a file is used.
 """
 
 from __future__ import annotations
 
 import base64
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.tokenizers.tokenizer_json.regex_check import LINEAR_PATTERNS, TWO_SPACES
 
 MAX_TOKEN_BYTES = 1024
 MAX_NORMALIZER_GROWTH = 1024
@@ -22,9 +18,8 @@ MAX_NORMALIZED_BYTES = 2**20
 MAX_DECODER_GROWTH = 8
 # Bytes of UTF-8 that a normalizer can make of one byte, over all of Unicode.
 _UNICODE_GROWTH = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Lowercase": 2}
-_FIRST_PROBE_CHARACTERS = 256
-_FREE_SECONDS = 0.25
-_SECONDS_PER_BYTE = 4e-6  # several times what tokenizers in use take
+TWO_SPACES = " {2,}"
+"""Regular expression of T5's normalizer, which matches no empty string."""
 
 
 def check_growth(spec: Mapping[str, Any], source: str) -> int:
@@ -133,53 +128,3 @@ def check_normalized_size(
                 f"{source}: its normalizer makes this text of {size} bytes longer than {limit}"
                 " bytes: give a shorter text"
             )
-
-
-def has_unknown_regex(spec: Mapping[str, Any]) -> bool:
-    """True if a normalizer or pre-tokenizer has a regular expression not known to be linear."""
-    steps = [*_steps(spec["normalizer"]), *_steps(spec["pre_tokenizer"])]
-    patterns = {step["pattern"].get("Regex") for step in steps if "pattern" in step}
-    return not patterns <= {None, *LINEAR_PATTERNS}
-
-
-def check_seconds(encode: Callable[[str], Any], text: str, source: str) -> None:
-    """Encodes parts of 256, 512, 1024, ... characters, to see if they take too long.
-
-    A regular expression of quadratic or cubic cost would take hours for a text of a megabyte, and
-    nothing can stop the library while it runs. What is slow can be anywhere: ``\\s+$`` matches
-    spaces at once where they end the text, but takes quadratic time where another character does.
-
-    Raises:
-        InputError: the CPU time of a part, or of all parts of a length, was beyond 0.25 s and 4 µs
-            per byte.
-    """
-    length = _FIRST_PROBE_CHARACTERS
-    while length < len(text):
-        total, total_size = 0.0, 0
-        for first in _part_starts(len(text), length):
-            part = text[first : first + length]
-            start = time.thread_time()
-            encode(part)
-            seconds, size = time.thread_time() - start, _size(part)
-            total, total_size = total + seconds, total_size + size
-            if seconds > _allowed_seconds(size) or total > _allowed_seconds(total_size):
-                raise InputError(
-                    f"{source}: its regular expressions took {total:.1f} s for {total_size} bytes,"
-                    f" in parts of {length} of {len(text)} characters: give a shorter text"
-                )
-        length *= 2
-
-
-def _allowed_seconds(size: int) -> float:
-    return max(_FREE_SECONDS, _SECONDS_PER_BYTE * size)
-
-
-def _part_starts(size: int, length: int) -> Iterable[int]:
-    """Where the parts of a length begin: all at every second length, else both ends.
-
-    >>> [list(_part_starts(2000, length)) for length in (256, 512, 1024)]
-    [[0, 256, 512, 768, 1024, 1280, 1536, 1744], [0, 1488], [0, 976]]
-    """
-    ends = (0, size - length)
-    only_ends = (length // _FIRST_PROBE_CHARACTERS).bit_length() % 2 == 0
-    return ends if only_ends else (*range(0, size - length, length), size - length)

@@ -102,7 +102,7 @@ def test_what_a_broken_row_leaves_in_its_slot_is_gone(beams):
     def broken(path: tuple, x: Any) -> Any:
         return x.at[7].set(np.nan) if "embed" in jax.tree_util.keystr(path) else x
 
-    model = jax.tree_util.tree_map_with_path(broken, MODEL)
+    model = jax.tree_util.tree_map_with_path(broken, MODEL).with_card(MODEL.card)
     rows: list[dict[str, Any]] = [
         {"input_ids": [*[9] * 20, *[7] * 8], "max_new_tokens": 20},
         {"input_ids": [9, 10, 11], "max_new_tokens": 19, "eos_token_id": [49]},

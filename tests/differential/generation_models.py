@@ -61,7 +61,7 @@ def scaled(made: Any, factor: float) -> Any:
     def multiply(path: Any, leaf: jax.Array) -> jax.Array:
         return leaf * factor if "embed" in jax.tree_util.keystr(path) else leaf
 
-    return jax.tree_util.tree_map_with_path(multiply, made)
+    return jax.tree_util.tree_map_with_path(multiply, made).with_card(made.card)
 
 
 def noisy(made: Any) -> Any:
@@ -74,7 +74,7 @@ def noisy(made: Any) -> Any:
         noise = rng.standard_normal(leaf.shape) * float(jnp.std(leaf)) * DRAFT_NOISE
         return leaf + jnp.asarray(noise, leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(add, made)
+    return jax.tree_util.tree_map_with_path(add, made).with_card(made.card)
 
 
 def is_encoder_decoder(name: str) -> bool:

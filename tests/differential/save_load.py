@@ -279,7 +279,7 @@ def mesh_differences(
     expected = [bits(x) for x in jax.tree.leaves(arrays)]
     there = mesh(**MESHES[source])
     dtype = rng.choice(["float32", "bfloat16"])
-    net = jax.tree.map(lambda x: x.astype(dtype), whole.model)
+    net = jax.tree.map(lambda x: x.astype(dtype), whole.model).with_card(whole.model.card)
     jaxllm.save_orbax(work / "model", put_tree(net, there))
     targets = rng.permutation([i for i in range(len(MESHES)) if i != source])[:3]
     found = []

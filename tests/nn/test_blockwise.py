@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from flax import nnx
 
 from jaxllm.cache.attention_view import make_view
 from jaxllm.cache.kv_cache import KV
@@ -93,7 +94,7 @@ def test_blocks_of_queries_equal_eager(masked):
             std=1.0,
             dtype=jnp.float32,
             param_dtype=jnp.float32,
-            rngs=tiny.nnx.Rngs(0),
+            rngs=nnx.Rngs(0),
         )
         bias = ColumnBias(table, view.query_columns, view.key_columns)
     assert T > QUERY_BLOCK

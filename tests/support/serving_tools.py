@@ -24,6 +24,7 @@ from jaxllm.batch.embedder import Embedder
 from jaxllm.serve import AsyncEngine
 from jaxllm.serve.http.server import HttpServer, bound_socket
 from jaxllm.serve.http.state import Limits, ServerState
+from jaxllm.serve.text_worker import TextWorker
 from jaxllm.tokenizers import LlamaTokenizer
 from jaxllm.tokenizers.settings import TokenizerSettings
 
@@ -78,6 +79,7 @@ def running_server(
         limits=limits or Limits(),
         api_keys=api_keys,
         embedder=Embedder(model, engine.context) if embeddings else None,
+        texts=TextWorker(tokenizer),
         cors_origins=cors_origins,
     )
     bound = bound_socket("127.0.0.1", 0)

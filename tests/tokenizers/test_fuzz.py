@@ -83,8 +83,11 @@ def run(kind: str, count: int, folder: Path, seed: int) -> list[Outcome]:
     return run_batch(f"fuzz_targets:{kind}", files)
 
 
-def check(outcomes: list[Outcome]) -> None:
-    bad = [o for o in outcomes if not o.harmless or o.grown_mib > 512]
+def check(outcomes: list[Outcome], kind: str) -> None:
+    # An author may waste the time of those who use the file; see the threat model.
+    may_hang = kind in ("tokenizer_and_prompt", "chat_template")
+    hangs = [o for o in outcomes if may_hang and o.status == "hang"]
+    bad = [o for o in outcomes if o not in hangs and (not o.harmless or o.grown_mib > 512)]
     assert not bad, "\n".join(map(str, bad[:5]))
     assert max(len(outcome.detail) for outcome in outcomes) < 500
 
@@ -94,14 +97,14 @@ def check(outcomes: list[Outcome]) -> None:
 def test_mutated_files(kind, tmp_path):
     count = 100 if kind == "tokenizer_and_prompt" else 300  # its prompts are long
     outcomes = run(kind, fuzz_count(count), tmp_path, seed=0)
-    check(outcomes)
+    check(outcomes, kind)
     assert {"ok", "refused"} <= {outcome.status for outcome in outcomes}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TARGETS)
 def test_many_mutated_files(kind, tmp_path):
-    check(run(kind, fuzz_count(2000), tmp_path, seed=1))
+    check(run(kind, fuzz_count(2000), tmp_path, seed=1), kind)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
@@ -136,7 +137,7 @@ async def embeddings(call: HttpCall) -> Response:
         raise ApiError(404, "embeddings are not served; start the server with --embeddings")
     request = read_body(EmbeddingRequest, await call.body())
     state.check_model(request.model)
-    ids = await asyncio.to_thread(prompt_ids, state, request.inputs, "input")
+    ids = await state.in_thread(prompt_ids, state, request.inputs, "input")
     call.usage.prompt_tokens = sum(map(len, ids))
     vectors = await asyncio.to_thread(state.embedder.embed, ids)
 
@@ -181,14 +182,16 @@ async def tokenize(call: HttpCall) -> Response:
     state = call.state
     state.check_model(request.model)
     if request.messages is not None:
-        ids = await asyncio.to_thread(chat_ids, state, request, False)
+        ids = await state.in_thread(chat_ids, state, request, False)
     else:
-        ids = await asyncio.to_thread(
-            state.tokenizer.encode,
+        encode = functools.partial(
+            state.tokenize,
+            "encode",
             request.prompt or "",
             add_special_tokens=request.add_special_tokens,
             max_bytes=state.limits.body_bytes,
         )
+        ids = await state.in_thread(encode)
     return call.json({"tokens": ids, "count": len(ids), "max_model_len": state.engine.context})
 
 

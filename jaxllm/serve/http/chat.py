@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from jaxllm.serve.async_engine import GenerationStream
@@ -38,7 +37,7 @@ class ChatAnswer(Answer):
     async def start(self) -> list[GenerationStream]:
         """Renders the messages and queues them."""
         request = self.request
-        ids = await asyncio.to_thread(chat_ids, self.state, request, bool(self._tools))
+        ids = await self.state.in_thread(chat_ids, self.state, request, bool(self._tools))
         limit = request.max_completion_tokens or request.max_tokens
         return await self.submit([ids], limit, logprobs=request.logprobs)
 
@@ -123,8 +122,11 @@ def chat_ids(state: ServerState, request: Any, with_tools: bool) -> list[int]:
     options = dict(getattr(request, "chat_template_kwargs", None) or {})
     if with_tools:
         options["tools"] = list(request.tools)
-    ids = state.tokenizer.apply_chat_template(
-        template_messages(request.messages), max_bytes=state.limits.body_bytes, **options
+    ids = state.tokenize(
+        "apply_chat_template",
+        template_messages(request.messages),
+        max_bytes=state.limits.body_bytes,
+        **options,
     )
     assert isinstance(ids, list)
     return ids

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 from jaxllm.common.errors import InputError
@@ -29,7 +29,7 @@ class CompletionAnswer(Answer):
 
     async def start(self) -> list[GenerationStream]:
         """Tokenizes the prompts and queues them."""
-        ids = await asyncio.to_thread(prompt_ids, self.state, self.request.prompts, "prompt")
+        ids = await self.state.in_thread(prompt_ids, self.state, self.request.prompts, "prompt")
         logprobs = self.request.logprobs is not None or self.request.best_of is not None
         return await self.submit(ids, self.request.max_tokens, logprobs=logprobs)
 
@@ -76,13 +76,13 @@ def prompt_ids(
         InputError: a prompt is empty or too long, or has an id that the model does not know.
     """
     vocab_size, result = state.engine.model.config.vocab_size, []
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    encoded: Iterator[list[int]] = iter(())
+    if texts:
+        batch = state.tokenize("__call__", texts, max_bytes=state.limits.body_bytes)
+        encoded = iter(batch["input_ids"])
     for prompt in prompts:
-        if isinstance(prompt, str):
-            size = state.limits.body_bytes
-            batch = state.tokenizer([prompt], max_bytes=size, return_tensors="np")
-            ids = batch.input_ids[0].tolist()
-        else:
-            ids = list(prompt)
+        ids = next(encoded) if isinstance(prompt, str) else list(prompt)
         if not ids or not all(0 <= token < vocab_size for token in ids):
             raise InputError(f"{name}: expected one token id or more, from 0 to {vocab_size - 1}")
         result.append(ids)

@@ -155,3 +155,5 @@ class HttpServer:
             await self._server.serve(sockets=[self._socket])
         finally:
             await engine.close(drain=False)
+            if self._state.texts is not None:
+                self._state.texts.close()

@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import json
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from jaxllm.batch.embedder import Embedder
 from jaxllm.generation.processors.host.grammar import GrammarLogitsProcessor, json_schema
@@ -16,7 +17,10 @@ from jaxllm.serve.async_engine import AsyncEngine
 from jaxllm.serve.http.api_errors import ApiError
 from jaxllm.serve.http.api_types import ResponseFormat, SamplingFields
 from jaxllm.serve.http.metrics import ServerMetrics
+from jaxllm.serve.text_worker import TextWorker
 from jaxllm.tokenizers.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 _GRAMMARS = 32
 """Compiled schemas that are kept."""
@@ -50,6 +54,8 @@ class ServerState:
     limits: Limits = Limits()
     api_keys: tuple[bytes, ...] | None = None
     embedder: Embedder | None = None
+    texts: TextWorker | None = None
+    """Where texts are tokenized. None: in this process, whose caller is trusted."""
     cors_origins: tuple[str, ...] = ()
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
@@ -67,6 +73,17 @@ class ServerState:
                 param="model",
                 code="model_not_found",
             )
+
+    def tokenize(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Calls a method of the tokenizer, under the limits of `texts`."""
+        if self.texts is None:
+            return getattr(self.tokenizer, method)(*arguments, **options)
+        return self.texts.call(method, *arguments, **options)
+
+    async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Calls a function that tokenizes in a thread, of which there are enough for slow texts."""
+        threads = None if self.texts is None else self.texts.threads
+        return await asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
 
     async def grammar(self, response_format: ResponseFormat | None) -> Any:
         """The grammar that an answer must match, or None."""

@@ -1,24 +1,19 @@
-"""Renders Jinja templates in a child process with CPU and memory limits.
+"""Renders Jinja templates in Jinja's sandbox, as transformers' `apply_chat_template` does.
 
-In the calling process a template could not be stopped, neither in a nested loop nor in
-``10**10**8``, a single step of the interpreter. The child starts at the first use (0.1 s) and is
-kept, so that rendering takes about a millisecond. It is restarted after a crash.
+The sandbox keeps a template from Python's objects, and so from files and code, and the size of its
+output is limited. A template can still waste time and memory of the process: a library trusts its
+caller, who chose the model. The server renders in a process with limits (`serve/text_worker.py`),
+since its clients are strangers.
 
-Only the child is handled here; which text is rendered is decided in ``templates.py``.
+Which text is rendered is decided in `templates.py`.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Mapping
-from pathlib import Path
+from datetime import datetime
+from functools import cache, lru_cache
 from typing import Any
 
 from jaxllm.common.errors import TemplateError
@@ -26,69 +21,6 @@ from jaxllm.common.messages import shortened
 
 MAX_TEMPLATE_BYTES = 64 * 2**10
 MAX_OUTPUT_CHARACTERS = 2**20
-CPU_SECONDS = 2.0
-MEMORY_BYTES = 2**30
-_WORKER = Path(__file__).with_name("template_worker.py")
-
-
-class _Worker:
-    """Child process and its pipes. Only the process that started it may use it."""
-
-    def __init__(self) -> None:
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", str(_WORKER)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                encoding="utf-8",
-                start_new_session=True,  # Ctrl-C in a terminal is for this process alone
-            )
-        except OSError as failure:
-            raise TemplateError(
-                f"chat templates are rendered in a child process, which did not start: {failure}"
-            ) from failure
-        self.owner = os.getpid()
-        settings = {
-            "path": [os.path.abspath(entry) for entry in sys.path],
-            "memory_bytes": MEMORY_BYTES,
-            "cpu_seconds": CPU_SECONDS,
-            "output_characters": MAX_OUTPUT_CHARACTERS,
-        }
-        self._send(settings)
-
-    def _send(self, message: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(message) + "\n")
-        self._process.stdin.flush()
-
-    def ask(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Sends a request; returns the answer, or None if the child died."""
-        assert self._process.stdout is not None
-        try:
-            self._send(request)
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            return None
-        return json.loads(line) if line.endswith("\n") else None
-
-    def close(self) -> int:
-        """Ends the child; returns its exit status, or minus the signal's number."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # the child may have exited
-            self._process.stdin.close()
-        self._process.stdout.close()
-        try:
-            return self._process.wait(timeout=1)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
-
-
-_lock = threading.Lock()
-_worker: _Worker | None = None
 
 
 def render_in_sandbox(template: str, variables: Mapping[str, Any], now: float) -> str:
@@ -100,35 +32,101 @@ def render_in_sandbox(template: str, variables: Mapping[str, Any], now: float) -
         now: time for ``strftime_now``, in seconds since 1970.
 
     Raises:
-        TemplateError: the template is too large, malformed, too expensive, or raised an error.
+        TemplateError: the template is too large, malformed, writes more than 2**20 characters, or
+            raised an error.
     """
-    global _worker
     size = len(template.encode("utf-8", "surrogatepass"))
     if size > MAX_TEMPLATE_BYTES:
         raise TemplateError(
             f"the chat template has {size} bytes, but at most {MAX_TEMPLATE_BYTES} are taken"
         )
-    request = {"template": template, "variables": variables, "now": now}
-    with _lock:
-        if _worker is None or _worker.owner != os.getpid():
-            _worker = _Worker()
-        answer = _worker.ask(request)
-        if answer is None:
-            status = _worker.close()
-            _worker = None
-            raise TemplateError(f"the chat template {_explain(status)}")
-    if "error" in answer:
-        raise TemplateError(f"the chat template failed: {shortened(answer['error'], 300)}")
-    return answer["text"]
+    clock = {"strftime_now": datetime.fromtimestamp(now).strftime}
+    try:
+        return _collect(_compiled(template), {**clock, **variables})
+    except Exception as error:  # of the template, Jinja or the limits
+        message = shortened(f"{type(error).__name__}: {error}", 300)
+        raise TemplateError(f"the chat template failed: {message}") from None
 
 
-def _explain(status: int) -> str:
-    if status == -signal.SIGPROF:
-        return f"took more than {CPU_SECONDS:g} seconds: it loops too long for a chat"
-    return f"ended the process that rendered it (exit status {status})"
+def _collect(template: Any, variables: Mapping[str, Any]) -> str:
+    pieces, length = [], 0
+    for piece in template.generate(variables):
+        length += len(piece)
+        if length > MAX_OUTPUT_CHARACTERS:
+            raise ValueError(f"its output exceeds {MAX_OUTPUT_CHARACTERS} characters")
+        pieces.append(piece)
+    return "".join(pieces)
 
 
-@atexit.register
-def _close_worker() -> None:
-    if _worker is not None and _worker.owner == os.getpid():
-        _worker.close()
+@lru_cache(maxsize=16)
+def _compiled(template: str) -> Any:
+    return _environment().from_string(template)
+
+
+def _raise_exception(message: str) -> None:
+    import jinja2
+
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Replaces Jinja's ``tojson`` filter, which also escapes HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+@cache
+def _environment() -> Any:
+    """The Jinja environment in which transformers renders chat templates."""
+    import jinja2
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
+
+    class Generation(Extension):
+        """``{% generation %}`` marks the assistant's text for training; here its body is output."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body).set_lineno(line)
+
+    class SafeNamespace(Namespace):
+        """Jinja's ``namespace`` without names such as ``__class__``."""
+
+        def __init__(*args: Any, **kwargs: Any) -> None:
+            self, values = args[0], dict(*args[1:], **kwargs)
+            for name in values:
+                SafeNamespace.check(name)
+            Namespace.__init__(self, values)
+
+        def __setitem__(self, name: str, value: object) -> None:
+            SafeNamespace.check(name)
+            Namespace.__setitem__(self, name, value)
+
+        @staticmethod
+        def check(name: object) -> None:
+            if not isinstance(name, str) or name.startswith("_"):
+                raise jinja2.TemplateRuntimeError(f"a namespace cannot store {name!r}")
+
+    result = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    result.filters["tojson"] = _tojson
+    result.globals["raise_exception"] = _raise_exception
+    result.globals["namespace"] = SafeNamespace
+    return result

@@ -23,8 +23,6 @@ from jaxllm.tokenizers.files import NAMED_TOKENS, TokenizerFiles
 from jaxllm.tokenizers.limits import (
     check_growth,
     check_normalized_size,
-    check_seconds,
-    has_unknown_regex,
 )
 from jaxllm.tokenizers.settings import (
     GPT2_TOKENS,
@@ -77,7 +75,6 @@ class FastTokenizer(Tokenizer):
         spec["post_processor"] = choose_post_processor(spec, settings)
         decoder_stages(spec["decoder"])  # raises for unsupported decoders
         self._growth = check_growth(spec, source)
-        self._is_timed = has_unknown_regex(spec)
         self._source = source
         self._backend = _build(spec, source)
         self._normalizer = self._backend.normalizer
@@ -170,16 +167,11 @@ class FastTokenizer(Tokenizer):
         return self._run(backend, text).ids
 
     def _run(self, backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
-        def encode(text: str) -> tokenizers.Encoding:
-            return backend.encode(text, add_special_tokens=False)
-
         def check_and_encode() -> tokenizers.Encoding:
             if self._normalizer is not None:
                 normalize = self._normalizer.normalize_str
                 check_normalized_size(normalize, text, self._growth, self._source)
-            if self._is_timed:
-                check_seconds(encode, text, self._source)
-            return encode(text)
+            return backend.encode(text, add_special_tokens=False)
 
         return _convert_errors(check_and_encode, self._source)
 

@@ -15,7 +15,6 @@ from jaxllm.tokenizers.settings import (
     TokenizerSettings,
 )
 from jaxllm.tokenizers.tokenizer_json.check import check_tokenizer_json
-from jaxllm.tokenizers.tokenizer_json.regex_check import QWEN2_PATTERN
 from jaxllm.tokenizers.tokenizer_json.tokenizer import (
     BYTE_LEVEL,
     FastTokenizer,
@@ -100,6 +99,12 @@ class Qwen2Tokenizer(GPT2Tokenizer):
 
 CLASSES = {each.__name__: each for each in (GPT2Tokenizer, RobertaTokenizer, Qwen2Tokenizer)}
 """Classes that are read from vocab.json and merges.txt, by their names in transformers."""
+
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3_PATTERN = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _WORDS_TAIL
+QWEN2_PATTERN = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _WORDS_TAIL
 
 
 def split_before_bytes(

@@ -1,7 +1,6 @@
 """Chat templates: parity with transformers, limits, and special tokens in messages."""
 
 import json
-import os
 import threading
 import time
 
@@ -11,7 +10,6 @@ import pytest
 
 from jaxllm.common.errors import InputError, TemplateError, UnsupportedError
 from jaxllm.tokenizers import Tokenizer, load_tokenizer
-from jaxllm.tokenizers.chat import sandbox
 
 DATA = paths.DATA / "tokenizers"
 TEMPLATES = ("smollm2", "chatml", "llama3", "llama2", "zephyr", "phi", "reasoning")
@@ -52,16 +50,6 @@ def llama(tmp_path_factory) -> Tokenizer:
     loaded = load_tokenizer(folder)
     assert loaded is not None
     return loaded
-
-
-@pytest.fixture(scope="module")
-def impatient_worker():
-    """A worker with a quarter of a second instead of two, so that the tests need not wait."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sandbox, "CPU_SECONDS", 0.25)
-        patch.setattr(sandbox, "_worker", None)
-        yield
-        sandbox._close_worker()
 
 
 def special(template: dict) -> dict:
@@ -235,15 +223,6 @@ def test_chat_template_file_takes_precedence(fast_folder):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        pytest.param(
-            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            "took",
-            marks=pytest.mark.ci),
-        pytest.param("{{ 10 ** (10 ** 8) }}", "took", marks=pytest.mark.ci),
-        ("{{ 'a' * 10 ** 10 }}", "memory"),
-        pytest.param(
-            "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}"
-            "{% endfor %}", "memory|took", marks=pytest.mark.ci),
         ("{{ 'a' | center(10000000) }}", "output exceeds"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
@@ -256,7 +235,7 @@ def test_chat_template_file_takes_precedence(fast_folder):
         ("x" * (64 * 1024 + 1), "65537 bytes, but at most 65536"),
     ],
 )  # fmt: skip
-def test_templates_are_limited(tokenizer, impatient_worker, template, message):
+def test_templates_are_limited(tokenizer, template, message):
     with pytest.raises(TemplateError, match=message):
         tokenizer.apply_chat_template([], chat_template=template, tokenize=False)
     assert tokenizer.apply_chat_template([], chat_template="is fine", tokenize=False) == "is fine"
@@ -418,7 +397,7 @@ def test_without_a_template(tokenizer):
         tokenizer.apply_chat_template([])
 
 
-def test_threads_share_the_worker(tokenizer):
+def test_threads_render_at_the_same_time(tokenizer):
     texts: dict[int, str] = {}
 
     def render(number: int) -> None:
@@ -431,22 +410,3 @@ def test_threads_share_the_worker(tokenizer):
     for thread in threads:
         thread.join()
     assert texts == {n: str(n) for n in range(20)}
-
-
-@pytest.mark.ci
-def test_killed_worker_is_restarted(tokenizer):
-    assert sandbox.render_in_sandbox("a", {}, 0.0) == "a"
-    worker = sandbox._worker
-    assert worker is not None
-    worker._process.kill()
-    with pytest.raises(TemplateError, match="ended the process"):
-        sandbox.render_in_sandbox("b", {}, 0.0)
-    assert sandbox.render_in_sandbox("c", {}, 0.0) == "c"
-
-
-@pytest.mark.ci
-def test_ctrl_c_of_a_terminal_does_not_reach_the_child() -> None:
-    """A process group gets it, so it would end the child in the middle of a batch of rows."""
-    assert sandbox.render_in_sandbox("{{ x }}", {"x": "a"}, 0.0) == "a"
-    assert sandbox._worker is not None
-    assert os.getpgid(sandbox._worker._process.pid) != os.getpgrp()

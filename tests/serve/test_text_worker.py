@@ -1,0 +1,141 @@
+"""Texts of strangers are tokenized in processes with limits of time and memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from serving_tools import chat_tokenizer, running_server
+from small_tokenizers import DATA
+
+from jaxllm.common.errors import InputError, TemplateError
+from jaxllm.serve import text_worker
+from jaxllm.serve.text_worker import TextWorker
+from jaxllm.tokenizers.settings import TokenizerSettings
+from jaxllm.tokenizers.tokenizer_json.tokenizer import FastTokenizer
+
+SLICES = (
+    "{% for m in messages %}{% for other in messages[loop.index0:] %}{% if other.role == m.role %}"
+    "{{ '' }}{% endif %}{% endfor %}{% endfor %}"
+)
+"""An honest template that takes quadratic time in the number of messages."""
+SPACES = " " * 400_000 + "x"
+"""A text that takes quadratic time with the regular expression of `quadratic`."""
+
+
+def quadratic() -> FastTokenizer:
+    """A tokenizer with an honest regular expression that takes quadratic time for some texts."""
+    spec = json.loads((DATA / "fast" / "gpt2.json").read_text(encoding="utf-8"))
+    split = {"type": "Split", "pattern": {"Regex": r"\s+$"}, "behavior": "Isolated"}
+    settings = TokenizerSettings(chat_templates={"default": SLICES})
+    return FastTokenizer(spec | {"pre_tokenizer": split | {"invert": False}}, settings)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[TextWorker]:
+    worker = TextWorker(quadratic(), cpu_seconds=0.2, memory_bytes=2**28)
+    yield worker
+    worker.close()
+
+
+def test_results_and_errors_are_those_of_the_tokenizer(worker):
+    tokenizer = quadratic()
+    assert worker.call("encode", "aaab d") == tokenizer.encode("aaab d")
+    batch = worker.call("__call__", ["a", "ab"], max_bytes=10)
+    assert batch["input_ids"] == tokenizer(["a", "ab"])["input_ids"]
+    with pytest.raises(InputError, match="a text must be a str, not int"):
+        worker.call("encode", 5)
+    with pytest.raises(TemplateError, match="roles must alternate"):
+        worker.call(
+            "apply_chat_template", [], chat_template="{{ raise_exception('roles must alternate') }}"
+        )
+
+
+TOO_MUCH = r"^the text takes more than \d.\d s or too much memory to tokenize: give a shorter one$"
+
+
+@pytest.mark.parametrize(
+    ("method", "argument", "options"),
+    [
+        ("encode", SPACES, {}),
+        ("apply_chat_template", [{"role": "user", "content": "a"}] * 20_000, {}),
+        ("apply_chat_template", [], {"chat_template": "{{ 10 ** (10 ** 8) }}"}),
+        ("apply_chat_template", [], {"chat_template": "{{ 'a' * 10 ** 10 }}"}),
+        (
+            "apply_chat_template",
+            [],
+            {"chat_template": "{% set n = namespace(x='ab') %}{% for i in range(60) %}"
+             "{% set n.x = n.x ~ n.x %}{% endfor %}"},
+        ),
+    ],
+    ids=["regex", "messages", "power", "product", "doubling"],
+)  # fmt: skip
+def test_what_exceeds_a_limit_ends_alone(worker, method, argument, options):
+    with pytest.raises((InputError, TemplateError), match=rf"{TOO_MUCH}|MemoryError"):
+        worker.call(method, argument, **options)
+    assert worker.call("encode", "ab") == quadratic().encode("ab")
+
+
+def test_a_slow_text_does_not_delay_others():
+    worker = TextWorker(quadratic(), cpu_seconds=20.0)
+    failures: list[BaseException] = []
+
+    def slow() -> None:
+        try:
+            worker.call("encode", SPACES)
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=slow) for _ in range(20)]
+    try:
+        for thread in threads:
+            thread.start()
+        assert [worker.call("encode", "ab") for _ in range(5)] == [quadratic().encode("ab")] * 5
+        assert all(thread.is_alive() for thread in threads)
+    finally:
+        assert worker._process is not None
+        os.killpg(worker._process.pid, signal.SIGKILL)  # the process and all that it has forked
+        for thread in threads:
+            thread.join()
+    assert len(failures) == 20
+    assert worker.call("encode", "ab") == quadratic().encode("ab")  # it starts again
+    worker.close()
+
+
+@pytest.mark.ci
+def test_requests_are_answered_beside_slow_ones():
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = SLICES + "{{ messages[0].content }}"
+    messages = [{"role": "user", "content": "Hello"}]
+    with running_server(tokenizer=tokenizer) as server, httpx.Client(timeout=60) as client:
+        statuses: list[int] = []
+
+        def attack() -> None:
+            body = {"model": "tiny", "messages": messages * 20_000, "max_tokens": 2}
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
+            statuses.append(answer.status_code)
+
+        threads = [threading.Thread(target=attack) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        body = {"model": "tiny", "messages": messages, "max_tokens": 2}
+        for _ in range(3):
+            answer = client.post(f"{server.url}/v1/chat/completions", json=body)
+            assert answer.status_code == 200
+        assert not statuses  # none of the slow ones has ended
+        for thread in threads:
+            thread.join()
+    assert statuses == [400] * 8
+
+
+def test_without_fork_texts_are_tokenized_here(monkeypatch):
+    monkeypatch.setattr(text_worker, "CAN_FORK", False)
+    worker = TextWorker(quadratic())
+    assert worker._process is None
+    assert worker.call("encode", "aaab d") == quadratic().encode("aaab d")
+    worker.close()
