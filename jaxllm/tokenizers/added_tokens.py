@@ -50,16 +50,24 @@ def with_added_tokens(files: Mapping[str, bytes], settings: TokenizerSettings) -
     return {**files, "tokenizer_config.json": text.encode()}
 
 
+MAX_START, MAX_STARTS = 5, 64
+"""Length and largest number of the beginnings of tokens that a text is searched for."""
+
+
 class TokenFinder:
     """Finds tokens in texts: the leftmost first, and the longest of those that begin there.
 
-    By the automaton of the tokenizers library, whose time does not depend on the number of tokens.
+    Many tokens are found by the automaton of the tokenizers library, whose time does not depend on
+    their number.
 
     >>> TokenFinder(["<s>", "</s>"]).spans("a</s><s>")
     [(1, 5), (5, 8)]
     """
 
     def __init__(self, tokens: Iterable[str]) -> None:
+        tokens = tuple(tokens)
+        self._tokens, self._starts = frozenset(tokens), {token[:MAX_START] for token in tokens}
+        self._lengths = sorted({len(token) for token in tokens}, reverse=True)
         added = [tokenizers.AddedToken(token, normalized=False) for token in tokens]
         # Without a vocabulary, the text between added tokens has no tokens.
         self._backend = tokenizers.Tokenizer(tokenizers.models.BPE()) if added else None
@@ -68,7 +76,28 @@ class TokenFinder:
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Start and end of each token in a text."""
-        return [] if self._backend is None else self._backend.encode(text).offsets
+        if self._backend is None:
+            return []
+        if len(self._starts) > MAX_STARTS:
+            return self._backend.encode(text).offsets
+        # A search for few strings is faster than the automaton.
+        spans: list[tuple[int, int]] = []
+        for position in self._candidates(text):
+            if not spans or position >= spans[-1][1]:
+                ends = (position + length for length in self._lengths)
+                end = next((end for end in ends if text[position:end] in self._tokens), None)
+                spans += [] if end is None else [(position, end)]
+        return spans
+
+    def _candidates(self, text: str) -> list[int]:
+        """Positions at which a token may begin, in order."""
+        positions = []
+        for start in self._starts:
+            position = text.find(start)
+            while position >= 0:
+                positions.append(position)
+                position = text.find(start, position + 1)
+        return sorted(positions)
 
     def find_all(self, text: str) -> list[str]:
         return [text[start:end] for start, end in self.spans(text)]

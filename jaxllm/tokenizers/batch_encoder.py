@@ -185,17 +185,19 @@ class BatchEncoder(TextEncoder):
             raise InputError(f"text_pair: {len(pairs)} second texts for {len(texts)} texts")
         encoding: Any = {k: v for k, v in options.items() if k in TextOptions.__annotations__}
         padding: Any = {k: v for k, v in options.items() if k in PaddingOptions.__annotations__}
-        both = zip(texts, pairs, strict=True)
         spans, special = (bool(options.get(name)) for name in DETAILS)
         if spans or special:
-            encoded = [self._encode_details(*each, with_spans=spans, **encoding) for each in both]
+            encoded = [
+                self._encode_details(*each, with_spans=spans, **encoding)
+                for each in zip(texts, pairs, strict=True)
+            ]
             rows = UnpaddedRows(
                 [each.ids for each in encoded],
                 offset_mapping=[each.spans or [] for each in encoded] if spans else None,
                 special_tokens_mask=[e.special_tokens_mask for e in encoded] if special else None,
             )
         else:
-            rows = UnpaddedRows([self._encode(*each, **encoding) for each in both])
+            rows = UnpaddedRows(self._encode_rows(texts, pairs, **encoding))
         batch = self._pad(rows, return_tensors, **padding)
         if options.get("return_attention_mask") is False:
             if not isinstance(batch, ListEncoding):

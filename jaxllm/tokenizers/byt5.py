@@ -98,8 +98,8 @@ class ByT5Tokenizer(Tokenizer):
         files = with_added_tokens(self._files, settings)
         self._become(ByT5Tokenizer(settings, files))
 
-    def _encode_text(self, text: str) -> list[int]:
-        return self._ids(self._split([text], self._any_added))
+    def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self._ids(self._split([text], self._any_added)) for text in texts]
 
     def _text_tokens(self, text: str) -> list[str]:
         return self._split([text], self._any_added)

@@ -18,7 +18,7 @@ from jaxllm.tokenizers.batch import Span
 class UnpaddedRows:
     """Values of rows of any length, before padding; None: not present."""
 
-    input_ids: list[Sequence[int]]
+    input_ids: Sequence[Sequence[int]]
     attention_mask: list[Sequence[int]] | None = None
     offset_mapping: list[list[Span]] | None = None
     special_tokens_mask: list[list[int]] | None = None

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from jaxllm.common.errors import InputError
 
@@ -42,15 +44,16 @@ class StreamDecoder:
     inside a character.
     """
 
-    def __init__(self, id_to_token: Callable[[int], str | None], stages: Sequence[Stage]) -> None:
-        self._id_to_token = id_to_token
+    def __init__(self, tokens: Sequence[str | None], stages: Sequence[Stage]) -> None:
+        self._tokens = tokens
+        """Token of each id; None for ids that are skipped."""
         self._stages = stages
 
     def put(self, ids: int | Iterable[int]) -> str:
         """Adds one or more ids; returns the text that has become final, possibly ``""``."""
-        tokens = [
-            token for index in iterate_ids(ids) if (token := self._id_to_token(index)) is not None
-        ]
+        table, size = self._tokens, len(self._tokens)
+        found = [table[index] for index in id_list(ids) if index < size]
+        tokens = [token for token in found if token is not None]
         for stage in self._stages:
             tokens = stage.put(tokens)
         return "".join(tokens)
@@ -61,6 +64,14 @@ class StreamDecoder:
         for stage in self._stages:
             tokens = stage.put(tokens) + stage.end()
         return "".join(tokens)
+
+
+def id_list(ids: Any) -> list[int]:
+    """The ids of `iterate_ids` as a list; a list of ints is checked as a whole."""
+    is_array = isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in "iu"
+    values: Any = ids.tolist() if is_array and len(ids) <= MAX_IDS else ids
+    is_plain = type(values) is list and len(values) <= MAX_IDS and set(map(type, values)) <= {int}
+    return values if is_plain and min(values, default=0) >= 0 else list(iterate_ids(ids))
 
 
 def iterate_ids(ids: Any) -> Iterator[int]:
@@ -132,12 +143,14 @@ class CleanUp(Stage):
         match = self._SAFE_SPLIT.match(text)
         split = match.end() if match else 0
         self._pending = text[split:]
-        return [self._clean(text[:split])]
+        return [self.clean(text[:split])]
 
     def end(self) -> list[str]:
-        return [self._clean(self._pending)]
+        return [self.clean(self._pending)]
 
-    def _clean(self, text: str) -> str:
-        for pattern, replacement in self._PATTERNS:
+    @classmethod
+    def clean(cls, text: str) -> str:
+        """The whole text without these spaces."""
+        for pattern, replacement in cls._PATTERNS:
             text = text.replace(pattern, replacement)
         return text

@@ -19,7 +19,7 @@ from jaxllm.tokenizers.batch import (
     truncate,
 )
 from jaxllm.tokenizers.settings import AddedToken
-from jaxllm.tokenizers.stream_decoder import CleanUp, Stage, StreamDecoder
+from jaxllm.tokenizers.stream_decoder import CleanUp, Stage, StreamDecoder, id_list
 from jaxllm.tokenizers.vocabulary import NO_MAX_LENGTH, Vocabulary
 
 MAX_TEXT_BYTES = 1_000_000
@@ -56,8 +56,8 @@ class TextEncoder(Vocabulary):
     truncation_side: PaddingSide
 
     @abstractmethod
-    def _encode_text(self, text: str) -> list[int]:
-        """Encodes a text, parsing special tokens in it; adds none."""
+    def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encodes texts, parsing special tokens in them; adds none."""
 
     @abstractmethod
     def _text_tokens(self, text: str) -> list[str]:
@@ -67,7 +67,7 @@ class TextEncoder(Vocabulary):
     def _encode_parts(self, parts: Sequence[str | AddedToken]) -> list[int]:
         """Encodes a text whose special tokens are already split off; adds none.
 
-        If ``_encode_text`` would parse the same special tokens, the ids are the same.
+        If ``_encode_texts`` would parse the same special tokens, the ids are the same.
         """
 
     @abstractmethod
@@ -96,16 +96,46 @@ class TextEncoder(Vocabulary):
         max_bytes: int = MAX_TEXT_BYTES,
     ) -> list[int]:
         """Encodes a text, or a pair of texts, to ids without padding."""
+        options: TextOptions = {
+            "add_special_tokens": add_special_tokens,
+            "truncation": truncation,
+            "max_length": max_length,
+            "split_special_tokens": split_special_tokens,
+            "max_bytes": max_bytes,
+        }
+        return self._encode_rows([text], [text_pair], **options)[0]
+
+    @checks_flags
+    def _encode_rows(
+        self,
+        texts: Sequence[str],
+        pairs: Sequence[str | None],
+        *,
+        add_special_tokens: bool = True,
+        truncation: Truncation = False,
+        max_length: int | None = None,
+        split_special_tokens: bool | None = None,
+        max_bytes: int = MAX_TEXT_BYTES,
+    ) -> list[list[int]]:
+        """Encodes texts, each perhaps with a second one, to ids without padding."""
         if split_special_tokens is None:
             split_special_tokens = self.settings.flag("split_special_tokens", False)
-
-        def encode(text: str) -> list[int]:
+        every = [*texts, *(pair for pair in pairs if pair is not None)]
+        for text in every:
             check_text(text, max_bytes)
-            return self._encode_parts([text]) if split_special_tokens else self._encode_text(text)
-
-        ids = encode(text)
-        pair = None if text_pair is None else encode(text_pair)
-        return self._assemble(ids, pair, add_special_tokens, truncation, max_length)
+        if split_special_tokens:
+            encoded = [self._encode_parts([text]) for text in every]
+        else:
+            encoded = self._encode_texts(every)
+        second = iter(encoded[len(texts) :])
+        return [
+            self._assemble(
+                ids,
+                None if pair is None else next(second),
+                *(add_special_tokens, truncation, max_length),
+            )
+            for ids, pair in zip(encoded[: len(texts)], pairs, strict=True)
+        ]
 
     @checks_flags
     def encode_with_offsets(
@@ -166,7 +196,7 @@ class TextEncoder(Vocabulary):
             elif split_special_tokens:
                 its_ids = self._encode_parts([each])
             else:
-                its_ids = self._encode_text(each)
+                [its_ids] = self._encode_texts([each])
             ids += its_ids
             counts.append(len(its_ids))
         first, pair = _placeholders(*counts)
@@ -261,8 +291,22 @@ class TextEncoder(Vocabulary):
         Raises:
             InputError: not an id, or not a list or one-dimensional array of ids; or not a bool.
         """
-        stream = self.stream_decoder(skip_special_tokens, clean_up_tokenization_spaces)
+        text = self._decode(id_list(ids), skip_special_tokens)
+        return CleanUp.clean(text) if self._cleans(clean_up_tokenization_spaces) else text
+
+    def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        """Decodes ids without any clean-up of spaces."""
+        stream = StreamDecoder(
+            self._token_table(skip_special_tokens), self._decode_stages(skip_special_tokens)
+        )
         return stream.put(ids) + stream.end()
+
+    def _cleans(self, clean_up_tokenization_spaces: bool | None) -> bool:
+        """Whether spaces are cleaned up, by a call's argument or the tokenizer's setting."""
+        cleans = clean_up_tokenization_spaces
+        if cleans is None:
+            cleans = self.settings.flag("clean_up_tokenization_spaces", False)
+        return cleans and self._cleans_up
 
     @checks_flags
     def batch_decode(
@@ -284,16 +328,19 @@ class TextEncoder(Vocabulary):
 
         Arguments are those of `decode`.
         """
-        skipped = self.special_ids if skip_special_tokens else frozenset()
-
-        def id_to_token(index: int) -> str | None:
-            return None if index in skipped else self.id_to_token(index)
-
-        clean_up = clean_up_tokenization_spaces
-        if clean_up is None:
-            clean_up = self.settings.flag("clean_up_tokenization_spaces", False)
         stages = self._decode_stages(skip_special_tokens)
-        return StreamDecoder(id_to_token, [*stages, *[CleanUp()] * (clean_up and self._cleans_up)])
+        clean_up = [CleanUp()] if self._cleans(clean_up_tokenization_spaces) else []
+        return StreamDecoder(self._token_table(skip_special_tokens), [*stages, *clean_up])
+
+    def _token_table(self, skip_special_tokens: bool) -> list[str | None]:
+        """The token of each id; None for ids that are skipped or have none."""
+        return self._token_tables[skip_special_tokens]
+
+    @cached_property
+    def _token_tables(self) -> tuple[list[str | None], list[str | None]]:
+        tokens = [self._id_to_token(index) for index in range(len(self))]
+        skipped = self.special_ids
+        return tokens, [None if i in skipped else token for i, token in enumerate(tokens)]
 
     def token_bytes(self) -> tuple[bytes | None, ...]:
         """UTF-8 bytes of each id inside a text; None for an id without a token.

@@ -213,9 +213,9 @@ class Tokenizer(BatchEncoder):
             rendered = continuation.cut_parts(rendered)
         parts = [rendered] if isinstance(rendered, str) else rendered
         check_text("".join(p if isinstance(p, str) else p.content for p in parts), max_bytes)
-        return (
-            self._encode_text(rendered) if isinstance(rendered, str) else self._encode_parts(parts)
-        )
+        if isinstance(rendered, str):
+            return self._encode_texts([rendered])[0]
+        return self._encode_parts(parts)
 
     def _select_template(self, chat_template: str | None, has_tools: bool) -> str:
         """The template for a call; what looks like a name has to be one, unlike in transformers."""

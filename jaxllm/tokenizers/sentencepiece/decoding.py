@@ -7,7 +7,7 @@ Encoding, in ``tokenizers.py``, shares no code with this.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from jaxllm.tokenizers.stream_decoder import Stage
@@ -20,6 +20,8 @@ class DecodeRules:
     """Decoding options of a tokenizer.
 
     Attributes:
+        texts: text of each token inside a chunk, except for special and added tokens and bytes
+            that are no ASCII: most of a text, which is decoded in long runs.
         fixed_text: maps a piece whose ``▁`` is not a space to its text: "" for a control piece,
             the piece itself if it is not in the vocabulary; None for all other pieces.
         is_byte: True for byte tokens.
@@ -35,6 +37,7 @@ class DecodeRules:
         strip_text: strip white space around the text between separate tokens.
     """
 
+    texts: Mapping[str, str]
     fixed_text: Callable[[str], str | None]
     is_byte: Callable[[str], bool]
     strip_chunk_start: bool
@@ -69,6 +72,16 @@ class PiecesToText(Stage):
                     self._run_has_text = False
                 result.append(self._joined(self._run.put(token)))
         return result
+
+    @property
+    def is_inside_text(self) -> bool:
+        """True if tokens of `DecodeRules.texts` that come next are decoded each by itself."""
+        return self._run is not None and self._run.is_inside_text
+
+    def put_text(self, text: str, count: int) -> str:
+        """Adds the text of several such tokens."""
+        assert self._run is not None
+        return self._joined(self._run.put_text(text, count))
 
     def end(self) -> list[str]:
         if self._run is None:
@@ -110,15 +123,25 @@ class _Run:
         self._count = 0
         self._after_special = False
         self._chunk = _Chunk(rules)
-        self._pending = ""
+        self._pending: list[str] = []
         self._started = False
         self._trailing = ""
 
     def put(self, token: str) -> str:
         return self._strip(self._put(token))
 
+    @property
+    def is_inside_text(self) -> bool:
+        """True if the next tokens are decoded independently of those before them."""
+        return self._count > 1 and not self._after_special and self._chunk.is_inside_text
+
+    def put_text(self, text: str, count: int) -> str:
+        """Adds the text of several tokens of `DecodeRules.texts`; see `is_inside_text`."""
+        self._count += count
+        return self._strip(self._held(text))
+
     def end(self) -> str:
-        return self._strip(self._pending + self._chunk.end())
+        return self._strip("".join(self._pending) + self._chunk.end())
 
     def _put(self, token: str) -> str:
         rules = self._rules
@@ -130,17 +153,21 @@ class _Run:
                 rules.space_before_chunk == "inner" and index != 0
             )
             leading_space = " " if spaced and not self._after_special else ""
-            text = leading_space + self._pending + self._chunk.end() + token
-            self._pending, self._chunk, self._after_special = "", _Chunk(rules), True
+            text = leading_space + "".join(self._pending) + self._chunk.end() + token
+            self._pending, self._chunk, self._after_special = [], _Chunk(rules), True
             return text
         leading_space = ""
         if self._after_special and index == 1 and rules.space_after_first_special:
             leading_space = "" if token.startswith(SPACE) else " "
         self._after_special = False
-        text = self._chunk.put(token)
-        if self._hold_chunks:
-            self._pending, text = self._pending + text, ""
-        return leading_space + text
+        return leading_space + self._held(self._chunk.put(token))
+
+    def _held(self, text: str) -> str:
+        """The text, or nothing if the chunk is held back until it ends."""
+        if not self._hold_chunks:
+            return text
+        self._pending.append(text)
+        return ""
 
     def _strip(self, text: str) -> str:
         """Drops leading white space; holds back trailing white space until text follows."""
@@ -162,6 +189,10 @@ class _Chunk:
         self._rules = rules
         self._at_start = rules.strip_chunk_start
         self._bytes = bytearray()
+
+    @property
+    def is_inside_text(self) -> bool:
+        return not self._at_start and not self._bytes
 
     def put(self, piece: str) -> str:
         if self._rules.is_byte(piece):

@@ -106,6 +106,20 @@ class SentencePieceModel:
 
         return self._convert_errors(check_and_encode)
 
+    def encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of the pieces of texts; several texts are encoded in the library's threads."""
+
+        def check_and_encode() -> list[list[int]]:
+            for text in texts:
+                check_normalized_size(
+                    self._processor.normalize, text, self.flags.growth, self._source
+                )
+            if len(texts) == 1:
+                return [self._processor.encode(texts[0])]
+            return self._processor.encode(list(texts))
+
+        return self._convert_errors(check_and_encode)
+
     def piece_to_id(self, piece: str) -> int:
         """The id of a piece; the unknown piece's id for any other string."""
         return self._processor.piece_to_id(piece)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar, Self
+from functools import cached_property
+from typing import ClassVar, Self, cast
 
 from jaxllm.common.errors import TokenizerError, UnsupportedError
 from jaxllm.tokenizers.added_tokens import (
@@ -132,14 +133,25 @@ class SentencePieceTokenizer(Tokenizer):
         self._become(type(self)(model, settings, files, source=source))
         self.settings = replace(self.settings, extra=extra)
 
-    def _encode_text(self, text: str) -> list[int]:
-        return list(map(self._id, self._split([text], self._any_added)))
+    def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        result: list[list[int]] = [[] for _ in texts]
+        plain: list[tuple[int, str, int]] = []  # number, text for the model, pieces to drop
+        for number, text in enumerate(texts):
+            parts = self._prefixed([text]) if text else []
+            if self._has_remapped_pieces or len(parts) > 1 or self._any_added.spans(text):
+                result[number] = self._ids([text], self._any_added)
+            elif parts:
+                plain.append((number, *self._model_text(str(parts[0]))))
+        encoded = self._model.encode_ids([text for _, text, _ in plain]) if plain else []
+        for (number, _, drop), ids in zip(plain, encoded, strict=True):
+            result[number] = ids[drop:] if len(ids) >= drop else ids
+        return result
 
     def _text_tokens(self, text: str) -> list[str]:
         return self._split([text], self._any_added)
 
     def _encode_parts(self, parts: Sequence[str | AddedToken]) -> list[int]:
-        return list(map(self._id, self._split(parts, self._plain_added)))
+        return self._ids(parts, self._plain_added)
 
     def _prefixed(self, parts: Sequence[str | AddedToken]) -> list[str | AddedToken]:
         """Adds the prefix space once, at the start of the text (non-legacy)."""
@@ -151,36 +163,69 @@ class SentencePieceTokenizer(Tokenizer):
         first = texts[0]
         return [SPACE + first, *texts[1:]] if isinstance(first, str) else [SPACE, *texts]
 
+    def _items(
+        self, parts: Sequence[str | AddedToken], finder: TokenFinder
+    ) -> list[str | AddedToken]:
+        """Splits a text into added tokens and the texts between them."""
+        items = split_added_tokens(self._prefixed(parts), self._tokens, finder)
+        if self.legacy or len(items) < 2 or not isinstance(items[0], str):
+            return items
+        # The prefix space before a special token is no token of its own.
+        second = items[1]
+        is_special = isinstance(second, AddedToken) and second.content in self._special
+        is_space = is_special and items[0].strip(f"{SPACE} ") == ""
+        return items[1:] if is_space and self._tokenize(items[0]) == [SPACE] else items
+
     def _split(self, parts: Sequence[str | AddedToken], finder: TokenFinder) -> list[str]:
         """Splits a text into added tokens and pieces."""
-        tokens: list[str | AddedToken] = []
-        for item in split_added_tokens(self._prefixed(parts), self._tokens, finder):
-            tokens += [item] if isinstance(item, AddedToken) else self._tokenize(item)
-        if (
-            not self.legacy
-            and len(tokens) > 1
-            and tokens[0] == SPACE
-            and isinstance(tokens[1], AddedToken)
-            and tokens[1].content in self._special
-        ):
-            tokens = tokens[1:]
-        return [t.content if isinstance(t, AddedToken) else t for t in tokens]
+        tokens: list[str] = []
+        for item in self._items(parts, finder):
+            tokens += [item.content] if isinstance(item, AddedToken) else self._tokenize(item)
+        return tokens
 
     def _id(self, token: str) -> int:
         """The id of an added token or a piece."""
         index = self._added_ids.get(token)
         return self._model.piece_to_id(token) if index is None else index
 
+    @cached_property
+    def _has_remapped_pieces(self) -> bool:
+        """True if an added token is a piece of the model too, with another id."""
+        common = self._model.vocabulary & self._added_ids.keys()
+        return any(self._model.piece_to_id(piece) != self._added_ids[piece] for piece in common)
+
+    def _ids(self, parts: Sequence[str | AddedToken], finder: TokenFinder) -> list[int]:
+        """The ids of the added tokens and pieces of a text."""
+        if self._has_remapped_pieces:
+            return list(map(self._id, self._split(parts, finder)))
+        items = self._items(parts, finder)
+        texts = [self._model_text(item) for item in items if isinstance(item, str)]
+        encoded = iter(self._model.encode_ids([text for text, _ in texts]) if texts else [])
+        drops = iter([drop for _, drop in texts])
+        ids: list[int] = []
+        for item in items:
+            if isinstance(item, AddedToken):
+                ids.append(self._added_ids[item.content])
+            else:
+                its_ids, drop = next(encoded), next(drops)
+                ids += its_ids[drop:] if len(its_ids) >= drop else its_ids
+        return ids
+
     def _tokenize(self, text: str) -> list[str]:
-        """Splits text without added tokens into pieces.
+        """Splits text without added tokens into pieces."""
+        text, drop = self._model_text(text)
+        tokens = self._model.encode(text)
+        return tokens[drop:] if len(tokens) >= drop else tokens
+
+    def _model_text(self, text: str) -> tuple[str, int]:
+        """The text that the model splits, and the number of its first pieces to drop.
 
         Without its dummy prefix sentencepiece strips the leading space of a text. To keep the
         space, an unknown token is prepended and its pieces are removed again.
         """
         if self.legacy or not text.startswith((SPACE, " ")):
-            return self._model.encode(text)
-        tokens = self._model.encode(self._unk_text + text)
-        return tokens[self._unk_length :] if len(tokens) >= self._unk_length else tokens
+            return text, 0
+        return self._unk_text + text, self._unk_length
 
     def _decode_rules(self) -> DecodeRules:
         flags = self._model.flags
@@ -188,7 +233,13 @@ class SentencePieceTokenizer(Tokenizer):
         extra = set(self.additional_special_tokens)
         other = set(self._added_ids) - named - extra
         beyond = {t for t in extra if self._added_ids[t] >= self.vocab_size}
+        ascii_bytes = {f"<0x{i:02X}>": chr(i) for i in range(128)}
+        pieces = self._model.vocabulary - self._model.control - self._model.bytes
+        texts = {piece: piece.replace(SPACE, " ") for piece in pieces}
+        texts[self._model.unk_piece] = self._model.unk_text
+        texts |= {piece: ascii_bytes[piece] for piece in self._model.bytes & ascii_bytes.keys()}
         return DecodeRules(
+            texts={t: text for t, text in texts.items() if t not in self._added_ids},
             fixed_text=self._model.fixed_text,
             is_byte=self._model.bytes.__contains__,
             strip_chunk_start=flags.add_dummy_prefix or flags.remove_extra_whitespaces,
@@ -201,8 +252,36 @@ class SentencePieceTokenizer(Tokenizer):
             strip_text=False,
         )
 
+    def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        texts, tokens = self._text_table, self._token_table(skip_special_tokens)
+        stage, pieces = PiecesToText(self._rules, skip_special_tokens), []
+        unusual = {i for i in set(ids) if i >= len(texts) or texts[i] is None}
+        stops = [n for n, i in enumerate(ids) if i in unusual] if unusual else []
+        number = 0
+        for stop in (*stops, len(ids)):
+            while number < stop and not stage.is_inside_text:
+                pieces += stage.put([str(tokens[ids[number]])])
+                number += 1
+            if number < stop:  # each token is decoded by itself
+                text = "".join(map(cast(list[str], texts).__getitem__, ids[number:stop]))
+                pieces.append(stage.put_text(text, stop - number))
+            if stop < len(ids):
+                token = tokens[ids[stop]] if ids[stop] < len(tokens) else None
+                pieces += [] if token is None else stage.put([token])
+            number = stop + 1
+        return "".join([*pieces, *stage.end()])
+
+    @cached_property
+    def _text_table(self) -> list[str | None]:
+        """`DecodeRules.texts` by id."""
+        return [self._rules.texts.get(token or "") for token in self._token_table(False)]
+
     def _decode_stages(self, skip_special_tokens: bool) -> list[Stage]:
-        return [PiecesToText(self._decode_rules(), skip_special_tokens)]
+        return [PiecesToText(self._rules, skip_special_tokens)]
+
+    @cached_property
+    def _rules(self) -> DecodeRules:
+        return self._decode_rules()
 
 
 class LlamaTokenizer(SentencePieceTokenizer):

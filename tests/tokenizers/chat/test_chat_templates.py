@@ -253,7 +253,7 @@ def test_extensions_of_transformers(tokenizer):
 
 
 def test_long_output_is_refused_before_it_is_tokenized(tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizer, "_encode_text", lambda text: pytest.fail("tokenized"))
+    monkeypatch.setattr(tokenizer, "_encode_texts", lambda texts: pytest.fail("tokenized"))
     template = "{{ strftime_now('%Y' * n) }}"
     with pytest.raises(TemplateError, match="output exceeds 1048576 characters"):
         tokenizer.apply_chat_template([], chat_template=template, n=1_000_000)
