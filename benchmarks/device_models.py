@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from jaxllm.models.build_options import Options
+from jaxllm.models.model import model_shapes
 from jaxllm.models.registry import model_spec
 from jaxllm.nn.attention import implementation_for
 
@@ -77,7 +77,7 @@ def random_model(
     spec = model_spec(config)
     implementation = implementation_for(attn_implementation, device.platform)
     options = Options(dtype=dtype, param_dtype=dtype, attn_implementation=implementation)
-    shapes = nnx.eval_shape(lambda: spec.make(spec.config, options, rngs=nnx.Rngs(0)))
+    shapes = model_shapes(spec.make, spec.config, options)
 
     def draw(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = jax.tree_util.keystr(path)
@@ -90,4 +90,4 @@ def random_model(
                 values /= np.sqrt(spec.config.d_kv)  # T5 does not scale its scores
         return jax.device_put(values.astype(leaf.dtype), device)
 
-    return jax.tree_util.tree_map_with_path(draw, shapes)
+    return jax.tree_util.tree_map_with_path(draw, shapes).with_card(shapes.card)

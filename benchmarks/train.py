@@ -25,6 +25,7 @@ from runner import WORKERS
 
 import jaxllm
 from jaxllm.models.gpt2 import GPT2Config, GPT2LMHeadModel
+from jaxllm.models.model import Card
 
 WORKLOADS = {"dropout 0.1": Training(dropout=True), "no dropout": Training(dropout=False)}
 
@@ -40,7 +41,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "gpt2"
         make = jax.jit(lambda: GPT2LMHeadModel(GPT2Config(), rngs=nnx.Rngs(0)))
-        jaxllm.save_hf(folder, make())
+        jaxllm.save_hf(folder, make().with_card(Card(GPT2Config())))
         pythons = {
             "jaxllm": (sys.executable, "jaxllm_train_worker.py"),
             "HF torch": (args.hf, "hf_train_worker.py"),

@@ -17,6 +17,7 @@ from jaxllm.models.mistral import (
     MistralForSequenceClassification,
     MistralModel,
 )
+from jaxllm.models.model import Card
 from jaxllm.models.quantize import quantize_model
 from jaxllm.models.qwen2 import (
     Qwen2Config,
@@ -40,6 +41,7 @@ from jaxllm.models.t5 import (
 
 __all__ = [
     "FAMILIES",
+    "Card",
     "Decoder",
     "GPT2Config",
     "GPT2ForSequenceClassification",

@@ -138,7 +138,8 @@ class Model(Pretrained, Carded, nnx.Module, Generic[C]):
             raise InputError(
                 f"{purpose}: this {type(self).__name__} came out of a JAX transformation, which "
                 "keeps the weights but not the card with config.json, special tokens, generation "
-                "settings and origin; use model.with_card(original.card)"
+                "settings and origin; use model.with_card(original.card), for a new model with "
+                "Card(config)"
             )
         return self.card
 

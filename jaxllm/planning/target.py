@@ -75,7 +75,7 @@ class Target:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), model
         )
         unplaced = jax.tree.map(lambda x: x.update(sharding=None), placed)
-        return Target(placed, unplaced.with_card(model.card), mesh, device)
+        return Target(placed, unplaced.with_card(model.checked_card("lower")), mesh, device)
 
     def everywhere(self, tree: Any) -> Any:
         """Shapes of arrays that every device holds whole."""

@@ -84,9 +84,9 @@ class TokenFinder:
         spans: list[tuple[int, int]] = []
         for position in self._candidates(text):
             if not spans or position >= spans[-1][1]:
-                ends = (position + length for length in self._lengths)
-                end = next((end for end in ends if text[position:end] in self._tokens), None)
-                spans += [] if end is None else [(position, end)]
+                some = (text[position : position + length] for length in self._lengths)
+                token = next((each for each in some if each in self._tokens), None)
+                spans += [] if token is None else [(position, position + len(token))]
         return spans
 
     def _candidates(self, text: str) -> list[int]:
