@@ -191,7 +191,7 @@ def test_what_needs_the_card_says_so_before_it_acts(two, tmp_path):
     }
     for name, call in calls.items():
         with pytest.raises(
-            InputError, match=rf"^{name}: .*use model.with_card\(original.card\), or Card"
+            InputError, match=rf"^{name}: .*use model.with_card\(original.card\), for a new"
         ):
             call()
     assert list(tmp_path.iterdir()) == []
