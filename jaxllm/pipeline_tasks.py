@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxllm.common.arguments import checked
-from jaxllm.common.errors import InputError, NonFiniteError
+from jaxllm.common.errors import ConfigError, InputError, NonFiniteError
+from jaxllm.common.messages import quoted
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.generate import generate
 from jaxllm.generation.inputs.batching import run_in_batches
@@ -49,18 +49,32 @@ def with_task_settings(task: str, model: Model[Any]) -> tuple[Model[Any], str]:
     As in transformers' pipelines, `task_specific_params` has generation fields and the prefix of
     prompts by the name of a task, and `prefix` is that of all tasks.
     """
-    origin = model.checked_card("pipeline").origin
-    if origin is None or task not in ("text-generation", "text2text-generation"):
+    if task not in ("text-generation", "text2text-generation"):
         return model, ""
-    config = json.loads(origin.config)
-    where = f"{origin.file}: task_specific_params.{task}"
-    fields = {**((config.get("task_specific_params") or {}).get(task) or {})}
+    origin = model.checked_card("pipeline").origin
+    if origin is None:
+        return model, ""
+    config, where = json.loads(origin.config), f"{origin.file}: task_specific_params"
+    tasks = _object(config.get("task_specific_params"), where)
+    where = f"{where}.{task}"
+    fields = {**_object(tasks.get(task), where)}
     prefix = fields.pop("prefix", config.get("prefix")) or ""
+    if not isinstance(prefix, str):
+        raise ConfigError(f"{origin.file}: prefix: expected a text, found {quoted(prefix)}")
     if fields:
         defaults = model.generation_config or GenerationConfig()
         settings = defaults.merge(GenerationConfig.from_dict(fields, where))
         model = model.with_card(generation_config=settings)
-    return model, checked(prefix, (str,), "prefix", "a text")
+    return model, prefix
+
+
+def _object(value: object, where: str) -> Mapping[str, Any]:
+    """A JSON object of a file; empty for null."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where}: expected an object, found {quoted(value)}")
+    return value
 
 
 def _generate(

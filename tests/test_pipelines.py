@@ -142,9 +142,10 @@ def test_outputs_that_are_not_finite(task):
     else:
         name = "LlamaForSequenceClassification"
         model = tiny.make("llama", architecture=name, vocab_size=len(tokenizer))
-    pipe = jaxllm.pipeline(
-        task, jax.tree.map(lambda x: x * np.nan, model).with_card(model.card), tokenizer
-    )
+    broken = jax.tree.map(lambda x: x * np.nan, model)
+    if task == "text-classification":  # whose labels are in the card
+        broken = broken.with_card(model.card)
+    pipe = jaxllm.pipeline(task, broken, tokenizer)
     with pytest.raises(NonFiniteError, match=r"inputs\[0\]: the model's output is NaN"):
         pipe("Hello")
 
@@ -164,10 +165,15 @@ def test_settings_of_a_task_in_an_old_config_are_its_defaults(tmp_path, writer):
     assert pipe("upon", return_full_text=False) == expected
     changed = {"max_length": 14, "repetition_penalty": 1.0, "return_full_text": False}
     assert pipe("upon", **changed) == writer("Once upon", **changed) != expected
-    config["task_specific_params"] = {"text-generation": {"a_field": 1}}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"task_specific_params.text-generation: unknown .*a_fi"):
-        jaxllm.pipeline("text-generation", folder)
+    for wrong, message in (
+        ({"text-generation": {"a_field": 1}}, "text-generation: unknown .*a_field"),
+        ({"text-generation": [1]}, r"text-generation: expected an object, found \[1\]"),
+        ("none", "expected an object, found 'none'"),
+        ({"text-generation": {"prefix": 5}}, "prefix: expected a text, found 5"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | {"task_specific_params": wrong}))
+        with pytest.raises(ConfigError, match=message):
+            jaxllm.pipeline("text-generation", folder)
 
 
 def test_options_of_transformers(writer):

@@ -39,8 +39,8 @@ MAX_SLOTS = 2**20
 class BatchGenerator:
     """Generates from many prompts with continuous batching.
 
-    In float32 a row's result is that of `jaxllm.generate` on the row alone, up to rounding; see
-    docs/batch.md.
+    In float32, a row gets the same result as from `jaxllm.generate` without other rows, up to
+    rounding. docs/batch.md says more.
 
     A row is a prompt, a list of token ids, or a mapping with one of `prompt`, `messages` and
     `input_ids`, optionally `id` and `seed`, and any generation fields. Rows wait in buckets of

@@ -98,8 +98,8 @@ class Model(Pretrained, Carded, nnx.Module, Generic[C]):
 
     is_encoder_decoder = False
     config_reads: ClassVar[tuple[str, ...]] = ()
-    """Config fields that the forward pass of this class reads and that of most classes does not;
-    see `ModelConfig.forward_part`."""
+    """Config fields that the forward pass of this class reads, although most classes do not read
+    the fields; see `ModelConfig.forward_part`."""
 
     forward_config: C
     """The part of the config that the forward pass reads; the rest of its fields is None or 0."""
@@ -133,7 +133,11 @@ class Model(Pretrained, Carded, nnx.Module, Generic[C]):
         return copied
 
     def checked_card(self, purpose: str) -> Card:
-        """The card; without one an InputError says what for it is needed and how to give it."""
+        """Returns the card.
+
+        Raises:
+            InputError: the model has no card. The message begins with `purpose`.
+        """
         if self.card is None:
             raise InputError(
                 f"{purpose}: this {type(self).__name__} came out of a JAX transformation, which "

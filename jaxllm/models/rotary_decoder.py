@@ -27,7 +27,7 @@ from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.mlp import GatedMLP
 from jaxllm.nn.norm import RMSNorm
 from jaxllm.nn.rope import Rope
-from jaxllm.nn.rope_config import rope_from_config, rope_to_config
+from jaxllm.nn.rope_config import rope_from_config, rope_to_config, without_unused
 from jaxllm.nn.stack import Stack
 
 ROPE_KEYS = frozenset(
@@ -99,7 +99,7 @@ class RotaryConfig(cfg.DecoderOnlyConfig):
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.size_per_head,
             "max_position_embeddings": self.max_position_embeddings if is_dynamic else 0,
-            "rope": self.rotary.without_unused(),
+            "rope": without_unused(self.rotary),
         }
 
     @classmethod
@@ -240,7 +240,7 @@ class RotaryModel(Backbone[C]):
     def __init__(self, config: C, options: Options, *, rngs: nnx.Rngs | None):
         make = LayerFactory(config, options, rngs)
         self.config = config
-        self.rope, self.rope_per_row = config.rotary.without_unused(), False
+        self.rope, self.rope_per_row = without_unused(config.rotary), False
         self.embed = make.embedding()
         blocks = [self.block(make, layer) for layer in range(config.num_hidden_layers)]
         self.stack = Stack(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -46,11 +45,6 @@ class Rope:
     high_freq_factor: float = 4.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
-
-    def without_unused(self) -> Rope:
-        """The same RoPE, with default values of the settings that its type does not use."""
-        names = ("head_dim", "theta", "rope_type", *USED.get(self.rope_type, ()))
-        return Rope(**{name: getattr(self, name) for name in names})
 
     def angles(
         self, positions: Int[Array, "B T"], rope_length: Int[Array, "#B #T"]
@@ -145,22 +139,6 @@ class Rope:
         ramp = np.clip(ramp, 0, 1)
         unscaled = 1.0 / self._powers()
         return (unscaled / self.factor * ramp + unscaled * (1 - ramp)).astype(np.float32)
-
-
-USED: Mapping[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "dynamic": ("factor", "max_positions"),
-    "yarn": (
-        *("factor", "attention_factor", "original_positions", "beta_fast", "beta_slow"),
-        *("mscale", "mscale_all_dim", "truncate"),
-    ),
-    "longrope": (
-        *("factor", "attention_factor", "original_positions"),
-        *("short_factor", "long_factor"),
-    ),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_positions"),
-}
-"""Settings that each type of RoPE uses beside head size and base."""
 
 
 def _mscale(factor: float, mscale: float) -> float:

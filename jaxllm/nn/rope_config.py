@@ -33,6 +33,8 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "yarn": YARN_PARAMETERS,
     "longrope": ("factor", "attention_factor"),
 }
+EXTENDED = ("llama3", "longrope", "yarn")
+"""Types that extend a context, and use its original length."""
 ROPE_TYPES = tuple(REQUIRED)
 # Some versions of transformers write these for every type, even where they have no effect.
 COMMON = ("rope_type", "rope_theta", "original_max_position_embeddings")
@@ -97,9 +99,20 @@ def rope_to_config(rope: Rope) -> dict[str, Any]:
         value = getattr(rope, key)
         if value is not None:
             scaling[key] = list(value) if isinstance(value, tuple) else value
-    if rope.rope_type in ("llama3", "longrope", "yarn"):
+    if rope.rope_type in EXTENDED:
         scaling["original_max_position_embeddings"] = rope.original_positions
     return {"rope_theta": rope.theta, "rope_scaling": scaling}
+
+
+def without_unused(rope: Rope) -> Rope:
+    """The same RoPE, with default values of the settings that its type does not use."""
+    kind = rope.rope_type
+    names = {"head_dim", "theta", "rope_type", *REQUIRED[kind], *OPTIONAL.get(kind, ())}
+    if kind in EXTENDED:
+        names.add("original_positions")
+    elif kind == "dynamic":
+        names.add("max_positions")
+    return Rope(**{name: getattr(rope, name) for name in names})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,7 +43,7 @@ DEFAULT_QUEUE_SIZE = 256
 class AsyncEngine:
     """Answers requests as they come, with continuous batching.
 
-    In float32 a result is that of `jaxllm.generate` on the request alone, up to rounding.
+    In float32, a request gets the same result as from `jaxllm.generate`, up to rounding.
 
     A request is a row of `jaxllm.BatchGenerator`: a prompt, a list of token ids, or a mapping with
     one of `prompt`, `messages` and `input_ids`, optionally `seed`, and generation fields of greedy

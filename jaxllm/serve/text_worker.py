@@ -34,7 +34,9 @@ MEMORY_BYTES = 2**30
 WALL_SECONDS = 60.0
 """Limit for a child on a busy machine."""
 MAX_TEXTS = 64
-"""Texts that are computed at once; more wait."""
+"""Largest number of texts that are computed at once. Further texts wait."""
+HEADER_BYTES, READY = 8, b"+"
+"""Size of the number before a message, and the sign that the process holds the tokenizer."""
 CAN_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
 
 
@@ -45,6 +47,12 @@ class TextWorker:
         tokenizer: the server's. A copy of it is sent to the process.
         cpu_seconds: CPU time of one call, beside 4 microseconds per byte.
         memory_bytes: memory of one call, on Linux.
+
+    Attributes:
+        threads: threads that wait for texts, so that the threads of the event loop stay free.
+
+    Raises:
+        TokenizerError: the process does not start.
     """
 
     def __init__(
@@ -55,7 +63,7 @@ class TextWorker:
         memory_bytes: int = MEMORY_BYTES,
     ) -> None:
         self._tokenizer, self._cpu_seconds = tokenizer, cpu_seconds
-        self._threads = ThreadPoolExecutor(MAX_TEXTS, "texts")
+        self.threads = ThreadPoolExecutor(MAX_TEXTS, "texts")
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -63,26 +71,31 @@ class TextWorker:
         if CAN_FORK:
             self._start()
 
-    @property
-    def threads(self) -> ThreadPoolExecutor:
-        """Threads that wait for texts, so that those of the event loop stay free."""
-        return self._threads
-
     def _start(self) -> None:
+        """Starts the process and waits until it holds the tokenizer."""
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [sys.executable, "-I", os.path.abspath(__file__), str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C in a terminal is for the server alone
         )
         theirs.close()
-        with ours.makefile("wb") as file:
-            pickle.dump(self._settings, file)
-            pickle.dump(self._tokenizer, file)
         self._socket = ours
+        with contextlib.suppress(OSError):  # the process has ended
+            for value in (self._settings, self._tokenizer):
+                content = pickle.dumps(value)
+                ours.sendall(_header(content) + content)
+            if ours.recv(1) == READY:
+                return
+        self._end()
+        from jaxllm.common.errors import TokenizerError
+
+        raise TokenizerError(
+            "the process that tokenizes the texts of clients ended before it was ready; its "
+            "message is above"
+        )
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """The result of a method of the tokenizer.
@@ -108,11 +121,11 @@ class TextWorker:
         return _result(answer, seconds)
 
     def _send(self, request: bytes, writer: int) -> None:
-        """Sends a request and the pipe for its answer; starts the process again if it ended."""
+        """Sends a request and the pipe for its answer. Starts the process again if it ended."""
         for attempt in (1, 2):
             assert self._socket is not None
             try:
-                socket.send_fds(self._socket, [len(request).to_bytes(8, "little")], [writer])
+                socket.send_fds(self._socket, [_header(request)], [writer])
                 self._socket.sendall(request)
                 return
             except OSError:
@@ -123,7 +136,7 @@ class TextWorker:
 
     def close(self) -> None:
         """Ends the process."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.threads.shutdown(wait=False, cancel_futures=True)
         self._end()
 
     def _end(self) -> None:
@@ -134,8 +147,13 @@ class TextWorker:
             self._process.wait()
 
 
+def _header(content: bytes) -> bytes:
+    """The length of a message, which is sent before the message."""
+    return len(content).to_bytes(HEADER_BYTES, "little")
+
+
 def _read(reader: int, seconds: float) -> bytes:
-    """The child's number, and what it wrote. The child is killed after some seconds."""
+    """The number of the child and its answer. The child is killed after some seconds."""
     content, deadline = b"", time.monotonic() + seconds
     with selectors.DefaultSelector() as selector:
         selector.register(reader, selectors.EVENT_READ)
@@ -144,22 +162,23 @@ def _read(reader: int, seconds: float) -> bytes:
             if not part:
                 return content
             content += part
-    if len(content) >= 8:
+    if len(content) >= HEADER_BYTES:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(int.from_bytes(content[:8], "little"), signal.SIGKILL)
-    return content[:8]
+            os.kill(int.from_bytes(content[:HEADER_BYTES], "little"), signal.SIGKILL)
+    return b""
 
 
 def _result(answer: bytes, seconds: float) -> Any:
     """The value that a child sent, or the error that it raised."""
     from jaxllm.common.errors import InputError
 
-    if len(answer) <= 8:
+    try:
+        is_error, value = pickle.loads(answer[HEADER_BYTES:])
+    except (EOFError, pickle.UnpicklingError):  # the child was killed
         raise InputError(
             f"the text takes more than {seconds:.1f} s or too much memory to tokenize: give a "
             "shorter one"
-        )
-    is_error, value = pickle.loads(answer[8:])
+        ) from None
     if is_error:
         raise value
     return value
@@ -167,24 +186,28 @@ def _result(answer: bytes, seconds: float) -> Any:
 
 def serve(connection: socket.socket) -> None:
     """Receives the tokenizer, then forks a child for each request until the server ends."""
-    with connection.makefile("rb", buffering=0) as file:
-        settings = pickle.load(file)
-        sys.path[:] = settings["path"]
-        tokenizer = pickle.load(file)
+    settings = pickle.loads(_receive(connection, connection.recv(HEADER_BYTES, socket.MSG_WAITALL)))
+    sys.path[:] = settings["path"]
+    tokenizer = pickle.loads(
+        _receive(connection, connection.recv(HEADER_BYTES, socket.MSG_WAITALL))
+    )
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # of children that exceed their limits
+    connection.sendall(READY)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for
     while True:
-        header, files, _, _ = socket.recv_fds(connection, 8, 1)
+        header, files, _, _ = socket.recv_fds(connection, HEADER_BYTES, 1, socket.MSG_WAITALL)
         if not header:
             return
-        request = _receive(connection, int.from_bytes(header, "little"))
+        request = _receive(connection, header)
         if os.fork() == 0:
             connection.close()
             _answer(tokenizer, request, files[0], settings["memory_bytes"])
         os.close(files[0])
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
-    content = bytearray()
+def _receive(connection: socket.socket, header: bytes) -> bytes:
+    """The message after a header."""
+    size, content = int.from_bytes(header, "little"), bytearray()
     while len(content) < size:
         part = connection.recv(size - len(content))
         if not part:
@@ -195,7 +218,7 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 def _answer(tokenizer: Any, request: bytes, writer: int, memory_bytes: int) -> None:
     """Computes one request under its limits, in a child, and ends the child."""
-    os.write(writer, os.getpid().to_bytes(8, "little"))
+    os.write(writer, os.getpid().to_bytes(HEADER_BYTES, "little"))
     os.nice(10)
     seconds, call = pickle.loads(request)
     signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF kills the process

@@ -13,7 +13,7 @@ import pytest
 from serving_tools import chat_tokenizer, running_server
 from small_tokenizers import DATA
 
-from jaxllm.common.errors import InputError, TemplateError
+from jaxllm.common.errors import InputError, TemplateError, TokenizerError
 from jaxllm.serve import text_worker
 from jaxllm.serve.text_worker import TextWorker
 from jaxllm.tokenizers.settings import TokenizerSettings
@@ -131,6 +131,28 @@ def test_requests_are_answered_beside_slow_ones():
         for thread in threads:
             thread.join()
     assert statuses == [400] * 8
+
+
+def test_a_tokenizer_of_several_megabytes_reaches_the_process():
+    spec = json.loads((DATA / "fast" / "gpt2.json").read_text(encoding="utf-8"))
+    files = {"tokenizer.json": os.urandom(8 * 2**20)}  # more than a socket holds
+    tokenizer = FastTokenizer(spec, TokenizerSettings(), files)
+    worker = TextWorker(tokenizer)
+    text = "ab " * 300_000  # as a request of almost a megabyte
+    assert worker.call("encode", text) == tokenizer.encode(text)
+    worker.close()
+
+
+class Unreadable:
+    """A tokenizer whose pickle cannot be read."""
+
+    def __reduce__(self):
+        return (int, ("no number",))
+
+
+def test_a_process_that_does_not_start_is_an_error_at_once():
+    with pytest.raises(TokenizerError, match="ended before it was ready"):
+        TextWorker(Unreadable())
 
 
 def test_without_fork_texts_are_tokenized_here(monkeypatch):

@@ -38,9 +38,9 @@ INERT_GENERATION_KEYS = frozenset({
     "assistant_token_id", "bot_token_id", "chat_format", "max_window_size", "user_token_id",
 })
 # fmt: on
-"""Keys of generation_config.json without effect, beside those of `common.config_keys`."""
+"""Keys of generation_config.json that have no effect. `common.config_keys` lists further keys."""
 OFF_GENERATION_KEYS = frozenset({"ignore_eos", "skip_special_tokens", "trust_remote_code"})
-"""Keys of generation_config.json without effect while they are off."""
+"""Keys of generation_config.json that have no effect while they are false, 0 or empty."""
 
 
 class _Unset:

@@ -134,24 +134,13 @@ class SentencePieceTokenizer(Tokenizer):
         self.settings = replace(self.settings, extra=extra)
 
     def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        result: list[list[int]] = [[] for _ in texts]
-        plain: list[tuple[int, str, int]] = []  # number, text for the model, pieces to drop
-        for number, text in enumerate(texts):
-            parts = self._prefixed([text]) if text else []
-            if self._has_remapped_pieces or len(parts) > 1 or self._any_added.spans(text):
-                result[number] = self._ids([text], self._any_added)
-            elif parts:
-                plain.append((number, *self._model_text(str(parts[0]))))
-        encoded = self._model.encode_ids([text for _, text, _ in plain]) if plain else []
-        for (number, _, drop), ids in zip(plain, encoded, strict=True):
-            result[number] = ids[drop:] if len(ids) >= drop else ids
-        return result
+        return self._ids([[text] for text in texts], self._any_added)
 
     def _text_tokens(self, text: str) -> list[str]:
         return self._split([text], self._any_added)
 
     def _encode_parts(self, parts: Sequence[str | AddedToken]) -> list[int]:
-        return self._ids(parts, self._plain_added)
+        return self._ids([parts], self._plain_added)[0]
 
     def _prefixed(self, parts: Sequence[str | AddedToken]) -> list[str | AddedToken]:
         """Adds the prefix space once, at the start of the text (non-legacy)."""
@@ -194,22 +183,25 @@ class SentencePieceTokenizer(Tokenizer):
         common = self._model.vocabulary & self._added_ids.keys()
         return any(self._model.piece_to_id(piece) != self._added_ids[piece] for piece in common)
 
-    def _ids(self, parts: Sequence[str | AddedToken], finder: TokenFinder) -> list[int]:
-        """The ids of the added tokens and pieces of a text."""
+    def _ids(
+        self, rows: Sequence[Sequence[str | AddedToken]], finder: TokenFinder
+    ) -> list[list[int]]:
+        """The ids of the added tokens and pieces of texts. The model splits all texts at once."""
         if self._has_remapped_pieces:
-            return list(map(self._id, self._split(parts, finder)))
-        items = self._items(parts, finder)
-        texts = [self._model_text(item) for item in items if isinstance(item, str)]
-        encoded = iter(self._model.encode_ids([text for text, _ in texts]) if texts else [])
-        drops = iter([drop for _, drop in texts])
-        ids: list[int] = []
-        for item in items:
-            if isinstance(item, AddedToken):
-                ids.append(self._added_ids[item.content])
-            else:
-                its_ids, drop = next(encoded), next(drops)
-                ids += its_ids[drop:] if len(its_ids) >= drop else its_ids
-        return ids
+            return [list(map(self._id, self._split(parts, finder))) for parts in rows]
+        items = [self._items(parts, finder) for parts in rows]
+        texts = [self._model_text(each) for row in items for each in row if isinstance(each, str)]
+        encoded = self._model.encode_ids([text for text, _ in texts]) if texts else []
+        drops = (drop for _, drop in texts)
+        pieces = (p[n:] if len(p) >= n else p for p, n in zip(encoded, drops, strict=True))
+        result = []
+        for row in items:
+            ids: list[int] = []
+            for each in row:
+                is_added = isinstance(each, AddedToken)
+                ids += [self._added_ids[each.content]] if is_added else next(pieces)
+            result.append(ids)
+        return result
 
     def _tokenize(self, text: str) -> list[str]:
         """Splits text without added tokens into pieces."""
