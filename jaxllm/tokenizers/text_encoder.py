@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypedDict
+from typing import TypedDict, Unpack
 
 from jaxllm.common.arguments import checked_iterable, checks_flags
 from jaxllm.common.errors import InputError, UnsupportedError
@@ -83,26 +83,10 @@ class TextEncoder(Vocabulary):
         """Whether `clean_up_tokenization_spaces` acts on this tokenizer's texts."""
         return True
 
-    @checks_flags
     def _encode(
-        self,
-        text: str,
-        text_pair: str | None = None,
-        *,
-        add_special_tokens: bool = True,
-        truncation: Truncation = False,
-        max_length: int | None = None,
-        split_special_tokens: bool | None = None,
-        max_bytes: int = MAX_TEXT_BYTES,
+        self, text: str, text_pair: str | None = None, **options: Unpack[TextOptions]
     ) -> list[int]:
         """Encodes a text, or a pair of texts, to ids without padding."""
-        options: TextOptions = {
-            "add_special_tokens": add_special_tokens,
-            "truncation": truncation,
-            "max_length": max_length,
-            "split_special_tokens": split_special_tokens,
-            "max_bytes": max_bytes,
-        }
         return self._encode_rows([text], [text_pair], **options)[0]
 
     @checks_flags
