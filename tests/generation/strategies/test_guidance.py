@@ -98,7 +98,8 @@ def test_inside_the_callers_jit():
 
     @jax.jit
     def call(net, ids, mask, negative, scale):
-        fields = {"max_new_tokens": 9, "eos_token_id": None, "output_scores": True, **negative}
+        ends = {"max_new_tokens": 9, "eos_token_id": None, "pad_token_id": 0}
+        fields = {**ends, "output_scores": True, **negative}
         out = jaxllm.generate(net, ids, mask, guidance_scale=scale, **fields)
         return out.sequences, jnp.stack(out.scores)
 
