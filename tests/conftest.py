@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.as_shipped:
         os.environ["JAXLLM_CPU_KERNELS"] = "1"
-    elif config.option.markexpr not in ("", "slow"):
+    else:
         compile_fast()
 
 
@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def compile_fast() -> None:
     """XLA spends most of the tests' time on compiling small programs, which takes it a third as
-    long without optimizing the machine code. `make test-all` compiles as users do.
+    long without optimizing the machine code. With `--as-shipped`, tests compile as users do.
 
     An XLA that does not know a flag ends the process, so others than these are left alone.
     """
