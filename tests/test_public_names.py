@@ -32,8 +32,8 @@ DOCUMENTED = {
     " score stream",
     "jaxllm.checkpoint": "RunCheckpoints load_adapter save_adapter smollm2",
     "jaxllm.checkpoint.bundled": "smollm2",
+    "jaxllm.checkpoint.orbax": "RunCheckpoints",
     "jaxllm.checkpoint.peft": "load_adapter save_adapter",
-    "jaxllm.checkpoint.runs": "RunCheckpoints",
     "jaxllm.evaluate": "perplexity",
     "jaxllm.flax_classes": "AutoTokenizer FlaxAutoModelForCausalLM FlaxAutoModelForSeq2SeqLM"
     " FlaxT5ForConditionalGeneration shift_tokens_right",
@@ -42,7 +42,7 @@ DOCUMENTED = {
     " WatermarkDetector WatermarkLogitsProcessor WatermarkingConfig grammar",
     "jaxllm.models.gpt2": "GPT2LMHeadModel",
     "jaxllm.models.t5": "T5Config T5ForConditionalGeneration",
-    "jaxllm.sharding": "make_mesh use",
+    "jaxllm.parallel": "make_mesh use_mesh",
     "jaxllm.tokenizers.byte_level": "byte_tokenizer",
     "jaxllm.training": "OptimizerConfig TrainState loss_for make_optimizer make_train_step",
     "jaxllm.training.data": "DataConfig ModelInfo make_batches",

@@ -66,7 +66,7 @@ def load_weights(
     """Loads the model that `save_weights` wrote; parameters keep their dtypes."""
     with RunCheckpoints(folder / WEIGHTS_FOLDER, writable=False) as checkpoints:
         record = checkpoints.read()
-        quantized = record.meta.get("quantized")  # folders of older versions have none
+        quantized = record.meta["quantized"]
         dtype = float_dtype("dtype", dtype) or compute_dtype(record, quantized)
         options = Options(
             dtype=dtype,
@@ -115,8 +115,5 @@ def compute_dtype(record: Record, quantized: Mapping[str, Any] | None) -> np.dty
 
 
 def origin_of(fields: dict[str, Any]) -> Origin:
-    if "quantised" in fields:  # its name in folders of older versions
-        fields = {**fields, "quantized": fields["quantised"]}
-        del fields["quantised"]
     dtypes, copies = (tuple(map(tuple, fields[name])) for name in ("dtypes", "copies"))
     return Origin(**{**fields, "dtypes": dtypes, "copies": copies})

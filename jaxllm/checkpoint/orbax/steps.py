@@ -95,8 +95,9 @@ def read_record(folder: Path) -> Record:
         name: Leaf(dtype, tuple(shape), digest)
         for name, (dtype, shape, digest) in content["leaves"].items()
     }
-    measured_on = content.get("measured_on")  # records of earlier versions lack it
-    return Record(content["step"], content["meta"], content["metric"], leaves, measured_on)
+    return Record(
+        content["step"], content["meta"], content["metric"], leaves, content["measured_on"]
+    )
 
 
 def replace_record(folder: Path, record: Record) -> None:

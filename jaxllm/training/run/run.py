@@ -211,8 +211,7 @@ def restore(
     state = setup.state
     target = {name: abstract(getattr(state, name)) for name in TRAINED}
     arrays, meta, _ = checkpoints.restore(target=target)
-    if "settings" in meta:  # not in checkpoints of earlier versions
-        check_unchanged(meta["settings"], settings_of(state.model, setup.tokenizer), folder)
+    check_unchanged(meta["settings"], settings_of(state.model, setup.tokenizer), folder)
     check_base(meta["base"], base, folder)
     setup.batches.restore(meta["data"])
     return state.replace(**arrays), meta

@@ -80,8 +80,7 @@ def check_same(saved: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
         RunError: fields differ; they are named with both values.
     """
     before, now = fixed_fields(saved["recipe"]), fixed_fields(to_plain(recipe))
-    if "settings" in saved:  # has the dtype that was chosen where the recipe has none
-        before[DTYPE] = now[DTYPE] = None
+    before[DTYPE] = now[DTYPE] = None  # the settings have the dtype that was chosen
     check_unchanged(before, now, folder)
 
 
@@ -139,12 +138,12 @@ def check_base(saved: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -
         RunError: they differ.
     """
     before, tensors = saved["tensors"], now["tensors"]
-    if "reference" in saved and "reference" in now:  # an export or an earlier version has none
+    if "reference" in now:  # an export has none
         before, tensors = {**before, **saved["reference"]}, {**tensors, **now["reference"]}
     paths = before.keys() | tensors.keys()
     differing = sorted(path for path in paths if before.get(path) != tensors.get(path))
     what = changes(saved["config"], now["config"]) or changes(
-        saved.get("generation_config", {}), now["generation_config"]
+        saved["generation_config"], now["generation_config"]
     )
     if differing:
         what = f"{len(differing)} of its tensors differ, such as {differing[0]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import jax
@@ -101,11 +102,9 @@ def test_model_without_checkpoint(family, tmp_path):
         np.testing.assert_array_equal(parameters(again)[path], x)
 
 
-def test_origin_of_an_older_folder():
-    origin = Origin("{}", dtypes=(("a", "F32"),), quantized=True)
-    fields = dataclasses.asdict(origin)
-    fields["quantised"] = fields.pop("quantized")
-    assert origin_of(fields) == origin
+def test_an_origin_as_json_and_back():
+    origin = Origin("{}", dtypes=(("a", "F32"),), copies=(("b", "c"),), quantized=True)
+    assert origin_of(json.loads(json.dumps(dataclasses.asdict(origin)))) == origin
 
 
 @pytest.mark.ci
