@@ -7,7 +7,7 @@ import re
 from os import PathLike
 from pathlib import Path
 
-from jaxllm.checkpoint.safetensors.reader import OTHER_FORMATS, USE_SAFETENSORS
+from jaxllm.checkpoint.safetensors import OTHER_FORMATS, USE_SAFETENSORS
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError
 from jaxllm.common.messages import quoted

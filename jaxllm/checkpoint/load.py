@@ -23,7 +23,7 @@ from jaxllm.checkpoint.load_parameters import (
     load_parameters,
     quantizing,
 )
-from jaxllm.checkpoint.safetensors.reader import open_safetensors
+from jaxllm.checkpoint.safetensors import open_safetensors
 from jaxllm.checkpoint.source import FLOATS, WeightSource, default_dtype, float_dtype
 from jaxllm.checkpoint.tensor_checks import (
     check_depth,

@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from jaxllm.checkpoint.gguf.blocks import Blocks
 from jaxllm.checkpoint.gguf.names import HFView
+from jaxllm.checkpoint.gguf.reader import Blocks
 from jaxllm.checkpoint.source import Index, WeightSource, find_nonfinite
 from jaxllm.common.errors import InputError, NonFiniteError
 from jaxllm.models.quantize import BLOCK_FORMATS, Quantize

@@ -14,8 +14,7 @@ from jax.typing import DTypeLike
 
 from jaxllm.checkpoint.host_arrays import LazyHostArray
 from jaxllm.checkpoint.load_parameters import check_range
-from jaxllm.checkpoint.safetensors.reader import INDEX, OTHER_FORMATS
-from jaxllm.checkpoint.safetensors.writer import write_sharded
+from jaxllm.checkpoint.safetensors import INDEX, OTHER_FORMATS, write_sharded
 from jaxllm.checkpoint.source import float_dtype
 from jaxllm.checkpoint.tensor_checks import tensor_name
 from jaxllm.common.atomic_file import make_folder, write_json

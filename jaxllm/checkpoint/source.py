@@ -1,6 +1,6 @@
 """Interface of weight files, `WeightSource`: tensor names, shapes, and arrays on demand.
 
-:class:`~jaxllm.checkpoint.safetensors.reader.SafetensorsFile`, the sharded reader and
+:class:`~jaxllm.checkpoint.safetensors.SafetensorsFile`, the sharded reader and
 :class:`~jaxllm.checkpoint.gguf.reader.GGUFFile` implement it, so that the loader does not
 depend on file formats.
 """
@@ -118,22 +118,16 @@ class MappedFile:
         self._map: mmap.mmap | None = mapped
         check_not_placeholder(path, mapped[:2048], CheckpointError)
 
-    def view(self, dtype: np.dtype[Any], begin: int, count: int) -> np.ndarray:
-        """A flat view of ``count`` values from byte ``begin`` on; a copy only if unaligned."""
-        if self._map is None:
-            raise CheckpointError(f"{self.path}: read after close()")
-        if count == 0:  # numpy refuses an empty view at the very end of a buffer
-            return np.empty(0, dtype)
-        array = np.frombuffer(self._map, dtype, count, begin)
-        return array if array.flags.aligned else array.copy()
-
     def array(
         self, dtype: np.dtype[Any], begin: int, shape: tuple[int, ...], index: Index = ()
     ) -> np.ndarray:
-        """A view of an array in C order, or of a slice of it; a copy only if unaligned."""
+        """A view of the array that begins at byte ``begin``, in C order, or of a slice of it.
+
+        It is a copy only if it is not aligned.
+        """
         if self._map is None:
             raise CheckpointError(f"{self.path}: read after close()")
-        count = math.prod(shape)
+        count = math.prod(shape)  # numpy refuses an empty view at the very end of a buffer
         flat = np.frombuffer(self._map, dtype, count, begin) if count else np.empty(0, dtype)
         values = flat.reshape(shape)
         values = values[index] if index else values
@@ -149,7 +143,7 @@ class MappedFile:
 
     def head(self, limit: int) -> memoryview:
         """The first ``limit`` bytes, or all of a shorter file, without a copy."""
-        return self.view(np.dtype(np.uint8), 0, min(self.size, limit)).data
+        return self.array(np.dtype(np.uint8), 0, (min(self.size, limit),)).data
 
     def close(self) -> None:
         self._map = None  # unmapped when the last array that views it is gone

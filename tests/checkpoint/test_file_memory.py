@@ -15,10 +15,10 @@ import pytest
 from fuzzing import run_batch
 from weight_files import gguf_bytes, gguf_field, gguf_string, gguf_tensor, safetensors_bytes
 
-from jaxllm.checkpoint.gguf.header import MAX_HEADER_BYTES as MAX_GGUF_HEADER
+from jaxllm.checkpoint.gguf.reader import MAX_HEADER_BYTES as MAX_GGUF_HEADER
 from jaxllm.checkpoint.load import MAX_JSON_BYTES
 from jaxllm.checkpoint.peft.config import MAX_CONFIG_BYTES
-from jaxllm.checkpoint.safetensors.header import MAX_HEADER_BYTES
+from jaxllm.checkpoint.safetensors import MAX_HEADER_BYTES
 from jaxllm.common.strict_json import MAX_VALUES
 from jaxllm.tokenizers.files import MAX_FILE_BYTES
 from jaxllm.tokenizers.sentencepiece.model import MAX_PIECES, write_model

@@ -28,9 +28,8 @@ from weight_files import (
     written,
 )
 
-from jaxllm.checkpoint.gguf.header import MAX_HEADER_BYTES as MAX_GGUF_HEADER
-from jaxllm.checkpoint.safetensors.header import DTYPES, MAX_HEADER_BYTES
-from jaxllm.checkpoint.safetensors.writer import write_safetensors
+from jaxllm.checkpoint.gguf.reader import MAX_HEADER_BYTES as MAX_GGUF_HEADER
+from jaxllm.checkpoint.safetensors import DTYPES, MAX_HEADER_BYTES, write_safetensors
 
 COUNTS = [
     pytest.param(fuzz_count(500), id="some"),

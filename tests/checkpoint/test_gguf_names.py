@@ -13,7 +13,7 @@ from paths import DATA
 
 from jaxllm.checkpoint.gguf.names import HFView, hf_name, unpermute
 from jaxllm.checkpoint.gguf.reader import GGUFFile
-from jaxllm.checkpoint.safetensors.reader import open_safetensors
+from jaxllm.checkpoint.safetensors import open_safetensors
 
 
 def permute(weight: np.ndarray, heads: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from weight_files import random_blocks, write_gguf
 
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
-from jaxllm.checkpoint.safetensors.reader import open_safetensors
+from jaxllm.checkpoint.safetensors import open_safetensors
 
 
 def random_indices(shape: tuple[int, ...], seed: int):
@@ -142,7 +142,7 @@ address, index, data, out = *sys.argv[1:3], *map(Path, sys.argv[3:])
 import jax, numpy as np
 jax.distributed.initialize(address, 2, int(index))
 import jaxllm
-from jaxllm.checkpoint.safetensors.reader import SafetensorsFile
+from jaxllm.checkpoint.safetensors import SafetensorsFile
 from jaxllm.common.errors import CheckpointError
 from jaxllm.models.weights import parameters
 from jaxllm.parallel.mesh import make_mesh

@@ -11,7 +11,7 @@ from devices import on_processes
 from flax import nnx
 from memory_model import CONFIG, MB
 
-from jaxllm.checkpoint.safetensors.writer import write_safetensors
+from jaxllm.checkpoint.safetensors import write_safetensors
 from jaxllm.models.registry import model_spec
 from jaxllm.models.weights import parameters
 

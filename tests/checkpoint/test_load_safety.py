@@ -15,8 +15,7 @@ from parity_data import ROOT, load_case
 from parity_runs import distances, forward
 
 import jaxllm
-from jaxllm.checkpoint.safetensors.reader import open_safetensors
-from jaxllm.checkpoint.safetensors.writer import write_safetensors
+from jaxllm.checkpoint.safetensors import open_safetensors, write_safetensors
 from jaxllm.common.errors import (
     CheckpointError,
     ConfigError,

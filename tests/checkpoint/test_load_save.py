@@ -16,7 +16,7 @@ from parity_data import ROOT, cases
 from paths import DATA
 
 import jaxllm
-from jaxllm.checkpoint.safetensors.reader import open_safetensors
+from jaxllm.checkpoint.safetensors import open_safetensors
 from jaxllm.common.errors import (
     CheckpointError,
     ConfigError,

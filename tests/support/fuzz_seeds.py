@@ -16,7 +16,7 @@ from hub_configs import CONFIGS
 from paths import DATA
 from small_gguf import gguf_file
 
-from jaxllm.checkpoint.safetensors.writer import write_safetensors
+from jaxllm.checkpoint.safetensors import write_safetensors
 
 TOKENIZERS = DATA / "tokenizers"
 FAULTS = DATA / "fuzz"

@@ -13,7 +13,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from jaxllm.checkpoint.gguf.reader import GGUFFile
-from jaxllm.checkpoint.safetensors.header import DTYPES
+from jaxllm.checkpoint.safetensors import DTYPES
 
 Q = GGMLQuantizationType
 BF16 = ml_dtypes.bfloat16

@@ -1,23 +1,28 @@
-"""Reads GGUF files, llama.cpp's weight format: metadata, and tensors as arrays.
+"""Reads GGUF files, llama.cpp's weight format: metadata, and tensors as arrays or as blocks.
 
-The header is parsed by jaxllm's own strict parser; of the ``gguf`` package only ``dequantize`` is
-used (its reader hangs or runs out of memory on hostile headers, and is slow on valid ones).
+The format is https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3. The
+header is parsed here, strictly: nothing is allocated before the bytes that fill it are known to be
+in the file, sizes are Python integers (no overflow), and ambiguous headers (repeated keys,
+overlapping tensors) are rejected. The reader of the ``gguf`` package hangs or runs out of memory on
+hostile headers, and is slow on valid ones; only its ``dequantize`` is used.
+
 Tensors keep llama.cpp's names and layout; :mod:`jaxllm.checkpoint.gguf.names` converts them to
 Hugging Face's.
 """
 
 from __future__ import annotations
 
+import math
+import struct
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
+from gguf.quants import Q4_K, dequantize
 
-from jaxllm.checkpoint.gguf.blocks import Blocks, unpack
-from jaxllm.checkpoint.gguf.header import MAX_HEADER_BYTES, parse_header
 from jaxllm.checkpoint.source import (
     BFLOAT16,
     Index,
@@ -26,23 +31,39 @@ from jaxllm.checkpoint.source import (
     WeightSource,
     find_tensor,
 )
-from jaxllm.common.errors import UnsupportedError
+from jaxllm.common.errors import CheckpointError, UnsupportedError
 from jaxllm.common.messages import quoted
+from jaxllm.models.quantize import BLOCK_FORMATS
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+
+MAX_HEADER_BYTES = 64 << 20  # real ones, with a vocabulary of 260,000 tokens, take 20 MB
+_MAX_ITEMS = 1 << 24  # bytes of a string, elements of an array
+_MAX_COUNT = 1 << 20  # metadata fields, tensors
+_MAX_DIMS = 4
+_DEFAULT_ALIGNMENT = 32
+
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+_SCALARS: dict[int, np.dtype[Any]] = {
+    0: np.dtype("u1"),
+    1: np.dtype("i1"),
+    2: np.dtype("<u2"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<u4"),
+    5: np.dtype("<i4"),
+    6: np.dtype("<f4"),
+    _BOOL: np.dtype("u1"),
+    10: np.dtype("<u8"),
+    11: np.dtype("<i8"),
+    12: np.dtype("<f8"),
+}
 
 _STORED: dict[GGMLQuantizationType, np.dtype[Any]] = {
     GGMLQuantizationType.F32: np.dtype("<f4"),
     GGMLQuantizationType.F16: np.dtype("<f2"),
     GGMLQuantizationType.BF16: BFLOAT16,
 }
-_QUANTISED = (
-    GGMLQuantizationType.Q8_0,
-    GGMLQuantizationType.Q4_0,
-    GGMLQuantizationType.Q4_1,
-    GGMLQuantizationType.Q4_K,
-    GGMLQuantizationType.Q6_K,
-)
-_FLOAT32 = np.dtype(np.float32)
-
 # Values per call of `dequantize`, which needs several times the memory of its result; passed as one
 # row, because it processes many rows 16 at a time, slowly. A multiple of every block size.
 _CHUNK = 1 << 18
@@ -58,11 +79,6 @@ class GGUFFile(WeightSource):
     Attributes:
         path: the file.
         metadata: the key-value fields: int, float, bool, str, list[str], or a numpy array.
-
-    Raises:
-        MissingFileError: there is no such file.
-        CheckpointError: the header is malformed or does not fit the file.
-        UnsupportedError: a big-endian file or an unknown version.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -77,7 +93,7 @@ class GGUFFile(WeightSource):
 
     def info(self, name: str) -> TensorInfo:
         entry = find_tensor(self._entries, name, self.path)
-        dtype = _STORED.get(entry.type, _FLOAT32)
+        dtype = _STORED.get(entry.type, np.dtype(np.float32))
         return TensorInfo(entry.shape, dtype, entry.end - entry.begin, self.path)
 
     def quantization(self, name: str) -> str:
@@ -88,29 +104,24 @@ class GGUFFile(WeightSource):
         """Reads a tensor or a slice of it; see the class for its dtype.
 
         For a quantized matrix only the rows in `index` are dequantized: a row is a whole number of
-        blocks.
-
-        Raises:
-            CheckpointError: no tensor has this name, or the file is closed.
-            UnsupportedError: the tensor has another quantized type.
+        blocks. A tensor of another quantized type raises UnsupportedError.
         """
         entry = find_tensor(self._entries, name, self.path)
-        size = entry.end - entry.begin
         stored = _STORED.get(entry.type)
         if stored is not None:
             return self._file.array(stored, entry.begin, entry.shape, index)
-        if entry.type not in _QUANTISED:
-            readable = ", ".join(t.name for t in (*_STORED, *_QUANTISED))
+        if entry.type.name not in BLOCK_FORMATS:
+            readable = ", ".join((*(t.name for t in _STORED), *BLOCK_FORMATS))
             raise UnsupportedError(
                 f"{self.path}: tensor {quoted(name)} has the type {entry.type.name}; jaxllm reads "
                 f"{readable}: use a file with one of these types"
             )
-        data = self._file.view(np.dtype(np.uint8), entry.begin, size)
+        data = self._bytes(entry)
         if not index or len(entry.shape) < 2:
             whole = _dequantize(data, entry.shape, entry.type)
             return whole[index] if index else whole
         first, stop, _ = index[0].indices(entry.shape[0])
-        per_row, rows = size // entry.shape[0], max(stop - first, 0)
+        per_row, rows = data.size // entry.shape[0], max(stop - first, 0)
         data = data[first * per_row : (first + rows) * per_row]
         part = _dequantize(data, (rows, *entry.shape[1:]), entry.type)
         return part[(slice(None), *index[1:])]
@@ -118,10 +129,12 @@ class GGUFFile(WeightSource):
     def blocks(self, name: str) -> Blocks | None:
         """The blocks of a quantized matrix, without dequantizing them; None for other tensors."""
         entry = find_tensor(self._entries, name, self.path)
-        if entry.type not in _QUANTISED or len(entry.shape) != 2:
+        if entry.type.name not in BLOCK_FORMATS or len(entry.shape) != 2:
             return None
-        data = self._file.view(np.dtype(np.uint8), entry.begin, entry.end - entry.begin)
-        return unpack(data, entry.shape[0], entry.type)
+        return unpack(self._bytes(entry), entry.shape[0], entry.type)
+
+    def _bytes(self, entry: GGUFTensor) -> np.ndarray:
+        return self._file.array(np.dtype(np.uint8), entry.begin, (entry.end - entry.begin,))
 
     def release_pages(self, name: str) -> None:
         entry = find_tensor(self._entries, name, self.path)
@@ -145,3 +158,281 @@ def _dequantize(
             end = begin + part.size // block * block_bytes
             part[:] = dequantize(data[None, begin:end], ggml_type)[0]
     return result
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """One tensor: ggml type, shape in numpy's order, and byte range in the file."""
+
+    type: GGMLQuantizationType
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def parse_header(
+    data: memoryview, *, source: str, file_bytes: int
+) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+    """Reads the header at the start of ``data``: the first ``MAX_HEADER_BYTES`` or the whole file.
+
+    Returns:
+        The metadata (int, float, bool, str, list[str], or a numpy array for an array of numbers),
+        and the tensors in the file's order.
+
+    Raises:
+        CheckpointError: the header is malformed or does not fit a file of ``file_bytes``.
+        UnsupportedError: a big-endian file or another version of the format.
+    """
+    reader = _Reader(data, source)
+    if reader.take(4, "the magic number") != MAGIC:
+        raise CheckpointError(f"{source}: not a GGUF file")
+    version = reader.number("I", "the version")
+    if version & 0xFFFF == 0:
+        raise UnsupportedError(f"{source}: a big-endian GGUF file; convert it to little-endian")
+    if version not in VERSIONS:
+        raise UnsupportedError(f"{source}: GGUF version {version}; jaxllm reads {VERSIONS}")
+    tensor_count = reader.count("the number of tensors")
+    field_count = reader.count("the number of metadata fields")
+
+    metadata: dict[str, Any] = {}
+    for _ in range(field_count):
+        key = reader.string("a metadata key")
+        if key in metadata:
+            raise CheckpointError(f"{source}: the metadata key {quoted(key)} appears twice")
+        metadata[key] = reader.value(quoted(key))
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
+        raise CheckpointError(f"{source}: general.alignment must be a power of two")
+
+    descriptions = [reader.tensor() for _ in range(tensor_count)]
+    start = -(-reader.position // alignment) * alignment
+    entries: dict[str, GGUFTensor] = {}
+    for name, type_id, shape, offset in descriptions:
+        where = f"{source}: tensor {quoted(name)}"
+        if name in entries:
+            raise CheckpointError(f"{source}: two tensors have the name {quoted(name)}")
+        if offset % alignment:
+            raise CheckpointError(f"{where}: offset {offset} is no multiple of {alignment}")
+        entries[name] = _entry(where, type_id, shape, start + offset, file_bytes)
+    _check_overlap(source, entries)
+    return metadata, entries
+
+
+def _entry(
+    where: str, type_id: int, shape: tuple[int, ...], begin: int, file_bytes: int
+) -> GGUFTensor:
+    if type_id not in GGML_QUANT_SIZES:
+        raise CheckpointError(f"{where} has the unknown ggml type {type_id}")
+    ggml_type = GGMLQuantizationType(type_id)
+    block, block_bytes = GGML_QUANT_SIZES[ggml_type]
+    if 0 in shape:
+        raise CheckpointError(f"{where} has an empty dimension: {shape}")
+    if shape[-1] % block:
+        raise CheckpointError(
+            f"{where}: rows of {shape[-1]} values are no whole {ggml_type.name} blocks of {block}"
+        )
+    end = begin + math.prod(shape) // block * block_bytes
+    if end > file_bytes:
+        raise CheckpointError(
+            f"{where} ends at byte {end} of a file of {file_bytes} (an incomplete download?)"
+        )
+    return GGUFTensor(ggml_type, shape, begin, end)
+
+
+def _check_overlap(source: str, entries: dict[str, GGUFTensor]) -> None:
+    previous, reached = "", 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].begin):
+        if entry.begin < reached:
+            raise CheckpointError(
+                f"{source}: the tensors {quoted(previous)} and {quoted(name)} overlap"
+            )
+        previous, reached = name, entry.end
+
+
+class _Reader:
+    """Cursor over the header's bytes; raises CheckpointError at their end."""
+
+    def __init__(self, data: memoryview, source: str) -> None:
+        self.data = data
+        self.source = source
+        self.position = 0
+
+    def take(self, count: int, what: str) -> memoryview:
+        end = self.position + count
+        if end > len(self.data):
+            raise CheckpointError(f"{self.source}: the header ends within {what}")
+        data = self.data[self.position : end]
+        self.position = end
+        return data
+
+    def number(self, code: str, what: str) -> int:
+        size = 8 if code == "Q" else 4
+        (value,) = struct.unpack(f"<{code}", self.take(size, what))
+        return value
+
+    def count(self, what: str, limit: int = _MAX_COUNT) -> int:
+        value = self.number("Q", what)
+        if value > limit:
+            raise CheckpointError(f"{self.source}: {what} is {value}; at most {limit} are read")
+        return value
+
+    def string(self, what: str) -> str:
+        data = self.take(self.count(f"the length of {what}", _MAX_ITEMS), what)
+        try:
+            return str(data, "utf-8")
+        except UnicodeDecodeError as failure:
+            raise CheckpointError(
+                f"{self.source}: {what} is not UTF-8: {bytes(data[:40])!r} (byte {failure.start})"
+            ) from failure
+
+    def value(self, what: str) -> Any:
+        type_id = self.number("I", f"the type of {what}")
+        if type_id == _STRING:
+            return self.string(what)
+        if type_id == _ARRAY:
+            return self.array(what)
+        return self.numbers(type_id, 1, what)[0].item()
+
+    def array(self, what: str) -> list[str] | np.ndarray:
+        type_id = self.number("I", f"the element type of {what}")
+        if type_id == _ARRAY:
+            raise CheckpointError(f"{self.source}: {what} is an array of arrays")
+        length = self.count(f"the length of {what}", _MAX_ITEMS)
+        if type_id == _STRING:
+            return self.strings(length, f"an element of {what}")
+        return self.numbers(type_id, length, what)
+
+    def strings(self, length: int, what: str) -> list[str]:
+        """Reads many strings, faster than one by one: a vocabulary has over 100,000."""
+        data, position, limit = self.data, self.position, len(self.data)
+        strings: list[str] = []
+        for _ in range(length):
+            start = position + 8
+            end = start + struct.unpack_from("<Q", data, position)[0] if start <= limit else start
+            try:
+                if end > limit or end - start > _MAX_ITEMS:
+                    break
+                strings.append(str(data[start:end], "utf-8"))
+            except UnicodeDecodeError:
+                break
+            position = end
+        self.position = position
+        if len(strings) < length:
+            self.string(what)  # raises the error of the next one
+        return strings
+
+    def numbers(self, type_id: int, length: int, what: str) -> np.ndarray:
+        dtype = _SCALARS.get(type_id)
+        if dtype is None:
+            raise CheckpointError(f"{self.source}: {what} has the unknown value type {type_id}")
+        numbers = np.frombuffer(bytes(self.take(length * dtype.itemsize, what)), dtype)
+        if type_id != _BOOL:
+            return numbers
+        if numbers.max(initial=0) > 1:
+            raise CheckpointError(f"{self.source}: {what} is a boolean that is neither 0 nor 1")
+        return numbers.astype(np.bool_)
+
+    def tensor(self) -> tuple[str, int, tuple[int, ...], int]:
+        """Reads name, ggml type, shape (in numpy's order, ggml's reversed) and data offset."""
+        name = self.string("a tensor's name")
+        what = f"the description of tensor {quoted(name)}"
+        dims = self.number("I", what)
+        if not 1 <= dims <= _MAX_DIMS:
+            raise CheckpointError(
+                f"{self.source}: tensor {quoted(name)} has {dims} dimensions, not 1 to {_MAX_DIMS}"
+            )
+        shape = tuple(self.number("Q", what) for _ in range(dims))[::-1]
+        return name, self.number("I", what), shape, self.number("Q", what)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A matrix [O, I] in groups of a row's entries: ``scales * values + offsets``."""
+
+    format: str
+    """Name of the ggml type: "Q8_0", "Q4_0", "Q4_1", "Q4_K" or "Q6_K"."""
+    values: np.ndarray
+    """int8 [O, G, S]."""
+    scales: np.ndarray
+    """[O, G], in the dtype of `BLOCK_FORMATS`."""
+    offsets: np.ndarray | None
+    """[O, G], or None."""
+
+    def map(self, change: Any) -> Blocks:
+        """The blocks with `change` applied to each array, such as another order of the rows."""
+        offsets = None if self.offsets is None else change(self.offsets)
+        return Blocks(self.format, change(self.values), change(self.scales), offsets)
+
+
+def unpack(data: np.ndarray, rows: int, ggml_type: GGMLQuantizationType) -> Blocks:
+    """Unpacks the bytes of a matrix; its dequantized values are those of the gguf package.
+
+    Args:
+        data: the tensor's bytes, uint8.
+        rows: number of rows; a row is a whole number of blocks.
+        ggml_type: one of `BLOCK_FORMATS`.
+    """
+    blocks = data.reshape(-1, GGML_QUANT_SIZES[ggml_type][1])
+    values, scales, offsets = _PARTS[ggml_type](blocks)
+    name = ggml_type.name
+    form = BLOCK_FORMATS[name]
+
+    def grouped(x: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(x, form.scales).reshape(rows, -1)
+
+    return Blocks(
+        name,
+        values.reshape(rows, -1, form.size),
+        grouped(scales),
+        None if offsets is None else grouped(offsets),
+    )
+
+
+Parts = tuple[np.ndarray, np.ndarray, np.ndarray | None]
+
+
+def _half(blocks: np.ndarray, begin: int) -> np.ndarray:
+    """The float16 at byte `begin` of each block."""
+    return np.ascontiguousarray(blocks[:, begin : begin + 2]).view(np.float16)
+
+
+def _nibbles(data: np.ndarray, width: int) -> np.ndarray:
+    """Numbers of 4 bits: of each `width` bytes first the lower halves, then the upper ones."""
+    data = data.reshape(len(data), -1, 1, width)
+    return np.concatenate([data & 15, data >> 4], axis=2).astype(np.int8)
+
+
+def _q8_0(blocks: np.ndarray) -> Parts:
+    return blocks[:, 2:].view(np.int8), _half(blocks, 0), None
+
+
+def _q4_0(blocks: np.ndarray) -> Parts:
+    return _nibbles(blocks[:, 2:], 16) - np.int8(8), _half(blocks, 0), None
+
+
+def _q4_1(blocks: np.ndarray) -> Parts:
+    return _nibbles(blocks[:, 4:], 16), _half(blocks, 0), _half(blocks, 2)
+
+
+def _q4_k(blocks: np.ndarray) -> Parts:
+    scales, minima = Q4_K.get_scale_min(np.ascontiguousarray(blocks[:, 4:16]))
+    d, dmin = (_half(blocks, begin).astype(np.float32) for begin in (0, 2))
+    return _nibbles(blocks[:, 16:], 32), d * scales, -(dmin * minima)
+
+
+def _q6_k(blocks: np.ndarray) -> Parts:
+    low = _nibbles(blocks[:, :128], 64).reshape(len(blocks), -1, 32)
+    high = blocks[:, 128:192].reshape(len(blocks), -1, 1, 32)
+    high = high >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    values = (low | (high.reshape(low.shape) << 4).astype(np.int8)) - np.int8(32)
+    scales = _half(blocks, 208).astype(np.float32) * blocks[:, 192:208].view(np.int8)
+    return values, scales, None
+
+
+_PARTS = {
+    GGMLQuantizationType.Q8_0: _q8_0,
+    GGMLQuantizationType.Q4_0: _q4_0,
+    GGMLQuantizationType.Q4_1: _q4_1,
+    GGMLQuantizationType.Q4_K: _q4_k,
+    GGMLQuantizationType.Q6_K: _q6_k,
+}

@@ -23,7 +23,7 @@ from jaxllm.checkpoint.peft.names import (
     task_of,
     weight_entries,
 )
-from jaxllm.checkpoint.safetensors.reader import USE_SAFETENSORS, SafetensorsFile
+from jaxllm.checkpoint.safetensors import USE_SAFETENSORS, SafetensorsFile
 from jaxllm.checkpoint.source import FLOATS, find_nonfinite
 from jaxllm.common.errors import CheckpointError, NonFiniteError, UnsupportedError
 from jaxllm.common.files import expanded

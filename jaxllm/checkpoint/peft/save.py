@@ -23,7 +23,7 @@ from jaxllm.checkpoint.peft.names import (
     task_of,
     weight_entries,
 )
-from jaxllm.checkpoint.safetensors.writer import write_safetensors
+from jaxllm.checkpoint.safetensors import write_safetensors
 from jaxllm.common.atomic_file import make_folder, write_json
 from jaxllm.common.errors import CheckpointError, InputError, UnsupportedError
 from jaxllm.common.files import expanded

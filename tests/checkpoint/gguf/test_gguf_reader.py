@@ -25,8 +25,7 @@ from weight_files import (
 )
 
 from jaxllm.batch.job.file_digests import checkpoint_digests
-from jaxllm.checkpoint.gguf.header import MAX_HEADER_BYTES
-from jaxllm.checkpoint.gguf.reader import GGUFFile
+from jaxllm.checkpoint.gguf.reader import MAX_HEADER_BYTES, GGUFFile
 from jaxllm.common.errors import CheckpointError, JaxLLMError, MissingFileError, UnsupportedError
 
 

@@ -21,8 +21,7 @@ import jaxllm
 from jaxllm.checkpoint.peft import load_adapter, save_adapter
 from jaxllm.checkpoint.peft.config import parse_peft_config
 from jaxllm.checkpoint.peft.names import MAGNITUDE, PREFIX, A, B, paths_of, weight_entries
-from jaxllm.checkpoint.safetensors.reader import SafetensorsFile
-from jaxllm.checkpoint.safetensors.writer import write_safetensors
+from jaxllm.checkpoint.safetensors import SafetensorsFile, write_safetensors
 from jaxllm.common.errors import (
     CheckpointError,
     ConfigError,

@@ -21,13 +21,14 @@ from weight_files import (
     written,
 )
 
-from jaxllm.checkpoint.safetensors.header import MAX_HEADER_BYTES
-from jaxllm.checkpoint.safetensors.reader import (
+from jaxllm.checkpoint.safetensors import (
+    MAX_HEADER_BYTES,
     SafetensorsFile,
     ShardedSafetensors,
     open_safetensors,
+    write_safetensors,
+    write_sharded,
 )
-from jaxllm.checkpoint.safetensors.writer import write_safetensors, write_sharded
 from jaxllm.checkpoint.source import find_nonfinite
 from jaxllm.common.errors import CheckpointError, JaxLLMError, MissingFileError, UnsupportedError
 

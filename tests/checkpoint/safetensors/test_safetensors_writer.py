@@ -11,9 +11,8 @@ import pytest
 import safetensors.numpy
 from weight_files import assert_same, every_dtype
 
-from jaxllm.checkpoint.safetensors import writer as safetensors_writer
-from jaxllm.checkpoint.safetensors.reader import SafetensorsFile
-from jaxllm.checkpoint.safetensors.writer import PT_METADATA, write_safetensors
+from jaxllm.checkpoint import safetensors as jaxllm_safetensors
+from jaxllm.checkpoint.safetensors import PT_METADATA, SafetensorsFile, write_safetensors
 from jaxllm.common.errors import CheckpointError, JaxLLMError, MissingFileError
 
 
@@ -77,7 +76,7 @@ class TestWriting:
         path = tmp_path / "a.safetensors"
         write_safetensors(path, {"w": np.zeros(4)})
         before = path.read_bytes()
-        write = safetensors_writer._write
+        write = jaxllm_safetensors._write
 
         def write_and_rot(temporary, arrays, metadata):
             write(temporary, arrays, metadata)
@@ -85,7 +84,7 @@ class TestWriting:
             data[-1] ^= 1
             temporary.write_bytes(data)
 
-        monkeypatch.setattr(safetensors_writer, "_write", write_and_rot)
+        monkeypatch.setattr(jaxllm_safetensors, "_write", write_and_rot)
         with pytest.raises(CheckpointError, match="'w' differs when read back"):
             write_safetensors(path, {"w": np.ones(4)})
         assert path.read_bytes() == before

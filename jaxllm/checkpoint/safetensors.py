@@ -1,0 +1,483 @@
+"""Reads and writes safetensors: one file, or a folder with one file or several shards.
+
+The format (https://github.com/huggingface/safetensors#format): 8 bytes of little-endian length,
+that many bytes of JSON, then the tensors' bytes. The header maps each name to its dtype, shape and
+begin and end within the data; ``__metadata__`` maps strings to strings. This reader also refuses
+duplicate keys and unknown fields, which the safetensors package accepts.
+
+Tensors are views of a read-only memory map: opening a checkpoint reads its headers only, and a
+tensor's bytes are read on access. Pickled weights are never opened.
+
+Every written file is read back and compared before it gets its final name. The bytes are those of
+the safetensors package's ``save_file`` for the same tensors. That function is not used: its numpy
+version (0.8.0) writes wrong data for transposed, sliced and broadcast arrays
+(huggingface/safetensors#825) and needs a second copy of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, cast
+
+import numpy as np
+
+from jaxllm.checkpoint.source import (
+    BFLOAT16,
+    Index,
+    MappedFile,
+    TensorInfo,
+    WeightSource,
+    find_tensor,
+)
+from jaxllm.common.atomic_file import replacing, write_json
+from jaxllm.common.errors import CheckpointError, MissingFileError, UnsupportedError, naming_file
+from jaxllm.common.files import is_there
+from jaxllm.common.messages import listed, quoted
+from jaxllm.common.strict_json import parse_json, read_json
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+PT_METADATA = {"format": "pt"}  # required by transformers
+
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+OTHER_FORMATS = (*PICKLES, ".h5", ".msgpack")
+USE_SAFETENSORS = (
+    "jaxllm reads safetensors only, because unpickling a file can run any code in it; convert it "
+    "where you trust the file, with transformers: "
+    "model.save_pretrained(folder, safe_serialization=True)"
+)
+
+# The reference accepts 100 MB. JSON grows up to 24-fold as Python objects, so 16 MiB keep a hostile
+# header under half a gigabyte; the largest real ones (thousands of tensors) are below one megabyte.
+MAX_HEADER_BYTES = 16 << 20
+
+# In the order in which the safetensors package sorts a file's tensors.
+DTYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "I16": np.dtype("<i2"),
+    "U16": np.dtype("<u2"),
+    "F16": np.dtype("<f2"),
+    "BF16": BFLOAT16,
+    "I32": np.dtype("<i4"),
+    "U32": np.dtype("<u4"),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+    "I64": np.dtype("<i8"),
+    "U64": np.dtype("<u8"),
+}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+# Dtypes of the format that jaxllm does not compute in.
+_UNSUPPORTED = re.compile("C64|F4|F6_E2M3|F6_E3M2|F8_(E8M0|E4M3|E4M3FNUZ|E5M2|E5M2FNUZ)")
+
+_FIELDS = {"dtype", "shape", "data_offsets"}
+_MAX_DIMS = 64  # numpy's own limit
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True)
+class HeaderEntry:
+    """One tensor of a header; ``begin`` and ``end`` count from the first byte of the data."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def parse_header(
+    data: bytes, *, source: str, data_bytes: int
+) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
+    """Checks the JSON of a header against the ``data_bytes`` that follow it.
+
+    Returns:
+        The entries in the order of the file, and the metadata.
+
+    Raises:
+        CheckpointError: the tensors overlap, leave a gap, or do not fill the data.
+        UnsupportedError: a tensor has a dtype of the format that jaxllm does not read (8-bit
+            floats and smaller, complex numbers).
+    """
+    if not data.startswith(b"{"):
+        raise CheckpointError(f"{source}: not a safetensors file (the header is no JSON object)")
+    header = parse_json(data, source=source, max_depth=4, error=CheckpointError)
+    metadata = header.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CheckpointError(f"{source}: {_METADATA} must map strings to strings")
+
+    entries = {name: _entry(name, fields, source, data_bytes) for name, fields in header.items()}
+    ordered = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
+    expected = 0
+    for name, entry in ordered.items():
+        if entry.begin != expected:
+            problem = "overlaps the tensor before it" if entry.begin < expected else "leaves a gap"
+            raise CheckpointError(
+                f"{source}: tensor {quoted(name)} {problem}: it begins at byte {entry.begin}, "
+                f"not at {expected}"
+            )
+        expected = entry.end
+    if expected != data_bytes:
+        raise CheckpointError(f"{source}: {data_bytes - expected} bytes follow the last tensor")
+    return ordered, metadata
+
+
+def _entry(name: str, fields: object, source: str, data_bytes: int) -> HeaderEntry:
+    where = f"{source}: tensor {quoted(name)}"
+    if not isinstance(fields, dict) or fields.keys() != _FIELDS:
+        raise CheckpointError(f"{where} must have exactly dtype, shape and data_offsets")
+    code, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(code, str) or code not in DTYPES:
+        if isinstance(code, str) and _UNSUPPORTED.fullmatch(code):
+            raise UnsupportedError(
+                f"{where} has dtype {code}, which jaxllm does not read: convert it to BF16 first"
+            )
+        raise CheckpointError(f"{where} has the unknown dtype {quoted(code)}")
+    if not _are_sizes(shape) or len(shape) > _MAX_DIMS:
+        raise CheckpointError(f"{where}: shape must be at most {_MAX_DIMS} non-negative integers")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CheckpointError(f"{where}: data_offsets must be [begin, end] with begin <= end")
+    if offsets[1] > data_bytes:
+        raise CheckpointError(
+            f"{where} ends at byte {quoted(offsets[1])} of the data, which has {data_bytes} "
+            "(an incomplete download?)"
+        )
+    dtype = DTYPES[code]
+    begin, end = offsets
+    if math.prod(shape) * dtype.itemsize != end - begin:
+        raise CheckpointError(
+            f"{where}: {code} of shape {quoted(shape)} does not take the {end - begin} bytes "
+            "that data_offsets say"
+        )
+    # numpy multiplies the other dimensions of an empty array too, and must not overflow.
+    if math.prod(size for size in shape if size) * dtype.itemsize >= 2**63:
+        raise CheckpointError(f"{where}: shape {quoted(shape)} is too large")
+    return HeaderEntry(dtype, tuple(shape), begin, end)
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+class SafetensorsFile(WeightSource):
+    """One ``.safetensors`` file; opening it reads and checks the header."""
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file = MappedFile(self.path)
+        size = self._file.size
+        if size < 8:
+            raise CheckpointError(f"{self.path}: {size} bytes are too few for a safetensors file")
+        length = int.from_bytes(self._file.head(8), "little")
+        if length > MAX_HEADER_BYTES:
+            raise CheckpointError(
+                f"{self.path}: not a safetensors file, or one with a header of {length} bytes; "
+                f"at most {MAX_HEADER_BYTES} are read"
+            )
+        self._start = 8 + length
+        if self._start > size:
+            raise CheckpointError(f"{self.path}: ends within its header (an incomplete download?)")
+        self._entries, self.metadata = parse_header(
+            bytes(self._file.head(self._start)[8:]),
+            source=str(self.path),
+            data_bytes=size - self._start,
+        )
+
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def info(self, name: str) -> TensorInfo:
+        entry = find_tensor(self._entries, name, self.path)
+        return TensorInfo(entry.shape, entry.dtype, entry.end - entry.begin, self.path)
+
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
+        entry = find_tensor(self._entries, name, self.path)
+        begin = self._start + entry.begin
+        if entry.dtype == np.bool_:
+            values = self._file.array(np.dtype(np.uint8), begin, entry.shape)
+            if values.max(initial=0) > 1:
+                raise CheckpointError(
+                    f"{self.path}: tensor {quoted(name)}: a BOOL is neither 0 nor 1"
+                )
+        return self._file.array(entry.dtype, begin, entry.shape, index)
+
+    def release_pages(self, name: str) -> None:
+        entry = find_tensor(self._entries, name, self.path)
+        self._file.release_pages(self._start + entry.begin, self._start + entry.end)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class ShardedSafetensors(WeightSource):
+    """Several safetensors files with a ``model.safetensors.index.json``.
+
+    The index and the shards must agree on every tensor. ``metadata.total_size`` is not checked,
+    since writers disagree on what it counts.
+    """
+
+    def __init__(self, index: str | PathLike[str]) -> None:
+        self.path = Path(index)
+        content = read_json(self.path, max_bytes=MAX_HEADER_BYTES, error=CheckpointError)
+        weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{self.path}: weight_map must map tensor names to shards")
+        for name, shard in weight_map.items():
+            if not _is_plain_file_name(shard):
+                raise CheckpointError(
+                    f"{self.path}: weight_map[{quoted(name)}] is {quoted(shard)}, not the "
+                    "plain name of a .safetensors file in the same folder"
+                )
+        folder = self.path.parent
+        missing = sorted({s for s in weight_map.values() if not (folder / s).is_file()})
+        if missing:
+            raise MissingFileError(
+                f"{self.path}: {len(missing)} of the shards it lists are missing: "
+                + listed(missing)
+            )
+        shards = {s: SafetensorsFile(folder / s) for s in dict.fromkeys(weight_map.values())}
+        self._shard_of = {name: shards[shard] for name, shard in weight_map.items()}
+        self._shards = list(shards.values())
+        shard_of: dict[str, str] = {}
+        for shard, file in shards.items():
+            for name in file.names():
+                if name in shard_of:
+                    raise CheckpointError(
+                        f"{self.path}: tensor {quoted(name)} is in {shard_of[name]} and in {shard}"
+                    )
+                shard_of[name] = shard
+        for name in weight_map.keys() | shard_of.keys():
+            if weight_map.get(name) != shard_of.get(name):
+                raise CheckpointError(
+                    f"{self.path}: tensor {quoted(name)} is listed in "
+                    f"{weight_map.get(name, 'no shard')} and held by {shard_of.get(name, 'none')}"
+                )
+
+    def names(self) -> list[str]:
+        return list(self._shard_of)
+
+    def info(self, name: str) -> TensorInfo:
+        return find_tensor(self._shard_of, name, self.path).info(name)
+
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
+        return find_tensor(self._shard_of, name, self.path).read(name, index)
+
+    def release_pages(self, name: str) -> None:
+        find_tensor(self._shard_of, name, self.path).release_pages(name)
+
+    def close(self) -> None:
+        for shard in self._shards:
+            shard.close()
+
+
+def _is_plain_file_name(name: object) -> bool:
+    """True if ``name`` is a file name without a folder, on every operating system.
+
+    Checked without resolving the path, since files in the Hugging Face cache are symbolic links.
+    """
+    return (
+        isinstance(name, str)
+        and name.endswith(".safetensors")
+        and name.isprintable()
+        and len(name.encode()) <= 255  # longer than file systems allow
+        and not name.startswith((".", "~"))
+        and ":" not in name
+        and name == PurePosixPath(name).name == PureWindowsPath(name).name
+    )
+
+
+def open_safetensors(path: str | PathLike[str]) -> WeightSource:
+    """Opens a checkpoint folder (or one ``.safetensors`` file).
+
+    ``model.safetensors`` takes precedence over ``model.safetensors.index.json``, as in
+    transformers.
+
+    Raises:
+        MissingFileError: there is no such folder, or no weights in it.
+        UnsupportedError: the folder holds weights in other formats only (they are not opened).
+        CheckpointError: a file is malformed.
+    """
+    path = Path(path)
+    if path.is_file():
+        return SafetensorsFile(path)
+    if not path.is_dir():
+        raise MissingFileError(f"{path}: no such file or folder")
+    if is_there(path / SINGLE, CheckpointError):
+        return SafetensorsFile(path / SINGLE)
+    if is_there(path / INDEX, CheckpointError):
+        return ShardedSafetensors(path / INDEX)
+    names = sorted(p.name for p in path.iterdir())
+    pickles = [name for name in names if name.lower().endswith(OTHER_FORMATS)]
+    if pickles:
+        raise UnsupportedError(f"{path} holds only {', '.join(pickles[:5])}: {USE_SAFETENSORS}")
+    readable = [name for name in names if name.endswith((".safetensors", ".gguf"))]
+    hint = f", only {', '.join(readable[:5])}: name the file to read it" if readable else ""
+    raise MissingFileError(
+        f"{path}: neither {SINGLE} nor {INDEX} is there{hint}; weights in other formats must be "
+        "converted to safetensors first"
+    )
+
+
+Tensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
+"""Names and arrays to write: numpy arrays of any strides, or JAX arrays on any device."""
+
+
+def write_safetensors(
+    path: str | PathLike[str], tensors: Tensors, metadata: Mapping[str, str] = PT_METADATA
+) -> None:
+    """Writes tensors to one safetensors file, atomically.
+
+    The file is written beside ``path`` under a temporary name, read back and compared with the
+    arrays bit by bit, flushed to disk and renamed; a failure leaves the file at ``path`` unchanged.
+    Needs memory for one contiguous tensor besides the arrays.
+
+    Args:
+        path: the file to create or replace; its folder must exist.
+        metadata: the header's ``__metadata__``.
+
+    Raises:
+        UnsupportedError: the format has no such dtype.
+        CheckpointError: two tensors share a name, the disk is full, or a tensor read back differs.
+    """
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise MissingFileError(f"{path.parent}: no such folder to write {path.name} in")
+    arrays = _as_dict(tensors)
+    with naming_file(path, CheckpointError, "written"), replacing(path) as partial:
+        _write(partial, arrays, metadata)
+        _compare(partial, arrays, path)
+
+
+def write_sharded(
+    folder: str | PathLike[str], tensors: Tensors, max_shard_bytes: int = 5 * 10**9
+) -> list[Path]:
+    """Writes a checkpoint in transformers' layout: one file, or shards with an index.
+
+    Up to ``max_shard_bytes`` of tensors become ``model.safetensors``; more become
+    ``model-00001-of-0000N.safetensors`` ... and ``model.safetensors.index.json``. Tensors fill the
+    shards in the given order; one that is larger than a shard gets its own. Weight files of an
+    earlier save are removed at the end.
+
+    Returns:
+        The weight files, without the index.
+    """
+    folder = Path(folder)
+    arrays = _as_dict(tensors)
+    shards = _split(arrays, max_shard_bytes)
+    if len(shards) == 1:
+        names = [SINGLE]
+    else:
+        names = [
+            f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
+        ]
+    for name, shard in zip(names, shards, strict=True):
+        write_safetensors(folder / name, shard)
+    new_names = set(names)
+    if len(shards) > 1:
+        new_names.add(INDEX)
+        weight_map = {t: name for name, shard in zip(names, shards, strict=True) for t in shard}
+        total = sum(_nbytes(array) for array in arrays.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_json(folder / INDEX, index)
+    for old in folder.iterdir():
+        if old.name not in new_names and (old.name == INDEX or _WEIGHT_FILE.fullmatch(old.name)):
+            old.unlink()
+    return [folder / name for name in names]
+
+
+def _as_dict(tensors: Tensors) -> dict[str, Any]:
+    """The arrays by name; raises CheckpointError for names that a header cannot hold, or twice."""
+    if isinstance(tensors, Mapping):
+        tensors = cast("Mapping[str, Any]", tensors).items()
+    arrays: dict[str, Any] = {}
+    for name, array in tensors:
+        if not isinstance(name, str) or name == _METADATA:
+            raise CheckpointError(f"{name!r} cannot be the name of a tensor")
+        if name in arrays:
+            raise CheckpointError(f"two tensors have the name {quoted(name)}")
+        arrays[name] = array
+    return arrays
+
+
+def _split(arrays: dict[str, Any], max_bytes: int) -> list[dict[str, Any]]:
+    """The greedy split of huggingface_hub's ``split_state_dict_into_shards_factory``."""
+    shards: list[dict[str, Any]] = []
+    current: dict[str, Any] = {}
+    size = 0
+    for name, array in arrays.items():
+        nbytes = _nbytes(array)
+        if nbytes > max_bytes:
+            shards.append({name: array})
+            continue
+        if current and size + nbytes > max_bytes:
+            shards.append(current)
+            current, size = {}, 0
+        current[name] = array
+        size += nbytes
+    if current or not shards:
+        shards.append(current)
+    return shards
+
+
+def _nbytes(array: Any) -> int:
+    return math.prod(array.shape) * np.dtype(array.dtype).itemsize
+
+
+def _contiguous(array: object) -> np.ndarray:
+    """The array's bytes in C order, flat (``ascontiguousarray`` makes a scalar one-dimensional)."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _layout(arrays: dict[str, Any], metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
+    """The header's bytes, and the names in the file's order.
+
+    Tensors are sorted by dtype and then by name, as the safetensors package does, and the header is
+    padded to a multiple of 8, so that the same tensors always give the same file.
+    """
+    codes: dict[str, str] = {}
+    for name, array in arrays.items():
+        code = _CODES.get(np.dtype(array.dtype))
+        if code is None:
+            raise UnsupportedError(f"tensor {quoted(name)}: safetensors cannot hold {array.dtype}")
+        codes[name] = code
+    ranks = {code: -rank for rank, code in enumerate(DTYPES)}
+    names = sorted(arrays, key=lambda name: (ranks[codes[name]], name))
+    header: dict[str, Any] = {_METADATA: dict(sorted(metadata.items()))} if metadata else {}
+    begin = 0
+    for name in names:
+        end = begin + _nbytes(arrays[name])
+        shape = [int(size) for size in arrays[name].shape]
+        header[name] = {"dtype": codes[name], "shape": shape, "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, names
+
+
+def _write(path: Path, arrays: dict[str, Any], metadata: Mapping[str, str]) -> None:
+    header, names = _layout(arrays, metadata)
+    with path.open("wb") as file:
+        file.write(header)
+        for name in names:
+            file.write(_contiguous(arrays[name]).data)
+
+
+def _compare(partial: Path, arrays: dict[str, Any], path: Path) -> None:
+    with SafetensorsFile(partial) as written:
+        if set(written.names()) != arrays.keys():
+            raise CheckpointError(f"{path}: the tensor names differ when read back")
+        for name, array in arrays.items():
+            info = written.info(name)
+            same = info.shape == tuple(array.shape) and info.dtype == np.dtype(array.dtype)
+            if not same or not np.array_equal(_contiguous(written.read(name)), _contiguous(array)):
+                raise CheckpointError(
+                    f"{path}: tensor {name!r} differs when read back; is the disk sound?"
+                )
