@@ -18,7 +18,7 @@ from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import jaxllm
-from jaxllm.checkpoint.bundled import smollm2
+from jaxllm.checkpoint import smollm2
 from jaxllm.models.gpt2 import GPT2Config, GPT2LMHeadModel
 from jaxllm.models.t5.config import T5Config
 from jaxllm.models.t5.model import T5ForConditionalGeneration

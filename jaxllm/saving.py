@@ -10,14 +10,15 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
-from jaxllm.checkpoint.host_arrays import LazyHostArray, with_host_arrays
 from jaxllm.checkpoint.orbax.model import WEIGHTS_FOLDER, save_weights
 from jaxllm.checkpoint.save import (
     MAX_SHARD_BYTES,
+    LazyHostArray,
     check_no_lora,
     check_no_model,
     model_files,
     save_model,
+    with_host_arrays,
 )
 from jaxllm.common.arguments import checked, checked_path, checks_flags
 from jaxllm.common.atomic_file import write_json

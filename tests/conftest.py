@@ -22,7 +22,7 @@ import shape_checks
 
 shape_checks.decorate_shaped_only()
 
-from jaxllm.checkpoint.bundled import smollm2  # noqa: E402
+from jaxllm.checkpoint import smollm2  # noqa: E402
 from jaxllm.common.errors import MissingFileError  # noqa: E402
 
 

@@ -31,7 +31,6 @@ DOCUMENTED = {
     " compute_transition_scores generate load load_orbax lower make_mesh plan save_hf save_orbax"
     " score stream",
     "jaxllm.checkpoint": "RunCheckpoints load_adapter save_adapter smollm2",
-    "jaxllm.checkpoint.bundled": "smollm2",
     "jaxllm.checkpoint.orbax": "RunCheckpoints",
     "jaxllm.checkpoint.peft": "load_adapter save_adapter",
     "jaxllm.evaluate": "perplexity",

@@ -4,8 +4,7 @@
 or on the Hub, `open_checkpoint` opens its files, and `load_model` builds the model.
 """
 
-from jaxllm.checkpoint.bundled import smollm2
-from jaxllm.checkpoint.hub import resolve
+from jaxllm.checkpoint.hub import resolve, smollm2
 from jaxllm.checkpoint.load import Checkpoint, load_model, open_checkpoint
 from jaxllm.checkpoint.orbax import Restored, RunCheckpoints
 from jaxllm.checkpoint.peft import load_adapter, save_adapter

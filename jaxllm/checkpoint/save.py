@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
-from jaxllm.checkpoint.host_arrays import LazyHostArray
+from jaxllm.checkpoint.load import tensor_name
 from jaxllm.checkpoint.load_parameters import check_range
 from jaxllm.checkpoint.safetensors import INDEX, OTHER_FORMATS, write_sharded
 from jaxllm.checkpoint.source import float_dtype
-from jaxllm.checkpoint.tensor_checks import tensor_name
 from jaxllm.common.atomic_file import make_folder, write_json
 from jaxllm.common.errors import CheckpointError, InputError, UnsupportedError
 from jaxllm.common.messages import listed
 from jaxllm.models.model import Model
 from jaxllm.models.registry import FAMILIES, architecture_of
 from jaxllm.models.weights import is_quantized
+from jaxllm.parallel.processes import in_all_processes
 
 MAX_SHARD_BYTES = 5 * 10**9
+STOP = -1
 
 
 def save_model(
@@ -98,12 +102,10 @@ def hf_tensors(
     for entry in table.for_model(arrays):
         name = tensor_name(entry, table, stripped=origin is not None and origin.stripped)
         parts = [arrays[path] for path in entry.parameters]
-        rows, *rest = parts[0].shape
-        shape = (rows * len(parts), *rest)
         yield (
             name,
             LazyHostArray(
-                shape[::-1] if entry.transposed else shape,
+                entry.tensor_shape(parts[0].shape),
                 parts[0].dtype,
                 lambda entry=entry, parts=parts: entry.join([part.read() for part in parts]),
             ),
@@ -155,3 +157,73 @@ def saved_config(model: Model[Any], dtypes: dict[str, str]) -> dict[str, Any]:
         key = "dtype" if "dtype" in config else "torch_dtype"
         config[key] = max(set(names), key=names.count)
     return config
+
+
+@dataclasses.dataclass(frozen=True)
+class LazyHostArray:
+    """Device array that is copied to the host at each access and not cached there."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    read: Callable[[], np.ndarray]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        values = self.read()
+        return values if dtype is None else values.astype(dtype, copy=False)
+
+
+def with_host_arrays(
+    arrays: Mapping[str, jax.Array], act: Callable[[dict[str, LazyHostArray]], None]
+) -> None:
+    """Calls ``act`` with the arrays, readable in any order and repeatedly.
+
+    For arrays that several processes share, only process 0 calls it; the others take part in the
+    all-gather of each array it reads, until it returns or fails. Then all return, or all raise.
+
+    Raises:
+        CheckpointError: ``act`` failed in process 0, where its own error is raised.
+    """
+    if all(x.is_fully_addressable for x in arrays.values()):
+        act({n: LazyHostArray(x.shape, x.dtype, lambda x=x: local(x)) for n, x in arrays.items()})
+        return
+    ordered = list(arrays.values())
+
+    def gather(number: int) -> np.ndarray:
+        multihost_utils.broadcast_one_to_all(np.int32(number))
+        return all_gather(ordered[number])
+
+    def read_and_share() -> None:
+        try:
+            act(
+                {
+                    name: LazyHostArray(x.shape, x.dtype, lambda i=i: gather(i))
+                    for i, (name, x) in enumerate(arrays.items())
+                }
+            )
+        finally:
+            multihost_utils.broadcast_one_to_all(np.int32(STOP))
+
+    def take_part() -> None:
+        while (number := int(multihost_utils.broadcast_one_to_all(np.int32(0)))) != STOP:
+            all_gather(ordered[number])
+
+    in_all_processes(read_and_share if jax.process_index() == 0 else take_part, CheckpointError)
+
+
+def all_gather(x: jax.Array) -> np.ndarray:
+    """Gathers the full array to every process; all of them must call."""
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def local(x: jax.Array) -> np.ndarray:
+    """Full array on the host, if all its shards are in this process.
+
+    Copied shard by shard: `np.asarray` of a sharded array is cached by JAX.
+    """
+    if len(x.sharding.device_set) == 1:
+        return np.asarray(x)
+    result = np.empty(x.shape, x.dtype)
+    for shard in x.addressable_shards:
+        if shard.replica_id == 0:
+            result[shard.index] = np.asarray(shard.data)
+    return result

@@ -10,8 +10,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxllm import load
-from jaxllm.checkpoint import bundled
-from jaxllm.checkpoint.hub import resolve
+from jaxllm.checkpoint.hub import resolve, smollm2
 from jaxllm.checkpoint.load import compute_dtype_of
 from jaxllm.common.compile_cache import enable_compile_cache
 from jaxllm.common.errors import InputError, RunError
@@ -54,7 +53,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 def model_path(arguments: argparse.Namespace) -> str | Path:
     """The model that was named, or the bundled one."""
-    return bundled.smollm2() if arguments.model is None else arguments.model
+    return smollm2() if arguments.model is None else arguments.model
 
 
 def model_options(arguments: argparse.Namespace, platform: str) -> dict[str, Any]:

@@ -30,6 +30,16 @@ class Entry:
     tensor: str
     transposed: bool = False
 
+    @property
+    def modules(self) -> list[str]:
+        """Paths of the modules whose weights are in the tensor."""
+        return [path.removesuffix(".weight") for path in self.parameters]
+
+    def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the tensor, from that of one of its parameters."""
+        whole = (shape[0] * len(self.parameters), *shape[1:])
+        return whole[::-1] if self.transposed else whole
+
     def split(self, tensor: np.ndarray) -> list[np.ndarray]:
         """Splits a tensor into our parameters; the parts are [out, in] views."""
         whole = tensor.T if self.transposed else tensor

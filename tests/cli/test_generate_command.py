@@ -275,7 +275,7 @@ def test_damaged_file_is_named(run, tmp_path: Path) -> None:
 
 
 def test_without_the_bundled_model(run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxllm.checkpoint.bundled.PACKAGE", "no-such-package-as-this")
+    monkeypatch.setattr("jaxllm.checkpoint.hub.SMOLLM2_PACKAGE", "no-such-package-as-this")
     result = run("--quiet", "--no-compile-cache", "hi")
     assert (result.code, result.err.count("\n")) == (2, 1)
     assert "make model" in result.err

@@ -23,7 +23,7 @@ from half_precision import CASES, CONTEXT, TOKENS, draw_config, inputs, token_lo
 from report import Report, arguments
 
 import jaxllm
-from jaxllm.checkpoint.bundled import smollm2
+from jaxllm.checkpoint import smollm2
 
 HALF = ("bfloat16", "float16")
 AREAS = ["smollm2", "tiny-models", "t5-finite"]

@@ -35,7 +35,7 @@ from training_cases import (
 )
 
 import jaxllm
-from jaxllm.checkpoint.peft.names import MAGNITUDE, PREFIX, A, B, paths_of, weight_entries
+from jaxllm.checkpoint.peft import MAGNITUDE, PREFIX, A, B, weight_entries
 from jaxllm.models.lora import base_entries
 from jaxllm.models.weights import parameters, with_parameters
 from jaxllm.training import (
@@ -157,7 +157,7 @@ def peft_tensors(model: Any, values: Mapping[str, Any], is_gradient: bool = Fals
     named: Arrays = {}
     saved = model.card.modules_to_save
     for name, entry in weight_entries(model).items():
-        paths = paths_of(entry)
+        paths = entry.modules
         if f"{paths[0]}.lora_a" not in values:
             continue
         parts = [np.asarray(values[f"{path}.lora_a"]) for path in paths]
@@ -177,7 +177,7 @@ def with_peft_tensors(model: Any, values: Arrays) -> Any:
     """The model with these values of what is trained."""
     changed: dict[str, Any] = {}
     for name, entry in weight_entries(model).items():
-        paths = paths_of(entry)
+        paths = entry.modules
         for ours, theirs in (("lora_a", A), ("lora_b", B), ("lora_magnitude", MAGNITUDE)):
             if (x := values.get(f"{PREFIX}{name}.{theirs}")) is None:
                 continue

@@ -64,7 +64,7 @@ def write_model(name: str, folder: Path) -> None:
     import tiny
 
     import jaxllm
-    from jaxllm.checkpoint.bundled import smollm2
+    from jaxllm.checkpoint import smollm2
 
     folder.mkdir(parents=True)
     if name == "smollm2":

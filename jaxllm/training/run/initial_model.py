@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxllm.checkpoint.bundled import smollm2
 from jaxllm.checkpoint.gguf.reader import GGUFFile
-from jaxllm.checkpoint.hub import resolve
+from jaxllm.checkpoint.hub import resolve, smollm2
 from jaxllm.checkpoint.load import LoadProgress
 from jaxllm.common.errors import ConfigError
 from jaxllm.loading import load

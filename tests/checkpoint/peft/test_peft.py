@@ -18,9 +18,16 @@ from flax import nnx
 from paths import DATA
 
 import jaxllm
-from jaxllm.checkpoint.peft import load_adapter, save_adapter
-from jaxllm.checkpoint.peft.config import parse_peft_config
-from jaxllm.checkpoint.peft.names import MAGNITUDE, PREFIX, A, B, paths_of, weight_entries
+from jaxllm.checkpoint.peft import (
+    MAGNITUDE,
+    PREFIX,
+    A,
+    B,
+    load_adapter,
+    save_adapter,
+    weight_entries,
+)
+from jaxllm.checkpoint.peft_config import parse_peft_config
 from jaxllm.checkpoint.safetensors import SafetensorsFile, write_safetensors
 from jaxllm.common.errors import (
     CheckpointError,
@@ -117,7 +124,7 @@ def gradients(case: str) -> dict[str, np.ndarray]:
     _, grads = run(case)
     actual, entries, params = {}, weight_entries(model), parameters(grads)
     for name, entry in entries.items():
-        paths = paths_of(entry)
+        paths = entry.modules
         if f"{paths[0]}.lora_a" in params:
             # One A of PEFT's is copied to q, k and v: its gradient is the sum.
             actual[f"{name}.{A}"] = sum(params[f"{path}.lora_a"] for path in paths)

@@ -20,49 +20,22 @@ CLASSIFIER_NAMES = ("classifier", "score")  # PEFT adds both to each classifier'
 
 # Fields of initialisation and training, beside those of `common.config_keys`: they do not change
 # the adapter's output. fan_in_fan_out says how the *base* weight is stored, which the model knows.
-INERT_ADAPTER_KEYS = frozenset(
-    {
-        "auto_mapping",
-        "base_model_name_or_path",
-        "corda_config",
-        "eva_config",
-        "fan_in_fan_out",
-        "inference_mode",
-        "lora_ga_config",
-        "megatron_core",
-        "merge_weights",
-        "peft_version",
-        "qalora_group_size",
-        "revision",
-        "runtime_config",
-        # ms-swift's: dtype in training, and the learning rates of LoRA+.
-        "lora_dtype",
-        "lorap_emb_lr",
-        "lorap_lr_ratio",
-    }
-)
-OFF_ADAPTER_KEYS = frozenset(
-    {
-        "alora_invocation_tokens",
-        "arrow_config",
-        "enable_lora",
-        "ensure_weight_tying",
-        "kasa_config",
-        "layer_replication",
-        "loftq_config",
-        "lora_bias",
-        "megatron_config",
-        "monteclora_config",
-        "target_parameters",
-        "trainable_token_indices",
-        "use_bdlora",
-        "use_merged_linear",
-        "use_qa_lora",
-        "use_qalora",
-        "velora_config",
-    }
-)
+# fmt: off
+INERT_ADAPTER_KEYS = frozenset({
+    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "fan_in_fan_out",
+    "inference_mode", "lora_ga_config", "megatron_core", "merge_weights", "peft_version",
+    "qalora_group_size", "revision", "runtime_config",
+    # ms-swift's: dtype in training, and the learning rates of LoRA+.
+    "lora_dtype", "lorap_emb_lr", "lorap_lr_ratio",
+})
+OFF_ADAPTER_KEYS = frozenset({
+    "alora_invocation_tokens", "arrow_config", "enable_lora", "ensure_weight_tying", "kasa_config",
+    "layer_replication", "loftq_config", "lora_bias", "megatron_config", "monteclora_config",
+    "target_parameters", "trainable_token_indices", "use_bdlora", "use_merged_linear",
+    "use_qa_lora", "use_qalora", "velora_config",
+})
 """Fields that change no result while they are false or empty."""
+# fmt: on
 # Fields that may exclude some of the targets.
 NARROWING = ("exclude_modules", "layers_to_transform", "layers_pattern")
 # Initialisations that leave the base weights alone; the others (PiSSA, OLoRA, ...) change them.

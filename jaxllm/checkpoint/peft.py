@@ -1,0 +1,412 @@
+"""LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
+
+PEFT adapts GPT-2's q, k and v as one layer, `c_attn`, with one A; here each has its own A. Loading
+gives each a copy of A and its rows of B. Saving writes one A if the copies are still equal. If they
+differ, the three A are stacked and B is block-diagonal, of rank 3 r, with alpha multiplied to keep
+the scale: PEFT computes the same outputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Container, Mapping, Sequence
+from os import PathLike
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.checkpoint.peft_config import CLASSIFIER_NAMES, PeftConfig, read_peft_config
+from jaxllm.checkpoint.safetensors import USE_SAFETENSORS, SafetensorsFile, write_safetensors
+from jaxllm.checkpoint.source import FLOATS, find_nonfinite
+from jaxllm.common.atomic_file import make_folder, write_json
+from jaxllm.common.errors import CheckpointError, InputError, NonFiniteError, UnsupportedError
+from jaxllm.common.files import expanded
+from jaxllm.common.messages import listed, quoted
+from jaxllm.models.classifier import SequenceClassifier
+from jaxllm.models.decoder_only import CausalLM
+from jaxllm.models.lora import (
+    base_entries,
+    check_plain,
+    lora_layers,
+    module_at,
+    table_of,
+    with_lora,
+)
+from jaxllm.models.model import Model
+from jaxllm.models.weights import Entry, parameters, with_parameters
+from jaxllm.nn.linear import Linear
+from jaxllm.nn.lora import LoraLinear, row_norms
+
+M = TypeVar("M", bound=Model[Any])
+
+CONFIG = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+
+
+def load_adapter(
+    model: M, folder: str | PathLike[str], *, config: Mapping[str, Any] | None = None
+) -> M:
+    """Adds a PEFT adapter to a model; returns a new model that shares its arrays.
+
+    Every tensor of the file must belong to the model, and every layer that target_modules names
+    must be in the file, with the config's rank. New parameters are float32.
+
+    Args:
+        model: the base model, without LoRA.
+        folder: holds adapter_config.json and adapter_model.safetensors.
+        config: fields that override adapter_config.json's; None: as if the file had none.
+
+    Raises:
+        MissingFileError: a file is missing.
+        ConfigError, UnsupportedError: a field of the config is invalid or unsupported.
+        CheckpointError: tensors are missing, unexpected or ill-shaped.
+        NonFiniteError: a tensor holds NaN or infinity.
+    """
+    folder = expanded(folder)
+    check_plain(model)
+    adapter = read_peft_config(folder / CONFIG, config)
+    if adapter.task_type not in (None, task_of(model)):
+        raise UnsupportedError(
+            f"{folder / CONFIG}: task_type: {adapter.task_type!r}, but the model's is "
+            f"{task_of(model)!r}"
+        )
+    path = folder / WEIGHTS_FILE
+    if not path.is_file() and path.with_suffix(".bin").is_file():
+        raise UnsupportedError(
+            f"{folder} holds only {path.with_suffix('.bin').name}: {USE_SAFETENSORS}"
+        )
+    with SafetensorsFile(path) as file:
+        tensors = {name: read_tensor(file, name) for name in file.names()}
+    try:
+        return with_adapter(model, adapter, tensors)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def with_adapter(model: M, config: PeftConfig, tensors: Mapping[str, np.ndarray]) -> M:
+    """Adds the adapter of these tensors to the model; each tensor is used exactly once."""
+    unused = {
+        name.removeprefix(PREFIX): x for name, x in tensors.items() if name.startswith(PREFIX)
+    }
+    if len(unused) < len(tensors):
+        unexpected = next(name for name in tensors if not name.startswith(PREFIX))
+        raise CheckpointError(f"unexpected {quoted(unexpected)}: names begin with {PREFIX}")
+    layers: dict[str, LoraLinear] = {}
+    for name, entry in weight_entries(model).items():
+        linear = isinstance(module_at(model, entry.modules[0]), Linear)
+        present = any(f"{name}.{part}" in unused for part in (A, B, MAGNITUDE))
+        targeted = isinstance(config.target_modules, tuple) and config.targets(name)
+        if present and linear:
+            if isinstance(config.target_modules, tuple) and not targeted:
+                raise CheckpointError(f"{name} has LoRA, but target_modules does not name it")
+            check_base_model(model, name, entry, unused)
+            layers |= split_layers(model, config, name, entry, unused)
+        elif targeted and linear and not (config.narrowed or name.endswith(config.modules_to_save)):
+            raise CheckpointError(f"{name}.{A} is missing, but target_modules names its module")
+    saved: dict[str, jax.Array] = {}
+    for name in config.modules_to_save:
+        matching = [e for e in base_entries(model) if e.tensor.rpartition(".")[0].endswith(name)]
+        if not matching and not (task_of(model) == "SEQ_CLS" and name in CLASSIFIER_NAMES):
+            raise CheckpointError(
+                f"modules_to_save: {name!r} is no module with weights in this model"
+            )
+        for entry in matching:
+            if not set(entry.parameters) <= saved.keys():
+                saved |= take_saved(model, entry, unused)
+    if unused:
+        on_embeddings = any("embedding_" in name for name in unused)
+        advice = "; embeddings with LoRA are not implemented" if on_embeddings else ""
+        raise CheckpointError(f"unexpected: {listed([quoted(name) for name in unused])}{advice}")
+    if not layers:
+        raise CheckpointError("no tensor belongs to LoRA")
+    check_tied(model, saved)
+    modules = dict.fromkeys(path.rpartition(".")[0] for path in saved)
+    return with_lora(with_parameters(model, saved), layers, modules)
+
+
+def split_layers(
+    model: Model[Any], config: PeftConfig, name: str, entry: Entry, unused: dict[str, np.ndarray]
+) -> dict[str, LoraLinear]:
+    """Builds our layers for one PEFT layer; removes its tensors from `unused`."""
+    bases = {path: module_at(model, path) for path in entry.modules}
+    outputs = [base.weight[...].shape[0] for base in bases.values()]
+    inputs = next(iter(bases.values())).weight[...].shape[1]
+    rank = config.rank_of(name)
+    a = take_tensor(unused, f"{name}.{A}", (rank, inputs))
+    b = take_tensor(unused, f"{name}.{B}", (sum(outputs), rank))
+    parts = np.split(b, len(bases))
+    magnitudes: Sequence[Any] = [None] * len(bases)
+    if config.use_dora:
+        magnitudes = np.split(
+            take_tensor(unused, f"{name}.{MAGNITUDE}", (sum(outputs),)), len(bases)
+        )
+    return {
+        path: LoraLinear(
+            base,
+            jnp.array(a, jnp.float32),
+            jnp.array(part, jnp.float32),
+            alpha=config.alpha_of(name),
+            rslora=config.use_rslora,
+            dropout_rate=config.lora_dropout,
+            magnitude=None if magnitude is None else jnp.array(magnitude, jnp.float32),
+        )
+        for (path, base), part, magnitude in zip(bases.items(), parts, magnitudes, strict=True)
+    }
+
+
+def check_base_model(
+    model: Model[Any], name: str, entry: Entry, unused: dict[str, np.ndarray]
+) -> None:
+    """Checks the base weight that PEFT saves beside the LoRA of an LM head."""
+    tensor = unused.pop(f"{name}.base_layer.weight", None)
+    if tensor is None:
+        return
+    params = parameters(model)
+    base = entry.join([np.asarray(params[ours]) for ours in entry.parameters])
+    if tensor.shape != base.shape or not (tensor.astype(base.dtype) == base).all():
+        raise CheckpointError(
+            f"{name}.base_layer.weight differs from the model's; the adapter is for another base "
+            "model, or for one whose vocabulary was resized"
+        )
+
+
+def take_saved(
+    model: Model[Any], entry: Entry, unused: dict[str, np.ndarray]
+) -> dict[str, jax.Array]:
+    """Parameters from one tensor of modules_to_save; removes it from `unused`."""
+    params = parameters(model)
+    shape = entry.tensor_shape(params[entry.parameters[0]].shape)
+    tensor = take_tensor(unused, entry.tensor, shape)
+    return {
+        ours: jnp.array(part, jnp.promote_types(part.dtype, params[ours].dtype))
+        for ours, part in zip(entry.parameters, entry.split(tensor), strict=True)
+    }
+
+
+def take_tensor(unused: dict[str, np.ndarray], name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Removes a tensor of this shape from `unused` and returns it."""
+    if name not in unused:
+        raise CheckpointError(f"{name} is missing")
+    tensor = unused.pop(name)
+    if tensor.shape != shape:
+        raise CheckpointError(
+            f"{name} has shape {list(tensor.shape)}, but model and config imply {list(shape)}"
+        )
+    return tensor
+
+
+def read_tensor(file: SafetensorsFile, name: str) -> np.ndarray:
+    """Reads a tensor; checks that it is finite and of a float dtype."""
+    if file.info(name).dtype not in FLOATS:
+        raise UnsupportedError(
+            f"{file.path}: {quoted(name)} is {file.info(name).dtype}; expected float32, bfloat16 "
+            "or float16"
+        )
+    tensor = file.read(name)
+    problem = find_nonfinite(name, tensor)
+    if problem:
+        raise NonFiniteError(f"{file.path}: {problem}")
+    return tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """LoRA parameters of one PEFT layer, on the host."""
+
+    a: np.ndarray
+    b: np.ndarray
+    magnitude: np.ndarray | None
+    alpha: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+def save_adapter(
+    folder: str | PathLike[str],
+    model: Model[Any],
+    *,
+    base_model: str | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Writes the LoRA of a model, and its modules_to_save, in PEFT's format.
+
+    ``PeftModel.from_pretrained(base, folder)`` loads them without missing or unexpected keys.
+
+    Args:
+        folder: created if it does not exist.
+        model: a model from `add_lora` or `load_adapter`.
+        base_model: path or Hub id of the base model, written to the config. None: the path that
+            `load` loaded the model from, if it did.
+        overwrite: replace an adapter that is in the folder.
+
+    Raises:
+        CheckpointError: the folder holds an adapter already, or cannot be written.
+        InputError: the model has no LoRA, or layers of different kinds.
+        UnsupportedError: modules_to_save has a tied embedding, which PEFT would untie.
+    """
+    card = model.checked_card("save_adapter")
+    folder = expanded(folder)
+    if not overwrite and any((folder / name).exists() for name in (CONFIG, WEIGHTS_FILE)):
+        raise CheckpointError(
+            f"{folder}: there is an adapter already; use another folder, or overwrite=True to "
+            "replace it"
+        )
+    layers = lora_layers(model)
+    if not layers:
+        raise InputError("save_adapter: the model has no LoRA; save_hf writes whole models")
+    variants = {(x.rslora, x.dropout_rate, x.lora_magnitude is not None) for x in layers.values()}
+    if len(variants) > 1:
+        raise InputError("save_adapter: rslora, dropout and DoRA must be the same in all layers")
+    rslora, dropout_rate, dora = variants.pop()
+    entries = weight_entries(model)
+    adapters = {
+        name: fuse([module_at(model, path) for path in entry.modules])
+        for name, entry in entries.items()
+        if any(path in layers for path in entry.modules)
+    }
+    tensors: dict[str, np.ndarray] = {}
+    for name, adapter in adapters.items():
+        tensors[f"{PREFIX}{name}.{A}"], tensors[f"{PREFIX}{name}.{B}"] = adapter.a, adapter.b
+        if adapter.magnitude is not None:
+            tensors[f"{PREFIX}{name}.{MAGNITUDE}"] = adapter.magnitude
+    saved = saved_tensors(model)
+    tensors |= {PREFIX + name: x for name, x in saved.items()}
+    config = {
+        "task_type": task_of(model),
+        "base_model_name_or_path": base_model or (card.origin.file if card.origin else None),
+        "lora_dropout": dropout_rate,
+        "use_rslora": rslora,
+        "use_dora": dora,
+        "modules_to_save": sorted({n.rpartition(".")[0] for n in saved}) or None,
+        **adapter_fields(adapters, entries),
+    }
+    make_folder(folder)
+    write_safetensors(folder / WEIGHTS_FILE, tensors)
+    write_json(folder / CONFIG, config)
+
+
+def adapter_fields(adapters: Mapping[str, Adapter], entries: Mapping[str, Entry]) -> dict[str, Any]:
+    """Fields of adapter_config.json that follow from the adapted layers."""
+    rank, ranks = most_common({name: x.rank for name, x in adapters.items()})
+    alpha, alphas = most_common({name: x.alpha for name, x in adapters.items()})
+    return {
+        "peft_type": "LORA",
+        "inference_mode": True,
+        "r": rank,
+        "rank_pattern": ranks,
+        "lora_alpha": alpha,
+        "alpha_pattern": alphas,
+        "bias": "none",
+        "fan_in_fan_out": any(entries[name].transposed for name in adapters),
+        "init_lora_weights": True,
+        "target_modules": shortest_targets(adapters, entries),
+    }
+
+
+def fuse(parts: Sequence[Linear]) -> Adapter:
+    """Fuses our layers into the adapter of one PEFT layer; see `jaxllm.checkpoint.peft`."""
+    adapted = [part for part in parts if isinstance(part, LoraLinear)]
+    first = adapted[0]
+    a, b = np.asarray(first.lora_a[...]), [np.asarray(x.lora_b[...]) for x in adapted]
+    same_a = all(
+        x.scale == first.scale and np.array_equal(np.asarray(x.lora_a[...]), a) for x in adapted
+    )
+    alpha = first.alpha
+    if same_a and len(adapted) == len(parts):
+        b = np.concatenate(b)
+    else:
+        a = np.concatenate([np.asarray(x.lora_a[...]) for x in adapted])
+        factor = a.shape[0] / first.rank
+        alpha *= math.sqrt(factor) if first.rslora else factor
+        outputs = [part.weight[...].shape[0] for part in parts]
+        b = np.zeros((sum(outputs), a.shape[0]), a.dtype)
+        row = column = 0
+        for part, height in zip(parts, outputs, strict=True):
+            if isinstance(part, LoraLinear):
+                columns = slice(column, column + part.rank)
+                b[row : row + height, columns] = np.asarray(part.lora_b[...]) * (
+                    part.scale / first.scale
+                )
+                column += part.rank
+            row += height
+    magnitude = None
+    if first.lora_magnitude is not None:
+        # Rows of a part without LoRA keep their norms.
+        magnitude = np.concatenate([np.asarray(magnitude_of(part)) for part in parts])
+    return Adapter(a, b, magnitude, int(alpha) if alpha == int(alpha) else alpha)
+
+
+def magnitude_of(part: Linear) -> jax.Array:
+    """DoRA's magnitude of each row; the row's norm for a layer without DoRA."""
+    if isinstance(part, LoraLinear) and part.lora_magnitude is not None:
+        return part.lora_magnitude[...]
+    return row_norms(part.weight[...])
+
+
+def saved_tensors(model: Model[Any]) -> dict[str, np.ndarray]:
+    """The weights of modules_to_save, under Hugging Face's names."""
+    params = parameters(model)
+    modules = model.checked_card("save_adapter").modules_to_save
+    paths = {path for path in params if path.rpartition(".")[0] in modules}
+    check_tied(model, paths)
+    tensors = {}
+    for entry in base_entries(model):
+        if paths.isdisjoint(entry.parameters):
+            continue
+        if not paths.issuperset(entry.parameters):
+            raise UnsupportedError(
+                f"{entry.tensor}: only a part is in modules_to_save; name all of it: "
+                f"{', '.join(entry.parameters)}"
+            )
+        tensors[entry.tensor] = entry.join([np.asarray(params[o]) for o in entry.parameters])
+    return tensors
+
+
+def most_common(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The most common value, and the other values by name."""
+    ordered = list(values.values())
+    default = max(dict.fromkeys(ordered), key=ordered.count)
+    return default, {name: value for name, value in values.items() if value != default}
+
+
+def shortest_targets(adapters: Mapping[str, Adapter], entries: Mapping[str, Entry]) -> list[str]:
+    """target_modules: last parts of the names if they match no other module, else full names."""
+    last_parts = {name.rpartition(".")[2] for name in adapters}
+    named = {name for name in entries if name.rpartition(".")[2] in last_parts}
+    return sorted(last_parts if named == adapters.keys() else adapters)
+
+
+def weight_entries(model: Model[Any]) -> dict[str, Entry]:
+    """Table entries of the base model's weights, by the module's Hugging Face name."""
+    return {
+        entry.tensor.removesuffix(".weight"): entry
+        for entry in base_entries(model)
+        if entry.tensor.endswith(".weight")
+    }
+
+
+def task_of(model: Model[Any]) -> str:
+    """PEFT's task type of a model."""
+    if isinstance(model, SequenceClassifier):
+        return "SEQ_CLS"
+    if isinstance(model, CausalLM):
+        return "CAUSAL_LM"
+    return "SEQ_2_SEQ_LM" if model.is_encoder_decoder else "FEATURE_EXTRACTION"
+
+
+def check_tied(model: Model[Any], paths: Container[str]) -> None:
+    """Raises UnsupportedError if several modules share a weight: PEFT would untie them."""
+    headless = getattr(model, "lm_head", True) is None  # tied to the embedding
+    for pattern, ours in table_of(model).copies:
+        if ours in paths and (headless or "lm_head" not in pattern):
+            raise UnsupportedError(
+                f"modules_to_save: {ours} is used in several places, which PEFT's files cannot "
+                "say; write the merged model (merge_lora, save_hf) instead"
+            )
