@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxllm.checkpoint.orbax.run_checkpoints import RunCheckpoints
-from jaxllm.checkpoint.orbax.steps import Record
 from jaxllm.checkpoint.source import FLOATS, default_dtype, float_dtype
 from jaxllm.common.errors import CheckpointError
 from jaxllm.models.build_options import Options
@@ -67,7 +66,8 @@ def load_weights(
     with RunCheckpoints(folder / WEIGHTS_FOLDER, writable=False) as checkpoints:
         record = checkpoints.read()
         quantized = record.meta["quantized"]
-        dtype = float_dtype("dtype", dtype) or compute_dtype(record, quantized)
+        dtypes = {path: jnp.dtype(leaf.dtype) for path, leaf in record.leaves.items()}
+        dtype = float_dtype("dtype", dtype) or compute_dtype(list(dtypes.values()), quantized)
         options = Options(
             dtype=dtype,
             param_dtype=dtype,
@@ -87,7 +87,7 @@ def load_weights(
         target = {
             path: jax.ShapeDtypeStruct(
                 leaf.shape,
-                saved_dtype(record, path, leaf.dtype),
+                dtypes.get(path, leaf.dtype),
                 sharding=None if mesh is None else parameter_sharding(path, leaf.shape, mesh),
             )
             for path, (_, leaf) in zip(paths, leaves, strict=True)
@@ -98,16 +98,10 @@ def load_weights(
     return model.with_card(Card(spec.config, origin=None if origin is None else origin_of(origin)))
 
 
-def saved_dtype(record: Record, path: str, default: np.dtype) -> np.dtype:
-    leaf = record.leaves.get(path)
-    return default if leaf is None else jnp.dtype(leaf.dtype)
-
-
-def compute_dtype(record: Record, quantized: Mapping[str, Any] | None) -> np.dtype:
-    """The default compute dtype for the parameters of a step; that of a quantized model."""
+def compute_dtype(dtypes: Sequence[np.dtype], quantized: Mapping[str, Any] | None) -> np.dtype:
+    """The default compute dtype for parameters of these dtypes; that of a quantized model."""
     if quantized is not None:
         return default_dtype([jnp.dtype(quantized["dtype"])])
-    dtypes = [jnp.dtype(leaf.dtype) for leaf in record.leaves.values()]
     common = max(set(dtypes), key=dtypes.count)
     if common not in FLOATS:
         raise CheckpointError(f"parameters are {common}; expected float32, bfloat16 or float16")

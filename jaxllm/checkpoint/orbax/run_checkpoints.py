@@ -8,26 +8,57 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import errno
 import logging
 import math
 import os
+import re
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 
 from jaxllm.checkpoint.orbax import steps as steps_on_disk
-from jaxllm.checkpoint.orbax.digest import digests
-from jaxllm.checkpoint.orbax.leaves import Leaf, bits_of, check_arrays, flatten
-from jaxllm.checkpoint.orbax.restore import OnProblem, Restored, StepReader, sentence
+from jaxllm.checkpoint.orbax.leaves import (
+    Leaf,
+    bits_like,
+    bits_of,
+    check_arrays,
+    check_target,
+    digests,
+    flatten,
+    from_bits,
+)
 from jaxllm.checkpoint.orbax.steps import Record, read_record, replace_record, seal
-from jaxllm.common.errors import CheckpointError, InputError, JaxLLMError, RunError
+from jaxllm.common.errors import (
+    CheckpointError,
+    InputError,
+    JaxLLMError,
+    MissingFileError,
+    RunError,
+)
 from jaxllm.common.files import expanded
+from jaxllm.common.messages import listed
 from jaxllm.common.run_lock import RunLock
 from jaxllm.parallel.processes import in_all_processes
 
+T = TypeVar("T")
 OnSaved = Callable[[int, float, int], None]
+OnProblem = Callable[[str], None]
+
+# Errors that do not mean damaged files: permissions, open files, memory.
+TRANSIENT = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+TRANSIENT_CODES = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED")  # TensorStore's names
+
+
+class Restored(NamedTuple):
+    """A restored step; `arrays` has the structure, dtypes and shardings of the target."""
+
+    arrays: Any
+    meta: Any
+    step: int
 
 
 class RunCheckpoints:
@@ -80,7 +111,7 @@ class RunCheckpoints:
         self.keep, self.mode, self.writable = keep, mode, writable
         self._on_saved = on_saved
         self._on_problem = on_problem or logging.getLogger("jaxllm").warning
-        self._reader = StepReader(self.folder, self._on_problem)
+        self._refused: dict[int, str] = {}  # damaged steps, with the reasons
         self._pending: tuple[int, concurrent.futures.Future[None]] | None = None
         self._lock: RunLock | None = None
         if writable:
@@ -134,7 +165,7 @@ class RunCheckpoints:
         """
         metrics = self._metrics()
         return steps_on_disk.best(
-            {step: x for step, x in metrics.items() if step not in self._reader.refused}, self.mode
+            {step: x for step, x in metrics.items() if step not in self._refused}, self.mode
         )
 
     def _metrics(self) -> dict[int, float | None]:
@@ -175,7 +206,7 @@ class RunCheckpoints:
         started = time.perf_counter()
         path = self.folder / str(step)
         damaged = path.exists() and step not in self.steps()
-        if path.exists() and not damaged and step not in self._reader.refused:
+        if path.exists() and not damaged and step not in self._refused:
             raise CheckpointError(f"{path}: there is a checkpoint of this step already")
         leaves = flatten(arrays)
         check_arrays(leaves)
@@ -186,10 +217,9 @@ class RunCheckpoints:
             for name, leaf in leaves.items()
         }
         record = seal(Record(step, meta, finite_or_none(metric), described, measured_on))
-        stored = {name: leaf for name, leaf in bits.items() if leaf.size}
         try:
             in_all_processes(lambda: self._make_room(step, damaged), CheckpointError)
-            steps_on_disk.start_saving(self._orbax, path, stored, record)
+            steps_on_disk.start_saving(self._orbax, path, bits, record)
         except Exception as failure:
             raise self._not_saved(step, failure) from failure
         self._pending = step, self._worker.submit(self._finish, step, started)
@@ -197,10 +227,10 @@ class RunCheckpoints:
     def _make_room(self, step: int, is_damaged: bool) -> None:
         """Renames damaged steps, so that later ones can have their names; their files stay."""
         if jax.process_index() == 0:
-            for damaged in {*([step] if is_damaged else []), *self._reader.refused}:
+            for damaged in {*([step] if is_damaged else []), *self._refused}:
                 steps_on_disk.set_aside(self.folder, damaged)
             steps_on_disk.check_creatable(self.folder, step)
-        self._reader.refused.clear()
+        self._refused.clear()
 
     def wait(self) -> None:
         """Waits until the pending save is on disk.
@@ -278,7 +308,22 @@ class RunCheckpoints:
                 damaged, with the reason for each.
         """
         self.wait()
-        return self._reader.restore(step, target, subset=subset)
+        targets = flatten(target)
+        like = {name: bits_like(leaf) for name, leaf in targets.items()}
+        records = self._sound_records(step)
+        while True:
+            record = next(records)
+            path = self.folder / str(record.step)
+            leaves = {n: x for n, x in record.leaves.items() if n in targets or not subset}
+            check_target(str(path), leaves, targets)
+            bits = self._attempt(record.step, lambda p=path: steps_on_disk.read_arrays(p, like))
+            if bits is None:
+                continue
+            if self._attempt(record.step, lambda b=bits, x=leaves: verify(b, x)) is None:
+                continue
+            arrays = [from_bits(bits[name], leaf) for name, leaf in targets.items()]
+            structure = jax.tree_util.tree_structure(target)
+            return Restored(structure.unflatten(arrays), record.meta, record.step)
 
     def read(self, step: int | None = None) -> Record:
         """Reads a step without its arrays: `meta`, `metric`, `leaves`.
@@ -287,7 +332,44 @@ class RunCheckpoints:
         `restore`.
         """
         self.wait()
-        return self._reader.read(step)
+        return next(self._sound_records(step))
+
+    def _sound_records(self, step: int | None) -> Iterator[Record]:
+        """The undamaged record of a step, or of all steps from the last one on; then raises."""
+        steps = in_all_processes(lambda: steps_on_disk.numbered(self.folder), CheckpointError)
+        if not steps or step not in (None, *steps):
+            existing = f"; there are {', '.join(map(str, steps))}" if steps else ""
+            missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+            raise MissingFileError(f"{self.folder}: {missing}{existing}")
+        candidates = steps[::-1] if step is None else [step]
+        for number in candidates:
+            path = self.folder / str(number)
+            record = self._attempt(number, lambda p=path: read_record(p))
+            if record is not None:
+                yield record
+        reasons = "; ".join(f"step {number}: {self._refused[number]}" for number in candidates)
+        raise CheckpointError(f"{self.folder}: no checkpoint can be restored: {reasons}")
+
+    def _attempt(self, step: int, act: Callable[[], T]) -> T | None:
+        """The result of `act`; None if the step is damaged, which is reported.
+
+        Other errors are raised, in every process: skipping an undamaged step, or giving its name
+        to another, would lose it.
+        """
+        path = self.folder / str(step)
+        result, damage = in_all_processes(lambda: attempt(act, path), RunError)
+
+        def checked() -> T | None:
+            if damage is not None:
+                raise damage
+            return result
+
+        try:
+            return in_all_processes(checked, CheckpointError)
+        except (CheckpointError, MissingFileError, ValueError) as failure:
+            self._refused[step] = reason = sentence(failure)
+            self._on_problem(f"{path}: cannot be restored: {reason}")
+            return None
 
     def amend(
         self,
@@ -326,3 +408,38 @@ class RunCheckpoints:
 def finite_or_none(metric: float | None) -> float | None:
     """The metric as a float, or None if it is not finite."""
     return float(metric) if metric is not None and math.isfinite(metric) else None
+
+
+def attempt(act: Callable[[], T], path: Path) -> tuple[T | None, Exception | None]:
+    """The result of `act`, or the error that shows that files are damaged or missing.
+
+    Raises:
+        CheckpointError: the files cannot be read now, but may be undamaged.
+    """
+    try:
+        return act(), None
+    except (CheckpointError, MissingFileError) as failure:  # from the record and the digests
+        cause = failure.__cause__
+        if isinstance(cause, OSError) and cause.errno in TRANSIENT:
+            raise
+        return None, failure
+    except ValueError as failure:  # TensorStore's
+        if str(failure).startswith(TRANSIENT_CODES):
+            raise CheckpointError(f"{path}: cannot be read ({sentence(failure)})") from failure
+        return None, failure
+
+
+def verify(bits: Mapping[str, jax.Array], leaves: Mapping[str, Leaf]) -> bool:
+    """True, or raises CheckpointError with the names of arrays whose digests differ."""
+    damaged = [name for name, found in digests(dict(bits)).items() if found != leaves[name].digest]
+    if damaged:
+        raise CheckpointError(f"not what was saved; arrays: {listed(damaged)}")
+    return True
+
+
+def sentence(failure: BaseException) -> str:
+    """The first line of an error, shortened; its class name if it has no message."""
+    lines = str(failure).strip().splitlines() or [type(failure).__name__]
+    line = re.sub(r" \[(tensorstore_spec|source locations)=.*", "", lines[0])
+    # TensorStore's messages end with the most specific cause.
+    return line if len(line) <= 400 else f"{line[:150]} ... {line[-250:]}"

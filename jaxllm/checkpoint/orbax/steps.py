@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxllm.checkpoint.orbax.leaves import Leaf
 from jaxllm.common.atomic_file import write_whole
@@ -232,8 +233,9 @@ def start_saving(
 ) -> None:
     """Starts a save; returns once the arrays are copied and may be donated or deleted."""
     args = orbax().args
+    stored = {name: x for name, x in arrays.items() if x.size}  # Orbax refuses empty ones
     items = args.Composite(
-        **{ARRAYS: args.PyTreeSave(dict(arrays)), "record": args.JsonSave(dict(record))}
+        **{ARRAYS: args.PyTreeSave(stored), "record": args.JsonSave(dict(record))}
     )
     checkpointer.save(path.absolute(), args=items)
 
@@ -268,5 +270,8 @@ def read_arrays(path: Path, target: Mapping[str, jax.ShapeDtypeStruct]) -> dict[
             like.shape, like.sharding, lambda index: store[index].read().result()
         )
 
+    stored = [name for name, like in target.items() if like.size]
     with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
-        return dict(zip(target, pool.map(read, target), strict=True))
+        arrays = dict(zip(stored, pool.map(read, stored), strict=True))
+    empty = {n: x for n, x in target.items() if not x.size}
+    return arrays | {n: jnp.zeros(x.shape, x.dtype, device=x.sharding) for n, x in empty.items()}

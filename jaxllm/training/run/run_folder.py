@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllm.checkpoint.orbax.digest import digests
+from jaxllm.checkpoint.orbax.leaves import digests
 from jaxllm.checkpoint.orbax.steps import numbered
 from jaxllm.common.errors import ConfigError, RunError
 from jaxllm.common.files import expanded

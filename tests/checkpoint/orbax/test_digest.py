@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxllm.checkpoint.orbax.digest import GOLDEN, digests
+from jaxllm.checkpoint.orbax.leaves import GOLDEN, digests
 from jaxllm.common.errors import CheckpointError
 
 DTYPES = ["float32", "bfloat16", "float16", "int32", "uint32", "int8", "uint16", "float8_e4m3fn"]

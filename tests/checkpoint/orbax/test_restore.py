@@ -10,7 +10,7 @@ import pytest
 from run_states import bits, like, meta, state
 
 from jaxllm.checkpoint.orbax import RunCheckpoints
-from jaxllm.checkpoint.orbax.restore import attempt
+from jaxllm.checkpoint.orbax.run_checkpoints import attempt
 from jaxllm.common.errors import CheckpointError, MissingFileError, RunError
 
 STEP = Path("run/7")

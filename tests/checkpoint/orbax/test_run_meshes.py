@@ -14,7 +14,7 @@ import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from jaxllm.checkpoint.orbax import RunCheckpoints
-from jaxllm.checkpoint.orbax.digest import digests
+from jaxllm.checkpoint.orbax.leaves import digests
 
 devices = np.array(jax.devices())
 assert len(devices) == 8
