@@ -95,9 +95,6 @@ def smollm2() -> Path:
     """The path of SmolLM2-135M-Instruct's GGUF file (Q4_1).
 
     The package is not imported, since that needs another runtime; only its file list is read.
-
-    Raises:
-        MissingFileError: the package is not installed, or has no such file.
     """
     try:
         files = metadata.distribution(SMOLLM2_PACKAGE).files or []

@@ -62,7 +62,10 @@ class Checkpoint:
     path: Path
     config: Mapping[str, Any]
     weights: WeightSource
-    gguf: GGUFFile | None = None
+
+    @property
+    def gguf(self) -> GGUFFile | None:
+        return self.weights.file if isinstance(self.weights, HFView) else None
 
     @property
     def config_file(self) -> Path:
@@ -70,11 +73,7 @@ class Checkpoint:
 
 
 def gguf_in(folder: Path) -> Path | None:
-    """The .gguf file of a folder that is a GGUF checkpoint: one without config.json.
-
-    Raises:
-        MissingFileError: there are several.
-    """
+    """The .gguf file of a folder that is a GGUF checkpoint: one without config.json."""
     if not folder.is_dir() or os.path.lexists(folder / "config.json"):
         return None
     files = sorted(folder.glob("*.gguf"))
@@ -93,9 +92,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
             "config.json"
         )
     if path.is_file():
-        file = GGUFFile(path)
-        view = HFView(file)
-        return Checkpoint(path, view.config, view, file)
+        view = HFView(GGUFFile(path))
+        return Checkpoint(path, view.config, view)
     return Checkpoint(path, read_config_file(path / "config.json"), open_safetensors(path))
 
 
@@ -199,11 +197,7 @@ def matrix_readers(
 def kept_blocks(
     checkpoint: Checkpoint, entries: Mapping[str, Entry], layers: Collection[str]
 ) -> dict[str, ReadMatrix]:
-    """Readers of the layers whose tensors are quantized in the GGUF file, by the layer's path.
-
-    Raises:
-        UnsupportedError: the checkpoint is no GGUF file, or none of its layers is quantized.
-    """
+    """Readers of the layers whose tensors are quantized in the GGUF file, by the layer's path."""
     view = checkpoint.weights
     if not isinstance(view, HFView):
         raise UnsupportedError(
@@ -230,12 +224,7 @@ def read_spec(
     architecture: str | type | None,
     overrides: Mapping[str, Any] | ModelConfig | None,
 ) -> ModelSpec:
-    """Family, class and config of a checkpoint, from config.json and its tensors.
-
-    Raises:
-        ConfigError, UnsupportedError: a field of config.json is invalid or unsupported.
-        CheckpointError: the config has more layers than the file has tensors.
-    """
+    """Family, class and config of a checkpoint, from config.json and its tensors."""
     source, where = checkpoint.weights, checkpoint.config_file
     spec = named_spec(with_overrides(checkpoint, overrides), where, architecture)
     if isinstance(overrides, ModelConfig):
@@ -362,9 +351,6 @@ def check_parameter_names(
 
     Returns:
         (tensor name, our path) of the tensors that duplicate another one.
-
-    Raises:
-        CheckpointError: tensors are missing or unexpected, or a duplicate differs.
     """
     names, table = source.names(), spec.table
     file = source.info(names[0]).file if names else spec.architecture

@@ -62,10 +62,6 @@ def load_parameters(
 
     Returns:
         The float parameters by path, and the quantized matrices by the layer's path.
-
-    Raises:
-        NonFiniteError: a weight is NaN or infinite, or would become so.
-        InputError: the devices have less memory than the weights take.
     """
     total = sum(source.info(name).nbytes for name in entries)
     done, arrays, quantized = 0, {}, {}

@@ -81,13 +81,7 @@ def match_pattern(patterns: Mapping[str, Any], module: str, default: object) -> 
 
 
 def read_peft_config(path: Path, overrides: Mapping[str, Any] | None = None) -> PeftConfig:
-    """Reads an adapter_config.json; `overrides` replace its fields.
-
-    Raises:
-        MissingFileError: there is no such file.
-        ConfigError: an invalid value.
-        UnsupportedError: a field that jaxllm does not know or does not implement.
-    """
+    """Reads an adapter_config.json; `overrides` replace its fields."""
     raw = read_json(path, max_bytes=MAX_CONFIG_BYTES, error=ConfigError)
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected an object")

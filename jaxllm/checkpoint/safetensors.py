@@ -101,11 +101,6 @@ def parse_header(
 
     Returns:
         The entries in the order of the file, and the metadata.
-
-    Raises:
-        CheckpointError: the tensors overlap, leave a gap, or do not fill the data.
-        UnsupportedError: a tensor has a dtype of the format that jaxllm does not read (8-bit
-            floats and smaller, complex numbers).
     """
     if not data.startswith(b"{"):
         raise CheckpointError(f"{source}: not a safetensors file (the header is no JSON object)")
@@ -299,11 +294,6 @@ def open_safetensors(path: str | PathLike[str]) -> WeightSource:
 
     ``model.safetensors`` takes precedence over ``model.safetensors.index.json``, as in
     transformers.
-
-    Raises:
-        MissingFileError: there is no such folder, or no weights in it.
-        UnsupportedError: the folder holds weights in other formats only (they are not opened).
-        CheckpointError: a file is malformed.
     """
     path = Path(path)
     if path.is_file():
@@ -342,10 +332,6 @@ def write_safetensors(
     Args:
         path: the file to create or replace; its folder must exist.
         metadata: the header's ``__metadata__``.
-
-    Raises:
-        UnsupportedError: the format has no such dtype.
-        CheckpointError: two tensors share a name, the disk is full, or a tensor read back differs.
     """
     path = Path(path)
     if not path.parent.is_dir():

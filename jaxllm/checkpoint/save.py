@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
-from jaxllm.checkpoint.load import tensor_name
+from jaxllm.checkpoint.load import same_bits, tensor_name
 from jaxllm.checkpoint.load_parameters import check_range
 from jaxllm.checkpoint.safetensors import INDEX, OTHER_FORMATS, write_sharded
 from jaxllm.checkpoint.source import float_dtype
@@ -136,8 +136,7 @@ def original_dtypes(model: Model[Any], tensors: Mapping[str, LazyHostArray]) -> 
 def is_lossless(x: np.ndarray, dtype: DTypeLike) -> bool:
     """True if casting to `dtype` and back gives the same bits."""
     with np.errstate(over="ignore"):
-        back = x.astype(dtype).astype(x.dtype)
-    return bool((back.view(f"u{x.itemsize}") == x.view(f"u{x.itemsize}")).all())
+        return same_bits(x.astype(dtype).astype(x.dtype), x)
 
 
 def saved_config(model: Model[Any], dtypes: dict[str, str]) -> dict[str, Any]:

@@ -62,11 +62,7 @@ class WeightSource(Protocol):
         ...
 
     def info(self, name: str) -> TensorInfo:
-        """Shape, dtype, size and file of one tensor, without reading it.
-
-        Raises:
-            CheckpointError: no tensor has this name.
-        """
+        """Shape, dtype, size and file of one tensor, without reading it."""
         ...
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
@@ -75,9 +71,6 @@ class WeightSource(Protocol):
         If the file stores the array in numpy's layout, the result is a view of a read-only memory
         map and stays valid after :meth:`close`; the file must not change meanwhile. Reads only the
         requested bytes, or as few as the format allows.
-
-        Raises:
-            CheckpointError: no tensor has this name, or the source is closed.
         """
         ...
 
@@ -181,11 +174,7 @@ def find_nonfinite(name: str, array: np.ndarray) -> str | None:
 
 
 def float_dtype(name: str, value: DTypeLike | None) -> np.dtype | None:
-    """Converts a dtype argument to a numpy dtype; None stays None.
-
-    Raises:
-        UnsupportedError: it is not float32, bfloat16 or float16.
-    """
+    """Converts a dtype argument to a numpy dtype; None stays None."""
     if value is None:
         return None
     is_array = isinstance(value, np.ndarray | np.generic | jax.Array)  # which have a dtype

@@ -43,11 +43,6 @@ def hf_config_from_gguf(
 
     Returns:
         The content of a config.json, with ``model_type`` and ``architectures``.
-
-    Raises:
-        UnsupportedError: another architecture, a part of a split file, an adapter, experts, or a
-            field or a RoPE scaling that jaxllm does not implement.
-        CheckpointError: a field is missing, impossible, or contradicts the tensors.
     """
     if not tensors:
         raise CheckpointError("the GGUF file holds no tensors")

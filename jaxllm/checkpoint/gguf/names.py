@@ -147,10 +147,6 @@ class HFView(WeightSource):
     Attributes:
         file: the GGUF file.
         config: the model's config.json.
-
-    Raises:
-        UnsupportedError: an architecture, tensor or field that jaxllm does not implement.
-        CheckpointError: the metadata are incomplete or contradict the tensors.
     """
 
     def __init__(self, file: GGUFFile) -> None:

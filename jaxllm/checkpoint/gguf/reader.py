@@ -178,10 +178,6 @@ def parse_header(
     Returns:
         The metadata (int, float, bool, str, list[str], or a numpy array for an array of numbers),
         and the tensors in the file's order.
-
-    Raises:
-        CheckpointError: the header is malformed or does not fit a file of ``file_bytes``.
-        UnsupportedError: a big-endian file or another version of the format.
     """
     reader = _Reader(data, source)
     if reader.take(4, "the magic number") != MAGIC:

@@ -58,9 +58,6 @@ def flatten(tree: object) -> dict[str, Any]:
 
     >>> flatten({"params": {"w": 1}, "opt_state": (2, [3])})
     {'opt_state/0': 2, 'opt_state/1/0': 3, 'params/w': 1}
-
-    Raises:
-        CheckpointError: two leaves have the same path.
     """
     named = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:

@@ -283,9 +283,8 @@ class RunCheckpoints:
 
     def _delete_expired(self, newest: int) -> None:
         metrics = self._metrics()
-        best = steps_on_disk.best(metrics, self.mode)
-        to_delete = steps_on_disk.expired(metrics, keep=self.keep, always=(newest, best))
-        for step in to_delete:
+        kept = {newest, steps_on_disk.best(metrics, self.mode), *sorted(metrics)[-self.keep :]}
+        for step in sorted(metrics.keys() - kept):
             try:
                 steps_on_disk.remove(self.folder, step)
             except OSError as failure:
@@ -382,9 +381,6 @@ class RunCheckpoints:
         """Adds fields to the meta of a committed step and sets its metric, for late evaluations.
 
         The record is replaced atomically; the arrays are not touched.
-
-        Raises:
-            CheckpointError: the record is damaged or cannot be written.
         """
         if not self.writable:
             raise RunError(f"{self.folder}: opened for reading, or closed")

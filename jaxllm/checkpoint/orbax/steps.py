@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,7 @@ class Record:
 
 
 def seal(record: Record) -> dict[str, str]:
-    """The record as JSON text, with the text's SHA-256.
-
-    Raises:
-        CheckpointError: the meta is not JSON, or JSON would change it.
-    """
+    """The record as JSON text, with the text's SHA-256."""
     content = {
         "format": FORMAT,
         "step": record.step,
@@ -75,11 +71,7 @@ def seal(record: Record) -> dict[str, str]:
 
 
 def read_record(folder: Path) -> Record:
-    """Reads the record of a step's folder.
-
-    Raises:
-        CheckpointError, MissingFileError: it is missing or damaged.
-    """
+    """Reads the record of a step's folder."""
     path = folder / RECORD_FILE
     sealed = read_json(path, max_bytes=MAX_SEAL_BYTES, error=CheckpointError)
     if not isinstance(sealed, dict) or sealed.keys() != {"sha256", "record"}:
@@ -102,11 +94,7 @@ def read_record(folder: Path) -> Record:
 
 
 def replace_record(folder: Path, record: Record) -> None:
-    """Replaces a step's record atomically.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+    """Replaces a step's record atomically."""
     path = folder / RECORD_FILE
     with naming_file(path, CheckpointError, "written"):
         write_whole(path, json.dumps(seal(record)).encode())
@@ -148,11 +136,6 @@ def comparable(records: Mapping[int, Record]) -> dict[int, float | None]:
         step: record.metric if record.measured_on == newest else None
         for step, record in records.items()
     }
-
-
-def expired(steps: Collection[int], *, keep: int, always: Collection[int | None]) -> list[int]:
-    """Steps to delete: not among the last `keep`, and not in `always`."""
-    return [step for step in sorted(steps)[:-keep] if step not in always]
 
 
 def remove(folder: Path, step: int) -> None:
@@ -233,7 +216,7 @@ def start_saving(
 ) -> None:
     """Starts a save; returns once the arrays are copied and may be donated or deleted."""
     args = orbax().args
-    stored = {name: x for name, x in arrays.items() if x.size}  # Orbax refuses empty ones
+    stored = {name: x for name, x in arrays.items() if x.size}  # Orbax does not store empty ones
     items = args.Composite(
         **{ARRAYS: args.PyTreeSave(stored), "record": args.JsonSave(dict(record))}
     )
