@@ -17,7 +17,7 @@ from jaxllm.models.model import Model
 from jaxllm.models.rotary_decoder import ROTARY_TABLE
 from jaxllm.models.t5 import T5EncoderModel, T5ForConditionalGeneration
 from jaxllm.models.t5.config import T5Config
-from jaxllm.models.t5.weights import t5_table
+from jaxllm.models.t5.model import t5_table
 from jaxllm.models.weights import Table
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import jax.numpy as jnp
@@ -22,8 +22,8 @@ from jaxllm.models.losses import token_loss
 from jaxllm.models.model import model_call
 from jaxllm.models.outputs import BaseOutput, Seq2SeqLMOutput, base_output
 from jaxllm.models.t5.config import T5Config
-from jaxllm.models.t5.encoder import T5Encoder
-from jaxllm.models.t5.stack import make_stack
+from jaxllm.models.t5.encoder import T5Encoder, make_stack
+from jaxllm.models.weights import Entry, Table, linear, norm, same
 from jaxllm.nn.blocks import Context, shallow_copy
 from jaxllm.nn.dropout import split_key
 from jaxllm.nn.linear import Linear
@@ -294,3 +294,55 @@ def shift_tokens_right(
     start = jnp.full_like(ids[:, :1], decoder_start_token_id)
     shifted = jnp.concatenate([start, ids[:, :-1]], axis=1)
     return jnp.where(shifted == IGNORED, pad_token_id, shifted)
+
+
+def t5_table(*, gated: bool) -> Table:
+    """Weight table of T5. v1.0 has one input matrix `wi`; gated: `wi_0` (gate) and `wi_1`."""
+    entries = (
+        *same("shared.weight", "shared.weight"),
+        *_stack_entries("encoder", "encoder", decoder=False),
+        *_stack_entries("decoder", "decoder", decoder=True),
+        *same("lm_head.weight", "lm_head.weight"),
+    )
+    if not gated:
+        entries = tuple(
+            dataclasses.replace(e, tensor=e.tensor.replace(".wi_1.", ".wi.")) for e in entries
+        )
+    return Table(
+        entries,
+        # Files of the first T5 models have a cross-attention bias that is never used.
+        buffers=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
+        copies=(
+            (r"(encoder|decoder)\.embed_tokens\.weight", "shared.weight"),
+            (r"lm_head\.weight", "shared.weight"),
+        ),
+    )
+
+
+def _stack_entries(path: str, tensor: str, *, decoder: bool) -> tuple[Entry, ...]:
+    layer, tensor_layer = f"{path}.blocks.{{i}}", f"{tensor}.block.{{i}}.layer"
+    attn, ff = f"{tensor_layer}.0.SelfAttention", 2 if decoder else 1
+    dense = f"{tensor_layer}.{ff}.DenseReluDense"
+    cross = (
+        *norm(f"{layer}.cross_norm", f"{tensor_layer}.1.layer_norm"),
+        *(
+            e
+            for x in "qkvo"
+            for e in _plain(f"{layer}.cross.{x}", f"{tensor_layer}.1.EncDecAttention.{x}")
+        ),
+    )
+    return (
+        *same(f"{path}.position_bias.{{i}}.table.weight", f"{attn}.relative_attention_bias.weight"),
+        *norm(f"{layer}.attn_norm", f"{tensor_layer}.0.layer_norm"),
+        *(e for x in "qkvo" for e in _plain(f"{layer}.attn.{x}", f"{attn}.{x}")),
+        *(cross if decoder else ()),
+        *norm(f"{layer}.mlp_norm", f"{tensor_layer}.{ff}.layer_norm"),
+        *_plain(f"{layer}.mlp.gate", f"{dense}.wi_0"),
+        *_plain(f"{layer}.mlp.up", f"{dense}.wi_1"),
+        *_plain(f"{layer}.mlp.down", f"{dense}.wo"),
+        *norm(f"{path}.norm", f"{tensor}.final_layer_norm"),
+    )
+
+
+def _plain(path: str, tensor: str) -> Iterator[Entry]:
+    return linear(path, tensor, bias=False)
