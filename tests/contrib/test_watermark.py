@@ -21,13 +21,17 @@ from jaxllm.contrib.watermark.config import (
 )
 from jaxllm.contrib.watermark.detector import WatermarkDetector
 from jaxllm.contrib.watermark.green_list import WatermarkLogitsProcessor
-from jaxllm.contrib.watermark.int64 import Int64, smallest
 from jaxllm.contrib.watermark.synthid import (
     SynthIDTextWatermarkLogitsProcessor,
     mean_score,
     weighted_mean_score,
 )
-from jaxllm.contrib.watermark.torch_random import first_of_permutation, permutation
+from jaxllm.contrib.watermark.torch_numbers import (
+    Int64,
+    first_of_permutation,
+    permutation,
+    smallest,
+)
 
 CASES = json.loads((DATA / "watermark" / "reference.json").read_text())
 ARRAYS = np.load(DATA / "watermark" / "reference.npz")

@@ -16,11 +16,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxllm.common.errors import InputError
-from jaxllm.contrib.watermark.int64 import Int64, smallest
-from jaxllm.contrib.watermark.torch_random import (
+from jaxllm.contrib.watermark.torch_numbers import (
+    Int64,
     first_of_permutation,
     first_of_permutations,
     permutation,
+    smallest,
 )
 from jaxllm.generation.inputs.values import Number, float_leaf, is_integer
 from jaxllm.generation.processors.base import (

@@ -15,8 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num, UInt8
 
 from jaxllm.common.errors import InputError
-from jaxllm.contrib.watermark.int64 import Int64
-from jaxllm.contrib.watermark.torch_random import random_bits
+from jaxllm.contrib.watermark.torch_numbers import Int64, random_bits
 from jaxllm.generation.inputs.values import int_leaf, is_integer
 from jaxllm.generation.processors.base import (
     CurLen,
