@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxllm import models
 from jaxllm.auto import AutoConfig, AutoTokenizer
-from jaxllm.flax_classes.base import FlaxPreTrainedModel
+from jaxllm.flax_classes.base import FlaxBeamSearchOutput, FlaxPreTrainedModel
 from jaxllm.flax_classes.families import (
     FlaxAutoModel,
     FlaxAutoModelForCausalLM,
@@ -26,7 +26,6 @@ from jaxllm.flax_classes.families import (
     FlaxT5EncoderModel,
     FlaxT5ForConditionalGeneration,
 )
-from jaxllm.flax_classes.results import FlaxBeamSearchOutput
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models import (
     GPT2Config,

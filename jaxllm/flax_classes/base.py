@@ -13,27 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxllm.common.errors import InputError
-from jaxllm.flax_classes.results import (
-    DEFAULT_MAX_LENGTH,
-    FlaxBeamSearchOutput,
-    as_dict,
-    first_value,
-    max_length,
-)
-from jaxllm.generation.call.output import GenerateOutput
-from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.models.config import ModelConfig
-from jaxllm.models.flax_params import (
+from jaxllm.flax_classes.params import (
     copy_of_tree,
     flax_params,
     same_arrays,
     with_flax_params,
 )
+from jaxllm.generation.call.output import GenerateOutput
+from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.models.config import ModelConfig
 from jaxllm.models.language_model import LanguageModel
 from jaxllm.models.model import Card, Model
+from jaxllm.models.outputs import ModelOutput
 from jaxllm.models.pretrained import pretrained
 
 _ATTRIBUTES = {
@@ -43,6 +37,19 @@ _ATTRIBUTES = {
 }
 """Attributes that are others here, or none: what to write now."""
 _NO_PARAMS = "params: the model was made with _do_init=False: give params= to each call"
+DEFAULT_MAX_LENGTH = 20
+"""Columns of a result, prompt included, where neither call nor checkpoint sets a length."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class FlaxBeamSearchOutput(ModelOutput):
+    """Output of `generate` with beams. Bn: results, `num_return_sequences` for each prompt."""
+
+    sequences: Int[Array | np.ndarray, "Bn L"]
+    scores: Float[Array | np.ndarray, " Bn"]
+    """Score of each sequence, length penalty included. transformers leaves the penalty out for
+    sequences without an end token."""
 
 
 class FlaxPreTrainedModel:
@@ -303,6 +310,26 @@ def loaded(
     params = flax_model.params
     flax_model._bound = flax_model._params = flax_model._bound_params = None
     return flax_model, params
+
+
+def as_dict(config: GenerationConfig | Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The fields that a generation config sets."""
+    return config.to_dict() if isinstance(config, GenerationConfig) else config or {}
+
+
+def first_value(name: str, sources: tuple[Mapping[str, Any], ...]) -> Any:
+    """The field of the first source that sets it; None: none does."""
+    return next((s[name] for s in sources if s.get(name) is not None), None)
+
+
+def max_length(start: int, sources: tuple[Mapping[str, Any], ...]) -> int | None:
+    """Columns of the result of a prompt of `start` columns; None: no length is set."""
+    for source in sources:
+        if source.get("max_new_tokens") is not None:
+            return start + int(source["max_new_tokens"])
+        if source.get("max_length") is not None:
+            return int(source["max_length"])
+    return None
 
 
 def dropout_key(rng: Array | None, train: bool) -> Array | None:
