@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
 from importlib import import_module
 from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
@@ -11,25 +13,20 @@ from typing import TYPE_CHECKING, Any, cast
 import jax
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.models.utils import has_bos_prefix, postprocess_generated_text
+from lm_eval.models.utils import DEFAULT_MAX_LENGTH, has_bos_prefix, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 import jaxllm
 from jaxllm.batch.generator import check_model
-from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.errors import InputError, TemplateError, UnsupportedError
+from jaxllm.common.messages import warn
 from jaxllm.common.progress import Reporter
-from jaxllm.evaluate.lm_eval.arguments import (
-    batch_sizes,
-    length_limit,
-    load_pretrained,
-)
-from jaxllm.evaluate.lm_eval.chat import render_chat
 from jaxllm.evaluate.lm_eval.generation import (
     GenerationRequest,
     GenerationSettings,
     generate_until,
 )
-from jaxllm.evaluate.lm_eval.messages import counted, warn_of_truncation
+from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.scoring.score import stream_scores
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import Model
@@ -40,6 +37,9 @@ if TYPE_CHECKING:
 
 TokenRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 """Strings of a request (None: a window of a longer text), and ids of context and continuation."""
+DEFAULT_BATCH_SIZE = 32
+UNLIMITED = 10**29
+"""transformers writes 1e30 as the `model_max_length` of a tokenizer without a limit."""
 
 
 class JaxLM(TemplateLM):
@@ -293,6 +293,111 @@ class JaxLM(TemplateLM):
             "model_dtype": str(model.dtype),
             "jaxllm_version": jaxllm.__version__,
         }
+
+
+def load_pretrained(
+    pretrained: str | PathLike[str] | GenerativeModel, reporter: Reporter, **options: Any
+) -> tuple[GenerativeModel, Tokenizer | None]:
+    """Loads a model and its tokenizer; a model itself comes without one.
+
+    Args:
+        options: of `jaxllm.load`; those that are None are as if left out.
+    """
+    if isinstance(pretrained, str | PathLike):
+        with reporter.phase(f"loading {pretrained}") as update:
+            return jaxllm.load(pretrained, progress=update, **options)
+    for name, value in options.items():
+        if value is not None:
+            raise InputError(f"{name}: has no effect on a model that is loaded; load it with it")
+    return pretrained, None
+
+
+def batch_sizes(batch_size: int | str | None, max_batch_size: int | None) -> tuple[int, int | None]:
+    """Pairs that are scored at once, and slots (None: the batch engine's default).
+
+    >>> batch_sizes("auto", None), batch_sizes("auto:4", 8), batch_sizes("16", None)
+    ((32, None), (8, 8), (16, 16))
+    """
+    text = str("auto" if batch_size is None else batch_size)
+    if text == "auto" or text.startswith("auto:"):
+        return max_batch_size or DEFAULT_BATCH_SIZE, max_batch_size
+    if not text.isdecimal() or int(text) < 1:
+        raise InputError(f"batch_size: expected a positive integer or auto, found {batch_size!r}")
+    return int(text), int(text)
+
+
+def length_limit(model: GenerativeModel, tokenizer: Tokenizer, max_length: int | None) -> int:
+    """Tokens that are read at once: `max_length`, the model's context, its tokenizer's, or 2048."""
+    if max_length is None:
+        limit: Any = model.config.context_length
+        if limit is None:
+            limit = tokenizer.settings.options.get("model_max_length")
+        return int(limit) if is_integer(limit) and limit < UNLIMITED else DEFAULT_MAX_LENGTH
+    positions = model.config.max_positions
+    if not is_integer(max_length) or not 1 < max_length <= (positions or max_length):
+        raise InputError(f"max_length: expected 2 to {positions or 'any'}, found {max_length!r}")
+    return int(max_length)
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, str]],
+    *,
+    add_generation_prompt: bool,
+    **variables: Any,
+) -> str:
+    """The text of a chat, as lm-eval's own backend makes it with transformers.
+
+    Args:
+        add_generation_prompt: append the start of the assistant's turn; if False, the text ends
+            with the content of the last message, which the model continues.
+        variables: further variables of the template.
+
+    Raises:
+        TemplateError: there is no template, or it fails, and not only because of a system message.
+    """
+    options = {
+        "tokenize": False,
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": not add_generation_prompt,
+        **variables,
+    }
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    except TemplateError as failure:
+        others = [message for message in messages if message["role"] != "system"]
+        if tokenizer.chat_template is None or len(others) == len(messages):
+            raise
+        text = tokenizer.apply_chat_template(others, **options)
+        warn(f"the chat template takes no system message, which is left out ({failure})")
+        return text
+
+
+@contextlib.contextmanager
+def counted(reporter: Reporter, label: str, total: int) -> Generator[Callable[[], None]]:
+    """Shows how many requests are done; a call of the function that it gives counts one."""
+    start, done = time.perf_counter(), 0
+    stop, describe = reporter.start(label)
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        describe(f"{label}: {done} of {total}")
+
+    try:
+        yield advance
+    finally:
+        stop()
+    reporter.say(f"{label}: {total} requests, {time.perf_counter() - start:.1f} s")
+
+
+def warn_of_truncation(longer: int, total: int, max_length: int) -> None:
+    """Warns that `longer` of `total` requests lose tokens, if any do."""
+    if longer:
+        warn(
+            f"{longer} of {total} requests are longer than max_length ({max_length} tokens) and "
+            "lose the start of their context"
+        )
 
 
 import_module("lm_eval.models")  # which adds the harness's own only to an empty registry
