@@ -48,9 +48,10 @@ from jaxllm.models.quantize import (
 )
 from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.models.rotary_decoder import RotaryConfig
-from jaxllm.models.weights import Entry, Table, parameter_path
+from jaxllm.models.weights import Entry, Table
 from jaxllm.nn.attention import implementation_for
 from jaxllm.parallel.mesh import check_heads
+from jaxllm.parallel.sharding import parameter_path
 
 MAX_JSON_BYTES = 16 * 2**20
 

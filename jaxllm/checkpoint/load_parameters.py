@@ -24,7 +24,7 @@ from jaxllm.models.quantize import BLOCK_FORMATS, Quantize
 from jaxllm.models.weights import Entry
 from jaxllm.nn.quantized import BlockMatrix, QuantizedMatrix
 from jaxllm.parallel.device_memory import format_bytes, total_memory
-from jaxllm.parallel.sharding import key_name, parameter_sharding
+from jaxllm.parallel.sharding import parameter_path, parameter_sharding
 
 ReadMatrix = Callable[["Tensor", int], QuantizedMatrix]
 """Reads the quantized matrix of parameter number n that a tensor holds."""
@@ -195,7 +195,7 @@ def placed(layer: str, matrix: QuantizedMatrix, mesh: Mesh | None) -> QuantizedM
         return matrix
 
     def shard(key_path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-        path, host = f"{layer}.matrix.{key_name(key_path)}", np.asarray(x)
+        path, host = f"{layer}.matrix.{parameter_path(key_path)}", np.asarray(x)
         return sharded_array(
             x.shape, parameter_sharding(path, x.shape, mesh), lambda index: host[index]
         )

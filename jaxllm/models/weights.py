@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from jaxllm.parallel.sharding import parameter_path
+
 if TYPE_CHECKING:
     from jaxllm.models.model import Model
 
@@ -132,19 +134,6 @@ def norm(path: str, tensor: str, *, bias: bool = False) -> Iterator[Entry]:
     yield Entry((f"{path}.weight",), f"{tensor}.weight")
     if bias:
         yield Entry((f"{path}.bias",), f"{tensor}.bias")
-
-
-def parameter_path(key_path: tuple[Any, ...]) -> str:
-    """Dotted path of a pytree leaf: ``backbone.stack.blocks.0.attn.q.weight``."""
-    parts = []
-    for key in key_path:
-        if isinstance(key, jax.tree_util.GetAttrKey):
-            parts.append(key.name)
-        elif isinstance(key, jax.tree_util.SequenceKey):
-            parts.append(str(key.idx))
-        else:
-            parts.append(str(getattr(key, "key", key)))
-    return ".".join(parts[:-1] if parts[-1] == "value" else parts)
 
 
 def parameters(model: Model[Any]) -> dict[str, jax.Array]:

@@ -111,13 +111,16 @@ def tree_shardings(tree: object, mesh: Mesh | AbstractMesh) -> Any:
     """
 
     def leaf_sharding(key_path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        return parameter_sharding(key_name(key_path), leaf.shape, mesh)
+        return parameter_sharding(parameter_path(key_path), leaf.shape, mesh)
 
     return jax.tree_util.tree_map_with_path(leaf_sharding, tree)
 
 
-def key_name(key_path: tuple[Any, ...]) -> str:
-    """A leaf's path with dots, as in `RULES`, without the final ``.value`` of nnx."""
+def parameter_path(key_path: tuple[Any, ...]) -> str:
+    """A leaf's path with dots, as in `RULES`, without the final ``.value`` of nnx.
+
+    For example ``backbone.stack.blocks.0.attn.q.weight``.
+    """
     name = jax.tree_util.keystr(key_path, simple=True, separator=".")
     return name.removesuffix(".value")
 

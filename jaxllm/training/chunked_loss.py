@@ -15,7 +15,13 @@ from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.language_model import head_logits
 from jaxllm.models.losses import token_losses
 from jaxllm.nn.linear import Embedding, Linear
-from jaxllm.parallel.sharding import all_gather_fsdp, constrain, key_name, logical_axes, shard_count
+from jaxllm.parallel.sharding import (
+    all_gather_fsdp,
+    constrain,
+    logical_axes,
+    parameter_path,
+    shard_count,
+)
 
 Head = Linear | Embedding
 Sums = Any
@@ -161,6 +167,6 @@ def _map_parameters(function: Callable[..., Array], head: Head) -> Head:
     """``function(parameter, *logical axes)`` of each parameter."""
 
     def one(path: tuple[Any, ...], leaf: Array) -> Array:
-        return function(leaf, *logical_axes(f"lm_head.{key_name(path)}"))
+        return function(leaf, *logical_axes(f"lm_head.{parameter_path(path)}"))
 
     return jax.tree_util.tree_map_with_path(one, head)

@@ -10,7 +10,8 @@ import jax
 
 from jaxllm.common.errors import InputError
 from jaxllm.models.model import Model
-from jaxllm.models.weights import parameter_path, parameters
+from jaxllm.models.weights import parameters
+from jaxllm.parallel.sharding import parameter_path
 
 
 def labels(

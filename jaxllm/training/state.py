@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxllm.common.errors import InputError
 from jaxllm.models.model import Card, Model
-from jaxllm.models.weights import is_quantized, parameter_path
+from jaxllm.models.weights import is_quantized
+from jaxllm.parallel.sharding import parameter_path
 
 M = TypeVar("M", bound=nnx.Module)
 TRAINED = ("step", "params", "opt_state", "key", "ema", "skipped", "skipped_in_a_row")

@@ -21,10 +21,10 @@ from jaxllm.models.build_options import Options
 from jaxllm.models.model import Card, Model, Origin, model_shapes
 from jaxllm.models.quantize import formats_of, quantized_shapes
 from jaxllm.models.registry import architecture_of, model_spec
-from jaxllm.models.weights import parameter_path, parameters
+from jaxllm.models.weights import parameters
 from jaxllm.nn.attention import implementation_for
 from jaxllm.parallel.mesh import check_heads
-from jaxllm.parallel.sharding import parameter_sharding
+from jaxllm.parallel.sharding import parameter_path, parameter_sharding
 
 WEIGHTS_FOLDER = "weights"
 
