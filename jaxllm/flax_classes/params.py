@@ -26,11 +26,7 @@ _EMBEDDINGS = ("embed.weight", "positions.weight", "shared.weight", "table.weigh
 
 
 def flax_params(model: Model[Any]) -> dict[str, Any]:
-    """The model's parameters as the tree of transformers' Flax class.
-
-    Raises:
-        InputError: the weights are quantized.
-    """
+    """The model's parameters as the tree of transformers' Flax class."""
     own = parameters(model)
     return unflatten_dict(
         {
@@ -41,11 +37,7 @@ def flax_params(model: Model[Any]) -> dict[str, Any]:
 
 
 def with_flax_params(model: Model[Any], params: Mapping[str, Any]) -> Any:
-    """A copy of the model with the parameters of `flax_params`; arrays may be traced.
-
-    Raises:
-        InputError: `params` has other names or shapes than the model.
-    """
+    """A copy of the model with the parameters of `flax_params`; arrays may be traced."""
     entries = _entries(model)
     if not isinstance(params, Mapping):
         raise InputError(f"params: expected a nested dict of arrays, found {quoted(params)}")

@@ -84,11 +84,7 @@ class ModelConfig(metaclass=_ConfigType):
     problem_type: str | None = None
 
     def __post_init__(self) -> None:
-        """Checks the types of all fields, and makes lists tuples and NumPy's numbers Python's.
-
-        Raises:
-            ConfigError: a field has a value of another type.
-        """
+        """Checks the types of all fields, and makes lists tuples and NumPy's numbers Python's."""
         for name, hint in _field_types(type(self)).items():
             value = coerce(name, getattr(self, name), hint)
             if value is None and type(None) not in typing.get_args(hint):
@@ -163,11 +159,7 @@ class ModelConfig(metaclass=_ConfigType):
 
     @classmethod
     def from_pretrained(cls, path_or_hub_id: str | PathLike[str], **fields: Any) -> Self:
-        """Reads a checkpoint's config: ``jaxllm.AutoConfig.from_pretrained``, of this class.
-
-        Raises:
-            ConfigError: the checkpoint is of another family.
-        """
+        """Reads a checkpoint's config: ``jaxllm.AutoConfig.from_pretrained``, of this class."""
         config = public("AutoConfig").from_pretrained(path_or_hub_id, **fields)
         if not isinstance(config, cls):
             raise ConfigError(
@@ -241,10 +233,6 @@ def read_config(
     Args:
         handled: keys that the caller reads itself.
         derived: fields of `cls` that are computed from others and are not keys of the file.
-
-    Raises:
-        ConfigError: a value is missing, ill-typed or contradictory.
-        UnsupportedError: an unknown key, or a quantized checkpoint.
     """
     raw = with_all_end_tokens(raw)
     aliases = cls.attribute_map

@@ -130,9 +130,6 @@ def checked_generative(model: Any, name: str) -> GenerativeModel:
 
     Args:
         name: of the function that needs it, or of the model, for the message.
-
-    Raises:
-        UnsupportedError: it has none.
     """
     if not (hasattr(model, "decode") and hasattr(model, "init_cache")):  # bytes have decode too
         raise UnsupportedError(f"{name}: {type(model).__name__} has no language-model head")

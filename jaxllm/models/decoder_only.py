@@ -374,11 +374,7 @@ def with_rope_per_row(model: M) -> M:
 
 
 def with_rope_length(model: M, rope_length: object) -> M:
-    """The model for an argument `rope_length`: itself for "batch", `with_rope_per_row` for "row".
-
-    Raises:
-        InputError: another value.
-    """
+    """The model itself for `rope_length="batch"`, and `with_rope_per_row` for "row"."""
     if not isinstance(rope_length, str) or rope_length not in ("batch", "row"):
         raise InputError(f"rope_length: expected 'batch' or 'row', found {quoted(rope_length)}")
     return model if rope_length == "batch" else with_rope_per_row(model)

@@ -83,11 +83,7 @@ class LanguageModel(Generates, Model[C]):
         return LANES if self.decoder_stack.blocks[0].attn.cache_head_axis else 1
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
-        """A self-attention cache of `capacity` columns, without tokens.
-
-        Raises:
-            InputError: a size is no integer of 1 or more.
-        """
+        """A self-attention cache of `capacity` columns, without tokens."""
         for name, size in (("batch", batch), ("capacity", capacity)):
             if checked(size, (int, np.integer), name, "an integer of 1 or more") < 1:
                 raise InputError(f"{name}: expected an integer of 1 or more, found {quoted(size)}")

@@ -49,9 +49,6 @@ class LoraConfig:
         modules_to_save: more modules, named like targets, that are fully trained: embeddings,
             norms, heads. A classifier's `score`, which is new, is always among them.
 
-    Raises:
-        InputError: an invalid value; the error names the field.
-
     >>> LoraConfig(rank=4, targets="q_proj").targets
     ('q_proj',)
     """
@@ -164,9 +161,6 @@ def merge_lora(model: M) -> M:
     """Merges LoRA into the weights; the result is a plain model, which `save_hf` can write.
 
     Sums are in float32; each weight keeps its dtype, so a half-precision one is rounded.
-
-    Raises:
-        InputError: the model has no LoRA.
     """
     layers = lora_layers(model)
     if not layers:
@@ -228,11 +222,7 @@ def module_names(model: Model[Any]) -> dict[str, str]:
 
 
 def select(field: str, patterns: Iterable[str], names: Mapping[str, str]) -> list[str]:
-    """Paths of the modules that any pattern matches, in the model's order.
-
-    Raises:
-        InputError: a pattern matches nothing.
-    """
+    """Paths of the modules that any pattern matches, in the model's order."""
     selected = set()
     for pattern in patterns:
         if field == "targets" and pattern == ALL_LINEAR:

@@ -160,11 +160,7 @@ class Model(Pretrained, Carded, nnx.Module, Generic[C]):
 
     @property
     def generation_config(self) -> Any:
-        """`GenerationConfig` of the checkpoint: defaults of `generate()`. None: there is none.
-
-        Raises:
-            InputError: the model has no card.
-        """
+        """`GenerationConfig` of the checkpoint: defaults of `generate()`. None: there is none."""
         return self.checked_card("generation_config").generation_config
 
     @generation_config.setter

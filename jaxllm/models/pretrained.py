@@ -87,9 +87,6 @@ class Pretrained:
             seed: seed of the weights.
             dtype, param_dtype: dtypes of the computation and of the weights.
             attn_implementation, remat, scan_layers: as in `jaxllm.load`.
-
-        Raises:
-            InputError: no config, or another argument.
         """
         where = f"{cls.__name__}.from_config()"
         unknown = _drop(where, unknown, "seed")

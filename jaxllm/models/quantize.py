@@ -80,9 +80,6 @@ def layer_formats(model: Model[Any], name: str, *, embeddings: bool = True) -> d
         name: a key of `FORMATS`.
         embeddings: also quantize the token embedding and the LM head, to int8 at least: they have
             more effect on a model's answers than other layers.
-
-    Raises:
-        InputError: an unknown format.
     """
     if name not in FORMATS:
         raise InputError(f"quantize: unknown {quoted(name)}; known: {', '.join((*FORMATS, KEEP))}")

@@ -159,10 +159,6 @@ def model_spec(raw: Mapping[str, Any], architecture: str | type | None = None) -
 
     `architecture` overrides the file's, by name or by class: ``"T5EncoderModel"`` reads the encoder
     of a full T5. A base class such as `CausalLM` stands for the family's class derived from it.
-
-    Raises:
-        UnsupportedError: a family, class or option that jaxllm does not have.
-        ConfigError: an invalid value.
     """
     checked(raw, (Mapping,), "config", "a config.json object")
     model_type = raw.get("model_type")

@@ -78,9 +78,6 @@ def check_resources(
 ) -> None:
     """Checks that a cluster can hold all actors, for which it would wait without end.
 
-    Raises:
-        InputError: it cannot.
-
     >>> check_resources({"CPU": 2.0}, {"CPU": 1, "GPU": 1}, 2)
     Traceback (most recent call last):
     jaxllm.common.errors.InputError: GPU: 2 actors of 1 each are more than the 0 of this machine

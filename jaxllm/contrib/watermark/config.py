@@ -16,11 +16,7 @@ class _Config:
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any]) -> Self:
-        """Creates the config from names and values, as in a file.
-
-        Raises:
-            InputError: a name is unknown or missing, or a value is invalid.
-        """
+        """Creates the config from names and values, as in a file."""
         names = {field.name for field in fields(cls)}  # pyright: ignore[reportArgumentType]
         unknown = sorted(map(str, set(config_dict) - names))
         if unknown:
@@ -89,9 +85,6 @@ def watermarking_config(
 
     A mapping with ``ngram_len`` or ``keys`` is SynthID's (transformers itself does not read these
     from a file).
-
-    Raises:
-        InputError: it is neither a mapping nor one of the two classes, or its settings are invalid.
     """
     if isinstance(value, WatermarkingConfig | SynthIDTextWatermarkingConfig):
         return value

@@ -57,9 +57,6 @@ class WatermarkLogitsProcessor(LogitsProcessor):
             again.
         seeding_scheme: "lefthash" or "selfhash".
         context_width: number of tokens that determine the list; for ``selfhash``, with the new one.
-
-    Raises:
-        InputError: an argument is out of its range.
     """
 
     bias: Float[Array, ""]

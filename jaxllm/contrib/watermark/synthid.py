@@ -55,9 +55,6 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
         skip_first_ngram_calls: no watermark until the context has ``ngram_len - 1`` new tokens.
         debug_mode: replaces all scores by ones before biasing.
         prompt_len: columns before the first new token, for calls that do not pass it.
-
-    Raises:
-        InputError: an argument is out of its range.
     """
 
     keys: Int64

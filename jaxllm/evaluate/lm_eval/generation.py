@@ -37,10 +37,6 @@ class GenerationSettings:
         A temperature above 0 samples unless `do_sample` is false. Fields that act on sampling alone
         are left out of a greedy request, where tasks often set them.
 
-        Raises:
-            InputError: `until` holds something else than strings, or several sequences are asked
-                for.
-
         >>> GenerationSettings.read({"until": ".", "max_tokens": 5, "top_p": 0.9}, 256)
         GenerationSettings(until=('.',), max_new_tokens=5, seed=None, fields={'do_sample': False})
         """
@@ -98,9 +94,6 @@ def generate_until(
     Args:
         slots: requests that are decoded at once; None: the default of `BatchGenerator`.
         seed: seed of requests that have none.
-
-    Raises:
-        InputError: a request cannot be answered; the message gives its index.
     """
     seeds = [seed if each.settings.seed is None else each.settings.seed for each in requests]
     for row_seed in dict.fromkeys(seeds):

@@ -47,9 +47,6 @@ def load_tasks(
     Args:
         names: names of tasks, groups or tags; `*` stands for any characters.
         include_path: folder of further tasks (YAML files), which replace those of the same name.
-
-    Raises:
-        InputError: a task does not exist or cannot be loaded, or `include_path` is no folder.
     """
     folder = None if include_path is None else Path(include_path)
     if folder is not None and not folder.is_dir():
@@ -128,9 +125,6 @@ def run_tasks(
         apply_chat_template: prompts are chats, for the model's chat template.
         system_instruction: first message of such a chat, or first text of a prompt.
         gen_kwargs: generation fields that replace those of the tasks.
-
-    Raises:
-        InputError: a number is out of range, or a task asks for what the model cannot do.
     """
     if limit is not None and limit <= 0:
         raise InputError(f"limit: expected a positive number, found {limit}")
