@@ -20,9 +20,8 @@ from jaxllm.checkpoint.save import (
     save_model,
 )
 from jaxllm.common.arguments import checked, checked_path, checks_flags
-from jaxllm.common.atomic_file import write_json
-from jaxllm.common.errors import CheckpointError, InputError
-from jaxllm.common.messages import listed, quoted, warn
+from jaxllm.common.errors import CheckpointError, InputError, listed, quoted, warn
+from jaxllm.common.files import write_json
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.models.model import Model
 from jaxllm.models.weights import parameters

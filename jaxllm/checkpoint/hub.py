@@ -9,8 +9,7 @@ from pathlib import Path
 
 from jaxllm.checkpoint.safetensors.reader import OTHER_FORMATS, USE_SAFETENSORS
 from jaxllm.common.arguments import checked
-from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError, quoted
 
 WEIGHT_FILES = (".safetensors", ".gguf")
 

@@ -18,9 +18,8 @@ from jaxllm.checkpoint.safetensors.reader import INDEX, OTHER_FORMATS
 from jaxllm.checkpoint.safetensors.writer import write_sharded
 from jaxllm.checkpoint.source import float_dtype
 from jaxllm.checkpoint.tensor_checks import tensor_name
-from jaxllm.common.atomic_file import make_folder, write_json
-from jaxllm.common.errors import CheckpointError, InputError, UnsupportedError
-from jaxllm.common.messages import listed
+from jaxllm.common.errors import CheckpointError, InputError, UnsupportedError, listed
+from jaxllm.common.files import make_folder, write_json
 from jaxllm.models.model import Model
 from jaxllm.models.registry import FAMILIES, architecture_of
 from jaxllm.models.weights import is_quantized

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.checkpoint.source import FLOATS, WeightSource
-from jaxllm.common.errors import CheckpointError, UnsupportedError
-from jaxllm.common.messages import listed
+from jaxllm.common.errors import CheckpointError, UnsupportedError, listed
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.registry import ModelSpec
 from jaxllm.models.rotary_decoder import RotaryConfig

@@ -12,18 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxllm.cli.devices import local_mesh, mesh_sizes
-from jaxllm.cli.exits import Parser, run_command
-from jaxllm.cli.model_flags import (
+from jaxllm.cli.options import (
     add_compile_cache_flags,
     add_model_flags,
     keep_programs,
     load_named,
 )
-from jaxllm.common.atomic_file import write_whole
+from jaxllm.cli.process import Parser, run_command
 from jaxllm.common.errors import InputError, RunError, UnsupportedError, naming_file
-from jaxllm.common.files import expanded
+from jaxllm.common.files import expanded, read_text, write_whole
 from jaxllm.common.progress import Reporter
-from jaxllm.common.text_file import read_text
 from jaxllm.evaluate import perplexity
 from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.tokenizers.tokenizer import Tokenizer

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxllm.cli.exits import Parser, run_command
-from jaxllm.common.errors import InputError
+from jaxllm.cli.process import Parser, run_command
+from jaxllm.common.errors import InputError, quoted
 from jaxllm.common.files import expanded
-from jaxllm.common.messages import quoted
 
 WHICH = ("best", "last")
 

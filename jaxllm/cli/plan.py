@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from jaxllm.cli.devices import mesh_sizes
-from jaxllm.cli.exits import Parser, run_command
-from jaxllm.cli.model_flags import DTYPE_NAMES
+from jaxllm.cli.options import DTYPE_NAMES
+from jaxllm.cli.process import Parser, run_command
 from jaxllm.common.progress import Reporter
 from jaxllm.models.quantize import FORMATS
 from jaxllm.nn.attention import IMPLEMENTATIONS

@@ -15,11 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxllm.cli import signals
-from jaxllm.cli.devices import add_process_flags, is_main_process, join_processes
-from jaxllm.cli.exits import Parser, one_line, run_command
-from jaxllm.cli.ray_flags import RAY, add_ray_flags, check_ray_flags
-from jaxllm.common.compile_cache import enable_compile_cache
+from jaxllm.cli.devices import (
+    RAY,
+    add_process_flags,
+    add_ray_flags,
+    check_ray_flags,
+    is_main_process,
+    join_processes,
+)
+from jaxllm.cli.process import Parser, one_line, run_command, signals
+from jaxllm.common.compiling import enable_compile_cache
 from jaxllm.common.errors import InputError, RunError
 
 if TYPE_CHECKING:

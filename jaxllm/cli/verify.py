@@ -19,7 +19,7 @@ from jaxtyping import Float
 
 from jaxllm import load
 from jaxllm.checkpoint.hub import resolve
-from jaxllm.cli.exits import Parser, run_command
+from jaxllm.cli.process import Parser, run_command
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.models.model import Model
 from jaxllm.models.t5 import T5EncoderModel

@@ -10,9 +10,8 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from jaxllm.common.arguments import checked
-from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError
+from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError, quoted
 from jaxllm.common.field_mapping import ArrayMapping, FieldMapping
-from jaxllm.common.messages import quoted
 
 PaddingSide = Literal["left", "right"]
 Padding = bool | Literal["longest", "max_length", "do_not_pad"]

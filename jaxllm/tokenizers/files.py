@@ -8,10 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jaxllm.common.errors import MissingFileError, TokenizerError, UnsupportedError, naming_file
-from jaxllm.common.files import is_there
-from jaxllm.common.messages import quoted
-from jaxllm.common.placeholders import check_not_placeholder
+from jaxllm.common.errors import (
+    MissingFileError,
+    TokenizerError,
+    UnsupportedError,
+    naming_file,
+    quoted,
+)
+from jaxllm.common.files import check_not_placeholder, is_there
 from jaxllm.common.strict_json import parse_json
 
 MAX_FILE_BYTES = 32 * 2**20

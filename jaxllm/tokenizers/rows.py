@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.common.arguments import checked_iterable, checked_list
-from jaxllm.common.errors import InputError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, quoted
 from jaxllm.tokenizers.batch import Span
 
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jaxllm.common.errors import TokenizerError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import TokenizerError, quoted
 from jaxllm.tokenizers.files import NAMED_TOKENS, TEMPLATES_FOLDER, TokenizerFiles
 
 # Default tokens of transformers' classes.

@@ -9,8 +9,7 @@ from functools import cached_property
 from typing import TypedDict, Unpack
 
 from jaxllm.common.arguments import checked_iterable, checks_flags
-from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.common.messages import warn
+from jaxllm.common.errors import InputError, UnsupportedError, warn
 from jaxllm.tokenizers.batch import (
     PaddingSide,
     Span,

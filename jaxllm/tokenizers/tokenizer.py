@@ -12,15 +12,16 @@ from os import PathLike
 from typing import Any
 
 from jaxllm.common.arguments import checked, checked_list, checked_path, checks_flags
-from jaxllm.common.atomic_file import write_whole
 from jaxllm.common.errors import (
     InputError,
     TemplateError,
     TokenizerError,
     UnsupportedError,
+    listed,
     naming_file,
+    quoted,
 )
-from jaxllm.common.messages import listed, quoted
+from jaxllm.common.files import write_whole
 from jaxllm.tokenizers.batch import (
     ListEncoding,
     Padding,

@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
 from jaxllm.common.arguments import checked, checked_list, checks_flags
-from jaxllm.common.errors import InputError, TokenizerError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, TokenizerError, quoted
 from jaxllm.common.renamed_arguments import TOKENIZER_ATTRIBUTES
 from jaxllm.tokenizers.files import NAMED_TOKENS
 from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings

@@ -28,9 +28,9 @@ from jaxllm.batch import BatchOutput
 from jaxllm.batch.job.inputs import read_source
 from jaxllm.batch.job.job import Job
 from jaxllm.batch.job.job_files import journal_folder, report_file
-from jaxllm.cli.batch_progress import BatchProgress
+from jaxllm.cli.batch import BatchProgress
 from jaxllm.cli.generate import main
-from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.compiling import CompileClock
 from jaxllm.common.progress import Reporter
 
 MODEL = ROOT / "tests" / "data" / "conformance" / "models" / "s_llama_tok"

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.common.errors import CheckpointError, UnsupportedError
-from jaxllm.common.messages import listed, quoted
+from jaxllm.common.errors import CheckpointError, UnsupportedError, listed, quoted
 
 
 class Fields:

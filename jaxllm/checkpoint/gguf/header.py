@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from jaxllm.common.errors import CheckpointError, UnsupportedError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import CheckpointError, UnsupportedError, quoted
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -26,8 +26,7 @@ from jaxllm.checkpoint.source import (
     WeightSource,
     find_tensor,
 )
-from jaxllm.common.errors import UnsupportedError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import UnsupportedError, quoted
 
 _STORED: dict[GGMLQuantizationType, np.dtype[Any]] = {
     GGMLQuantizationType.F32: np.dtype("<f4"),

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllm.common.errors import CheckpointError
-from jaxllm.common.messages import listed
+from jaxllm.common.errors import CheckpointError, listed
 
 
 @dataclasses.dataclass(frozen=True)

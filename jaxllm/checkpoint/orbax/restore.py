@@ -15,8 +15,7 @@ from jaxllm.checkpoint.orbax import steps as steps_on_disk
 from jaxllm.checkpoint.orbax.digest import digests
 from jaxllm.checkpoint.orbax.leaves import Leaf, bits_like, check_target, flatten, from_bits
 from jaxllm.checkpoint.orbax.steps import Record, read_record
-from jaxllm.common.errors import CheckpointError, MissingFileError, RunError
-from jaxllm.common.messages import listed
+from jaxllm.common.errors import CheckpointError, MissingFileError, RunError, listed
 from jaxllm.parallel.processes import in_all_processes
 
 T = TypeVar("T")

@@ -23,8 +23,7 @@ from jaxllm.checkpoint.orbax.leaves import Leaf, bits_of, check_arrays, flatten
 from jaxllm.checkpoint.orbax.restore import OnProblem, Restored, StepReader, sentence
 from jaxllm.checkpoint.orbax.steps import Record, read_record, replace_record, seal
 from jaxllm.common.errors import CheckpointError, InputError, JaxLLMError, RunError
-from jaxllm.common.files import expanded
-from jaxllm.common.run_lock import RunLock
+from jaxllm.common.files import RunLock, expanded
 from jaxllm.parallel.processes import in_all_processes
 
 OnSaved = Callable[[int, float, int], None]

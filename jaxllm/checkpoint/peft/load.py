@@ -25,9 +25,8 @@ from jaxllm.checkpoint.peft.names import (
 )
 from jaxllm.checkpoint.safetensors.reader import USE_SAFETENSORS, SafetensorsFile
 from jaxllm.checkpoint.source import FLOATS, find_nonfinite
-from jaxllm.common.errors import CheckpointError, NonFiniteError, UnsupportedError
+from jaxllm.common.errors import CheckpointError, NonFiniteError, UnsupportedError, listed, quoted
 from jaxllm.common.files import expanded
-from jaxllm.common.messages import listed, quoted
 from jaxllm.models.lora import base_entries, check_plain, module_at, with_lora
 from jaxllm.models.model import Model
 from jaxllm.models.weights import Entry, parameters, with_parameters

@@ -24,9 +24,8 @@ from jaxllm.checkpoint.peft.names import (
     weight_entries,
 )
 from jaxllm.checkpoint.safetensors.writer import write_safetensors
-from jaxllm.common.atomic_file import make_folder, write_json
 from jaxllm.common.errors import CheckpointError, InputError, UnsupportedError
-from jaxllm.common.files import expanded
+from jaxllm.common.files import expanded, make_folder, write_json
 from jaxllm.models.lora import base_entries, lora_layers, module_at
 from jaxllm.models.model import Model
 from jaxllm.models.weights import Entry, parameters

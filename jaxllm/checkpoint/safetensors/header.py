@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.checkpoint.source import BFLOAT16
-from jaxllm.common.errors import CheckpointError, UnsupportedError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import CheckpointError, UnsupportedError, quoted
 from jaxllm.common.strict_json import parse_json
 
 # The reference accepts 100 MB. JSON grows up to 24-fold as Python objects, so 16 MiB keep a hostile

@@ -13,9 +13,8 @@ import numpy as np
 
 from jaxllm.checkpoint.safetensors.header import MAX_HEADER_BYTES, parse_header
 from jaxllm.checkpoint.source import Index, MappedFile, TensorInfo, WeightSource, find_tensor
-from jaxllm.common.errors import CheckpointError, MissingFileError, UnsupportedError
+from jaxllm.common.errors import CheckpointError, MissingFileError, UnsupportedError, listed, quoted
 from jaxllm.common.files import is_there
-from jaxllm.common.messages import listed, quoted
 from jaxllm.common.strict_json import read_json
 
 SINGLE = "model.safetensors"

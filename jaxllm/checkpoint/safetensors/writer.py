@@ -18,8 +18,8 @@ import numpy as np
 
 from jaxllm.checkpoint.safetensors.header import check_names, layout
 from jaxllm.checkpoint.safetensors.reader import INDEX, SINGLE, SafetensorsFile
-from jaxllm.common.atomic_file import replacing, write_json
 from jaxllm.common.errors import CheckpointError, MissingFileError, naming_file
+from jaxllm.common.files import replacing, write_json
 
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 

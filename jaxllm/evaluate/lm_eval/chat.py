@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxllm.common.errors import TemplateError
-from jaxllm.common.messages import warn
+from jaxllm.common.errors import TemplateError, warn
 from jaxllm.tokenizers import Tokenizer
 
 Messages = Sequence[Mapping[str, str]]

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Generator
 
-from jaxllm.common.messages import warn
+from jaxllm.common.errors import warn
 from jaxllm.common.progress import Reporter
 
 

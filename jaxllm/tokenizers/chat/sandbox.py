@@ -16,8 +16,7 @@ from datetime import datetime
 from functools import cache, lru_cache
 from typing import Any
 
-from jaxllm.common.errors import TemplateError
-from jaxllm.common.messages import shortened
+from jaxllm.common.errors import TemplateError, shortened
 
 MAX_TEMPLATE_BYTES = 64 * 2**10
 MAX_OUTPUT_CHARACTERS = 2**20

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxllm.common.errors import TokenizerError, UnsupportedError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import TokenizerError, UnsupportedError, quoted
 from jaxllm.tokenizers.limits import MAX_TOKEN_BYTES
 from jaxllm.tokenizers.settings import parse_added_token
 from jaxllm.tokenizers.tokenizer_json.components import as_object, check_component, is_count

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.common.errors import TokenizerError, UnsupportedError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import TokenizerError, UnsupportedError, quoted
 from jaxllm.tokenizers.tokenizer_json.charsmap import is_charsmap
 
 _BYTE_LEVEL = {"add_prefix_space": bool, "trim_offsets": bool, "use_regex": bool}
