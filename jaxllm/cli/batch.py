@@ -64,6 +64,8 @@ from jaxllm.serve.http.batch_requests import BatchRequests
 
 NO_SUCCESS = 1
 """Exit code of a job in which no row succeeded."""
+_MAX_CONSTRAINT_BYTES = 2**20
+DEFAULT_RESOURCES: Mapping[str, float] = {"CPU": 1}
 
 
 def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
@@ -79,10 +81,18 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
         reporter.say(f"{arguments.output} is finished; there is nothing to resume")
         report = read_json_file(report_file(Path(arguments.output)))
         return exit_code(report["rows"] - sum(report["errors"].values()))
-    for remark in remarks(arguments, source, identity):
+    for remark in source.remarks():
         reporter.say(remark)
+    on_disk = arguments.output != STREAM
+    if on_disk and (elsewhere := started_elsewhere(Path(arguments.output), identity)):
+        reporter.say(f"{arguments.output} {elsewhere}")
     with contextlib.closing(CompileClock()) as clock:
-        engine = row_engine(arguments, source, mesh, clock, reporter, identity["--dtype"])
+        engine: RowEngine
+        if arguments.engine == RAY:
+            engine = ray_engine(arguments, source, clock, identity["--dtype"])
+        else:
+            are_requests = isinstance(source, OpenAIRequests)
+            engine = load_engine(arguments, constraint(arguments), are_requests, mesh, reporter)()
         job: Job | StreamedJob
         if arguments.output == STREAM:
             job = StreamedJob(engine, source, sys.stdout.buffer)
@@ -129,35 +139,6 @@ def checked_job(arguments: argparse.Namespace) -> tuple[Source, dict[str, Any], 
     return source, identity, check_output(output, whole, resume=bool(arguments.resume))
 
 
-def remarks(
-    arguments: argparse.Namespace, source: Source, identity: Mapping[str, Any]
-) -> list[str]:
-    """Remarks on the input, and on an environment that is not the one in which a job began."""
-    elsewhere = None
-    if arguments.output != STREAM:
-        elsewhere = started_elsewhere(Path(arguments.output), identity)
-    return source.remarks() + ([] if elsewhere is None else [f"{arguments.output} {elsewhere}"])
-
-
-def row_engine(
-    arguments: argparse.Namespace,
-    source: Source,
-    mesh: Mesh | None,
-    clock: CompileClock,
-    reporter: Reporter,
-    dtype: str,
-) -> RowEngine:
-    """What answers the rows: a model that is loaded here, or actors of a Ray cluster.
-
-    Args:
-        dtype: compute dtype of all actors, whatever their devices are.
-    """
-    if arguments.engine == RAY:
-        return ray_engine(arguments, source, clock, dtype)
-    are_requests = isinstance(source, OpenAIRequests)
-    return load_engine(arguments, constraint(arguments), are_requests, mesh, reporter)()
-
-
 def exit_code(successes: int) -> int:
     """The exit code; an error is said even with ``--quiet``."""
     if successes:
@@ -190,9 +171,6 @@ def job_identity(arguments: argparse.Namespace, platform: str) -> dict[str, Any]
         **jax_settings(),
         ENVIRONMENT: versions() | ({} if arguments.engine == RAY else devices()),
     }
-
-
-_MAX_CONSTRAINT_BYTES = 2**20
 
 
 def column_choice(arguments: argparse.Namespace) -> ColumnChoice:
@@ -313,9 +291,6 @@ def load_engine(
         **constraint,
         **options,
     )
-
-
-DEFAULT_RESOURCES: Mapping[str, float] = {"CPU": 1}
 
 
 def actor_platform(arguments: argparse.Namespace) -> str:

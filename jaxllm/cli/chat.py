@@ -28,7 +28,7 @@ from jaxllm.cli.options import (
     model_path,
     parse_value,
 )
-from jaxllm.cli.process import Parser, one_line, run_command, signals
+from jaxllm.cli.process import Parser, one_line, run_parsed, signals
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.common.progress import Reporter, set_progress
@@ -50,19 +50,18 @@ HELP = """\
 A line that ends with \\ goes on in the next one; a message of many lines stands between two
 lines of three quotation marks. Lines that are pasted together are one message.
 Ctrl-C stops an answer, or clears the line."""
+Message = dict[str, str]
 
 
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm chat") -> int:
     """Entry point; returns the exit code."""
-    return run_command(
-        lambda arguments: _run(_parser(program).parse_args(arguments)), program, argv
-    )
+    return run_parsed(_parser(program), _run, argv)
 
 
-def _parser(program: str) -> argparse.ArgumentParser:
+def _parser(program: str) -> Parser:
     parser = Parser(
-        prog=program,
-        usage=f"{program} [options] [MODEL]",
+        program,
+        "[MODEL]",
         description="Talk with a model in the terminal. Its KV cache is kept between messages.",
         epilog=f"in the chat:\n{HELP}",
     )
@@ -226,9 +225,6 @@ def stop_on_interrupt() -> Generator[threading.Event]:
 
     with signals.passed_to(react):
         yield stopped
-
-
-Message = dict[str, str]
 
 
 class AnswerStoppedError(Exception):

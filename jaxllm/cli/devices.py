@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxllm.cli.process import USAGE_ERROR, signals
+from jaxllm.cli.process import USAGE_ERROR, reject, signals
 from jaxllm.common.errors import InputError
 from jaxllm.parallel.mesh import AXES, make_mesh
 
@@ -24,6 +24,11 @@ LEAVE_SECONDS = 5
 """Limit of the time in which a process waits for the others to disconnect, too."""
 NOTICE_SECONDS = 10
 """Time after which a process says that it waits for others."""
+
+
+PROCESS_OPTIONS = ("coordinator", "num_processes", "process_id", "distributed")
+"""Options of `add_process_flags`."""
+RAY = "ray"
 
 
 def add_device_flags(parser: argparse.ArgumentParser) -> None:
@@ -232,9 +237,6 @@ def is_main_process() -> bool:
     return jax.process_index() == 0
 
 
-RAY = "ray"
-
-
 def add_ray_flags(parser: argparse.ArgumentParser, worker: str) -> None:
     """Adds ``--engine``, ``--address``, and the number and resources of workers.
 
@@ -280,13 +282,9 @@ def amounts(text: str) -> dict[str, float]:
 
 def check_ray_flags(arguments: argparse.Namespace, worker: str) -> None:
     """Raises InputError where the number of workers is missing, or ``--engine ray`` is."""
-    names = ("address", f"{worker}s", f"{worker}_resources")
     if arguments.engine is None:
-        for name in names:
-            if getattr(arguments, name) is not None:
-                flag = "--" + name.replace("_", "-")
-                raise InputError(f"{flag}: has no effect without --engine ray")
-        return
+        names = ("address", f"{worker}s", f"{worker}_resources")
+        return reject(arguments, names, "has no effect without --engine ray")
     count = getattr(arguments, f"{worker}s")
     if count is None:
         raise InputError(f"--{worker}s: --engine ray needs the number of {worker}s")

@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 
 from jaxllm import generate, load, stream
 from jaxllm.cli.devices import (
+    PROCESS_OPTIONS,
     add_device_flags,
     add_ray_flags,
     check_ray_flags,
@@ -41,7 +42,7 @@ from jaxllm.cli.options import (
     load_named,
     model_path,
 )
-from jaxllm.cli.process import Parser, run_command
+from jaxllm.cli.process import Parser, reject, run_parsed
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import InputError
 from jaxllm.common.progress import Reporter
@@ -74,20 +75,17 @@ _BATCH = (
     *("score", "embed", "schema", "regex", "grammar"),
     *("engine", "address", "actors", "actor_resources"),
 )
-_PROCESSES = ("coordinator", "num_processes", "process_id", "distributed")
 
 
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm generate") -> int:
     """Entry point; returns the exit code."""
-    return run_command(
-        lambda arguments: _run(_parser(program).parse_args(arguments)), program, argv
-    )
+    return run_parsed(_parser(program), _run, argv)
 
 
-def _parser(program: str) -> argparse.ArgumentParser:
+def _parser(program: str) -> Parser:
     parser = Parser(
-        prog=program,
-        usage=f"{program} [options] [PROMPT]",
+        program,
+        "[PROMPT]",
         description="Generate text with a T5, Llama or GPT-2 checkpoint.",
         epilog=_EXAMPLES,
     )
@@ -227,32 +225,24 @@ def _check(arguments: argparse.Namespace) -> None:
 def check_flags(arguments: argparse.Namespace) -> None:
     """Raises InputError where options of one prompt and of many are mixed."""
     if arguments.input is None:
-        for name in _BATCH:
-            if getattr(arguments, name) is not None:
-                flag = "--" + name.replace("_", "-")
-                raise InputError(f"{flag} has no effect without --input")
-        return
-    for name in _ONE_PROMPT:
-        if getattr(arguments, name) is not None:
-            shown = "PROMPT" if name == "text" else "--" + name.replace("_", "-")
-            raise InputError(f"{shown}: not together with --input")
+        return reject(arguments, _BATCH, "has no effect without --input")
+    reject(arguments, _ONE_PROMPT, "not together with --input")
     if arguments.output is None:
         raise InputError("--output: --input needs a file for the results")
     if arguments.output == STREAM and arguments.resume:
         raise InputError(
             "--resume: nothing is kept of a job that writes to stdout; give --output a file"
         )
-    for name in _PROCESSES:
-        if getattr(arguments, name) not in (None, False):
-            raise InputError(
-                f"--{name.replace('_', '-')}: not together with --input, whose rows one process "
-                "answers on all its devices; --engine ray shares them between machines"
-            )
+    reject(
+        arguments,
+        PROCESS_OPTIONS,
+        "not together with --input, whose rows one process answers on all its devices; "
+        "--engine ray shares them between machines",
+    )
     check_ray_flags(arguments, "actor")
     if not arguments.stream:
         raise InputError("--no-stream: not together with --input; whole rows are written")
-    if arguments.show_special_tokens:
-        raise InputError("--show-special-tokens: not together with --input; output_ids has them")
+    reject(arguments, ["show_special_tokens"], "not together with --input; output_ids has them")
 
 
 def _generate(

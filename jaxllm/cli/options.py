@@ -23,6 +23,8 @@ from jaxllm.generation.settings.fields import Field
 from jaxllm.models.quantize import FORMATS, KEEP
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
+DTYPE_NAMES = ("float32", "bfloat16", "float16")
+
 
 def add_field_flags(parser: argparse.ArgumentParser) -> None:
     """Adds an option for each generation field; boolean fields also get ``--no-...``.
@@ -86,9 +88,6 @@ def int_list(text: str) -> list[int]:
     ([1, 2], [7])
     """
     return [int(part) for part in text.strip().removeprefix("[").removesuffix("]").split(",")]
-
-
-DTYPE_NAMES = ("float32", "bfloat16", "float16")
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:

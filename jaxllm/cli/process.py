@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NoReturn, TextIO
 
-from jaxllm.common.errors import JaxLLMError
+from jaxllm.common.errors import InputError, JaxLLMError
 
 USAGE_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -43,11 +43,19 @@ class Parser(argparse.ArgumentParser):
     """An argparse parser with one-line errors and without abbreviated options.
 
     The meaning of an abbreviation could change when an option is added.
+
+    Args:
+        program: name of the command.
+        arguments: its arguments in the first line of the help, which then lists no options.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, program: str, arguments: str | None = None, **kwargs: Any) -> None:
         super().__init__(
-            allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs
+            program,
+            usage=None if arguments is None else f"{program} [options] {arguments}",
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **kwargs,
         )
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
@@ -55,6 +63,14 @@ class Parser(argparse.ArgumentParser):
         message = str(JaxLLMError(one_line(message)))  # of at most 500 characters
         print(f"{self.prog}: error: {message} (see --help)", file=sys.stderr)
         sys.exit(USAGE_ERROR)
+
+
+def reject(arguments: argparse.Namespace, names: Sequence[str], reason: str) -> None:
+    """Raises InputError if one of some options is given."""
+    for name in names:
+        if getattr(arguments, name) not in (None, False):
+            shown = "PROMPT" if name == "text" else "--" + name.replace("_", "-")
+            raise InputError(f"{shown}: {reason}")
 
 
 def run_command(
@@ -72,6 +88,13 @@ def run_command(
         code = _exit_code(command, program, list(sys.argv[1:] if argv is None else argv))
         number = signals.received()
     return code if number is None else 128 + number
+
+
+def run_parsed(
+    parser: Parser, run: Callable[[argparse.Namespace], int], argv: Sequence[str] | None
+) -> int:
+    """Runs a command (see `run_command`) on the arguments that its parser reads."""
+    return run_command(lambda arguments: run(parser.parse_args(arguments)), parser.prog, argv)
 
 
 def _exit_code(command: Callable[[list[str]], int], program: str, arguments: list[str]) -> int:

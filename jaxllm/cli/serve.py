@@ -20,7 +20,7 @@ from jaxllm.cli.options import (
     keep_programs,
     load_named,
 )
-from jaxllm.cli.process import Parser, run_command, signals
+from jaxllm.cli.process import Parser, run_parsed, signals
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError, quoted
 from jaxllm.common.files import expanded, read_text
 from jaxllm.common.optional_packages import require
@@ -43,15 +43,13 @@ examples:
 
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm serve") -> int:
     """Entry point; returns the exit code."""
-    return run_command(
-        lambda arguments: _run(_parser(program).parse_args(arguments)), program, argv
-    )
+    return run_parsed(_parser(program), _run, argv)
 
 
-def _parser(program: str) -> argparse.ArgumentParser:
+def _parser(program: str) -> Parser:
     parser = Parser(
-        prog=program,
-        usage=f"{program} [options] MODEL",
+        program,
+        "MODEL",
         description="Serve a checkpoint over HTTP, with OpenAI's interface.",
         epilog=_EXAMPLES,
     )

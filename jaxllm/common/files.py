@@ -22,6 +22,12 @@ from jaxllm.common.errors import (
     naming_file,
 )
 
+_GIT_LFS = b"version https://git-lfs.github.com/spec/"
+# The target of a link in a Hugging Face cache, copied as text: "../../blobs/<hash>".
+_CACHE_LINK = re.compile(rb"(\.\.[/\\]){1,4}blobs[/\\][0-9a-f]{40,64}\s*")
+_MAX_BYTES = 1024
+LOCK_FILE = "writer.lock"
+
 
 def expanded(path: str | os.PathLike[str]) -> Path:
     """A path with ``~`` expanded; that of an unknown user stays, as in a shell.
@@ -80,12 +86,6 @@ def read_text(path: Path, *, max_bytes: int, error: type[JaxLLMError]) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as failure:
         raise error(f"{path}: not UTF-8 (byte {failure.start}); save it as UTF-8") from None
-
-
-_GIT_LFS = b"version https://git-lfs.github.com/spec/"
-# The target of a link in a Hugging Face cache, copied as text: "../../blobs/<hash>".
-_CACHE_LINK = re.compile(rb"(\.\.[/\\]){1,4}blobs[/\\][0-9a-f]{40,64}\s*")
-_MAX_BYTES = 1024
 
 
 def check_not_placeholder(path: Path, data: bytes, error: type[JaxLLMError]) -> None:
@@ -161,9 +161,6 @@ def sync_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-LOCK_FILE = "writer.lock"
 
 
 class RunLock:

@@ -101,8 +101,8 @@ def test_chat(tmp_path, capsys):
     ("arguments", "why"),
     [
         (("--input", "rows.jsonl"), "--output"),
-        (("--output", "out.jsonl", "hello"), "--output has no effect without --input"),
-        (("--resume", "hello"), "--resume has no effect"),
+        (("--output", "out.jsonl", "hello"), "--output: has no effect without --input"),
+        (("--resume", "hello"), "--resume: has no effect"),
         (("--input", "a", "--output", "b", "hello"), "PROMPT: not together"),
         (("--input", "a", "--output", "b", "--input-ids", "1"), "--input-ids: not together"),
         (("--input", "a", "--output", "b", "--no-stream"), "--no-stream: not together"),
@@ -111,7 +111,7 @@ def test_chat(tmp_path, capsys):
         (("--input", "a", "--output", "b", "--seed", "-1"), "--seed must be"),
         (("--input", "a", "--output", "-", "--resume"), "nothing is kept of a job"),
         (("--input", "rows.zip", "--output", "b"), "rows.zip: is compressed, and not by gzip"),
-        (("--prompt-column", "q", "hello"), "--prompt-column has no effect without --input"),
+        (("--prompt-column", "q", "hello"), "--prompt-column: has no effect without --input"),
     ],
 )
 def test_mixed_up_options(arguments, why, capsys):
