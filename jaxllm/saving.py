@@ -27,7 +27,7 @@ from jaxllm.models.model import Model
 from jaxllm.models.weights import parameters
 from jaxllm.parallel.processes import in_all_processes
 from jaxllm.tokenizers import Tokenizer
-from jaxllm.tokenizers.files import FILE_NAMES
+from jaxllm.tokenizers.settings import FILE_NAMES
 
 
 @checks_flags

@@ -54,7 +54,8 @@ from jaxllm.generation.settings.lengths import with_default_length
 from jaxllm.generation.stopping.sequence_end import sequence_end, stop_string_matcher
 from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.tokenizers.stream_decoder import StreamDecoder
-from jaxllm.tokenizers.tokenizer import MAX_TEXT_BYTES, Tokenizer
+from jaxllm.tokenizers.tokenizer import Tokenizer
+from jaxllm.tokenizers.vocabulary import MAX_TEXT_BYTES
 
 _EXAMPLES = """\
 examples:
