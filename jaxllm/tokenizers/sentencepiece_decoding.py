@@ -15,6 +15,7 @@ import codecs
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from jaxllm.tokenizers.sentencepiece_model import SentencePieceModel
 from jaxllm.tokenizers.stream_decoder import Stage
@@ -189,7 +190,7 @@ class _Run:
         self._at_start = True
         self._pending: list[str] = []
         # The text of the run so far:
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(_ONE_EACH)
+        self._utf8: Any = codecs.getincrementaldecoder("utf-8")(_ONE_EACH)
         self._started = False
         self._trailing = ""
 
@@ -253,10 +254,11 @@ class _Run:
         An invalid byte becomes U+FFFD. Unfinished characters, and white space that may be at the
         end, are held back until more follows.
         """
-        _, _, empty, kept = self._rules.marks
-        *ended, last = text.replace(kept, "").split(empty)  # a character ends at such a token
-        text = "".join([self._characters(part, True) for part in ended])
-        text += self._characters(last, is_end)
+        if not text.isascii() or self._utf8.buffer:  # marks are no ASCII
+            _, _, empty, kept = self._rules.marks
+            *ended, last = text.replace(kept, "").split(empty)  # a character ends at such a token
+            text = "".join([self._characters(part, True) for part in ended])
+            text += self._characters(last, is_end)
         if not self._rules.strip_text:
             return text
         text = self._trailing + text
