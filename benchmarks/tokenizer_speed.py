@@ -18,9 +18,9 @@ from typing import Any
 import sentencepiece
 import tokenizers
 
-from jaxllm.tokenizers.sentencepiece.tokenizers import LlamaTokenizer, T5Tokenizer
+from jaxllm.tokenizers.sentencepiece_tokenizers import LlamaTokenizer, T5Tokenizer
 from jaxllm.tokenizers.settings import TokenizerSettings
-from jaxllm.tokenizers.tokenizer_json.tokenizer import FastTokenizer
+from jaxllm.tokenizers.tokenizer_json import FastTokenizer
 
 SIZE = 1_000_000
 Encode = Callable[[str], list[int]]

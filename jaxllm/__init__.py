@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from jaxllm.batch import BatchGenerator, BatchOutput
     from jaxllm.batch.texts import generate_texts
-    from jaxllm.common.compile_cache import enable_compile_cache
+    from jaxllm.common.compiling import enable_compile_cache
     from jaxllm.common.errors import JaxLLMError
     from jaxllm.common.progress import set_progress
     from jaxllm.generation.call.output import GenerateOutput
@@ -88,7 +88,7 @@ _MODULE_OF = {
     "ScoreOutput": "generation.scoring.score",
     "abstract_model": "planning",
     "compute_transition_scores": "generation.scoring.transition_scores",
-    "enable_compile_cache": "common.compile_cache",
+    "enable_compile_cache": "common.compiling",
     "generate": "generation.generate",
     "generate_texts": "batch.texts",
     "load": "loading",

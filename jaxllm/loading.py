@@ -17,9 +17,8 @@ from jaxllm.checkpoint.load import Checkpoint, load_model, open_checkpoint
 from jaxllm.checkpoint.load_parameters import LoadProgress
 from jaxllm.checkpoint.orbax.model import load_weights
 from jaxllm.common.arguments import checked, checked_function, checked_path, checks_flags
-from jaxllm.common.errors import CheckpointError, ConfigError, InputError
+from jaxllm.common.errors import CheckpointError, ConfigError, InputError, warn
 from jaxllm.common.files import is_there
-from jaxllm.common.messages import warn
 from jaxllm.common.progress import progress_phase
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.config import GENERATION_KEYS, ModelConfig

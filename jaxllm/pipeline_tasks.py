@@ -11,8 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxllm.common.errors import ConfigError, InputError, NonFiniteError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import ConfigError, InputError, NonFiniteError, quoted
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.generate import generate
 from jaxllm.generation.inputs.batching import run_in_batches

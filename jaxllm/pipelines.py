@@ -10,8 +10,7 @@ from typing import Any
 
 from jaxllm.auto import AutoTokenizer
 from jaxllm.common.arguments import checked, checked_list
-from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, UnsupportedError, quoted
 from jaxllm.common.renamed_arguments import PIPELINE, drop_renamed
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.loading import load

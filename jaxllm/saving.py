@@ -21,15 +21,14 @@ from jaxllm.checkpoint.save import (
     with_host_arrays,
 )
 from jaxllm.common.arguments import checked, checked_path, checks_flags
-from jaxllm.common.atomic_file import write_json
-from jaxllm.common.errors import CheckpointError, InputError
-from jaxllm.common.messages import listed, quoted, warn
+from jaxllm.common.errors import CheckpointError, InputError, listed, quoted, warn
+from jaxllm.common.files import write_json
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.models.model import Model
 from jaxllm.models.weights import parameters
 from jaxllm.parallel.processes import in_all_processes
 from jaxllm.tokenizers import Tokenizer
-from jaxllm.tokenizers.files import FILE_NAMES
+from jaxllm.tokenizers.settings import FILE_NAMES
 
 
 @checks_flags

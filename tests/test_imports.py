@@ -116,7 +116,7 @@ def test_imports_point_down(path: Path) -> None:
 def test_the_rule_can_fail() -> None:
     assert upward("jaxllm.models.llama", "jaxllm.generation.settings.config")
     assert upward("jaxllm.models.llama", "jaxllm.load")
-    assert upward("jaxllm.loading", "jaxllm.cli.exits")
+    assert upward("jaxllm.loading", "jaxllm.cli.process")
     assert upward("jaxllm.loading", "jaxllm.batch.generator")
     assert upward("jaxllm.generation.settings.config", "jaxllm.generation.strategies.sample")
     assert upward("jaxllm.generation.call.prepare", "jaxllm.generation.loop")

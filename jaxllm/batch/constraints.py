@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.common.errors import InputError, JaxLLMError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, JaxLLMError, quoted
 from jaxllm.generation.processors.base import logits_processor, store
 from jaxllm.generation.processors.host.allowed_tokens import (
     WORD_BITS,

@@ -18,8 +18,7 @@ from jaxllm.batch.rows import BatchOutput, BatchRow, RawRow, error_output
 from jaxllm.batch.static_batches import batches, run_static_batch
 from jaxllm.batch.task_run import TaskRun
 from jaxllm.common.arguments import checked, checked_function, checked_iterable, checks_flags
-from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError, quoted
 from jaxllm.common.progress import progress_phase
 from jaxllm.generation.inputs.batching import is_exhausted
 from jaxllm.generation.inputs.values import is_integer

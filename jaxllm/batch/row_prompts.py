@@ -10,8 +10,7 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from jaxllm.common.errors import InputError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, quoted
 from jaxllm.generation.inputs.padded_batch import checked_ids
 from jaxllm.generation.inputs.values import to_scalar
 from jaxllm.tokenizers.tokenizer import Tokenizer

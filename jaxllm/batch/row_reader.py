@@ -14,8 +14,7 @@ from jaxtyping import Int
 from jaxllm.batch.constraints import CONSTRAINT_KEYS, ConstraintCompiler
 from jaxllm.batch.row_prompts import PromptReader, RowPrompt, checked_row
 from jaxllm.batch.rows import BatchRow, RawRow
-from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.common.messages import quoted, warn
+from jaxllm.common.errors import InputError, UnsupportedError, quoted, warn
 from jaxllm.generation.call import prompts
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.inputs.arguments import CallArguments

@@ -9,8 +9,7 @@ from typing import ClassVar, Generic, TypeVar
 from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.memory import Prediction
 from jaxllm.batch.rows import BatchOutput, RawRow, error_output
-from jaxllm.common.errors import InputError, JaxLLMError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, JaxLLMError, quoted
 from jaxllm.generation.inputs.batching import run_in_batches
 from jaxllm.generation.inputs.values import is_integer
 

@@ -10,8 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxllm.batch.constraints import RowConstraint
-from jaxllm.common.errors import InputError, JaxLLMError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, JaxLLMError, quoted
 from jaxllm.generation.inputs.values import is_integer, to_scalar
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.tokenizers.tokenizer import Tokenizer

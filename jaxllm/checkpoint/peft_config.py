@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.common.config_keys import describe_keys, unknown_keys
-from jaxllm.common.errors import ConfigError, UnsupportedError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import ConfigError, UnsupportedError, quoted
 from jaxllm.common.strict_json import read_json
 from jaxllm.models.config_checks import check_rate, check_size, coerce
 

@@ -35,10 +35,15 @@ from jaxllm.checkpoint.source import (
     WeightSource,
     find_tensor,
 )
-from jaxllm.common.atomic_file import replacing, write_json
-from jaxllm.common.errors import CheckpointError, MissingFileError, UnsupportedError, naming_file
-from jaxllm.common.files import is_there
-from jaxllm.common.messages import listed, quoted
+from jaxllm.common.errors import (
+    CheckpointError,
+    MissingFileError,
+    UnsupportedError,
+    listed,
+    naming_file,
+    quoted,
+)
+from jaxllm.common.files import is_there, replacing, write_json
 from jaxllm.common.strict_json import parse_json, read_json
 
 SINGLE = "model.safetensors"

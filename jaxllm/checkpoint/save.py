@@ -19,9 +19,8 @@ from jaxllm.checkpoint.load import same_bits, tensor_name
 from jaxllm.checkpoint.load_parameters import check_range
 from jaxllm.checkpoint.safetensors import INDEX, OTHER_FORMATS, write_sharded
 from jaxllm.checkpoint.source import float_dtype
-from jaxllm.common.atomic_file import make_folder, write_json
-from jaxllm.common.errors import CheckpointError, InputError, UnsupportedError
-from jaxllm.common.messages import listed
+from jaxllm.common.errors import CheckpointError, InputError, UnsupportedError, listed
+from jaxllm.common.files import make_folder, write_json
 from jaxllm.models.model import Model
 from jaxllm.models.registry import FAMILIES, architecture_of
 from jaxllm.models.weights import is_quantized

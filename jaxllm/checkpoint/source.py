@@ -20,10 +20,8 @@ import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxllm.common.errors import CheckpointError, UnsupportedError, naming_file
-from jaxllm.common.files import check_is_file
-from jaxllm.common.messages import quoted
-from jaxllm.common.placeholders import check_not_placeholder
+from jaxllm.common.errors import CheckpointError, UnsupportedError, naming_file, quoted
+from jaxllm.common.files import check_is_file, check_not_placeholder
 
 T = TypeVar("T")
 

@@ -1,19 +1,32 @@
-"""``generate.py --input rows.jsonl --output out.jsonl``: answers all rows of a file."""
+"""``generate.py --input rows.jsonl --output out.jsonl``: answers all rows of a file.
+
+The engine is a model that is loaded here, or actors of a Ray cluster (``--engine ray``).
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 from jax.sharding import Mesh
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
+from jaxllm.batch import BatchGenerator
+from jaxllm.batch.constraints import CONSTRAINT_KEYS, only_one
+from jaxllm.batch.embedded_rows import EMBED_KEYS, RowEmbedder
 from jaxllm.batch.job.file_digests import checkpoint_digests
-from jaxllm.batch.job.inputs import Source, read_source
+from jaxllm.batch.job.inputs import ColumnChoice, Source, read_source
+from jaxllm.batch.job.inputs.columns import generation_keys
 from jaxllm.batch.job.inputs.openai_requests import OpenAIRequests
 from jaxllm.batch.job.job import Job, RowEngine
 from jaxllm.batch.job.job_files import (
@@ -24,23 +37,35 @@ from jaxllm.batch.job.job_files import (
     started_elsewhere,
 )
 from jaxllm.batch.job.outputs import output_writer
+from jaxllm.batch.job.ray_engine import RayEngine
 from jaxllm.batch.job.streamed_job import StreamedJob
+from jaxllm.batch.scored_rows import SCORE_KEYS, RowScorer
 from jaxllm.checkpoint.hub import resolve
-from jaxllm.cli import signals
-from jaxllm.cli.batch_engines import check_task, column_choice, constraint, load_engine
-from jaxllm.cli.batch_flags import STREAM
-from jaxllm.cli.batch_progress import BatchProgress
-from jaxllm.cli.batch_ray import actor_platform, ray_engine
-from jaxllm.cli.devices import local_mesh
-from jaxllm.cli.field_flags import generation_fields
-from jaxllm.cli.model_flags import model_options, model_path
-from jaxllm.cli.ray_flags import RAY
-from jaxllm.common.compile_clock import CompileClock
-from jaxllm.common.progress import Reporter
+from jaxllm.cli.devices import RAY, local_mesh
+from jaxllm.cli.generate import STREAM
+from jaxllm.cli.options import (
+    generation_fields,
+    keep_programs,
+    load_named,
+    model_options,
+    model_path,
+)
+from jaxllm.cli.process import signals
+from jaxllm.common.compiling import CompileClock
+from jaxllm.common.errors import InputError, quoted
+from jaxllm.common.files import read_text
+from jaxllm.common.progress import PLAIN_SECONDS, Reporter
+from jaxllm.common.strict_json import parse_json
+from jaxllm.generation.processors.host.grammar import llguidance
+from jaxllm.generation.settings.lengths import DEFAULT_NEW_TOKENS
+from jaxllm.models.decoder import checked_generative
 from jaxllm.parallel.environment import devices, jax_settings, versions
+from jaxllm.serve.http.batch_requests import BatchRequests
 
 NO_SUCCESS = 1
 """Exit code of a job in which no row succeeded."""
+_MAX_CONSTRAINT_BYTES = 2**20
+DEFAULT_RESOURCES: Mapping[str, float] = {"CPU": 1}
 
 
 def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
@@ -56,10 +81,18 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
         reporter.say(f"{arguments.output} is finished; there is nothing to resume")
         report = read_json_file(report_file(Path(arguments.output)))
         return exit_code(report["rows"] - sum(report["errors"].values()))
-    for remark in remarks(arguments, source, identity):
+    for remark in source.remarks():
         reporter.say(remark)
+    on_disk = arguments.output != STREAM
+    if on_disk and (elsewhere := started_elsewhere(Path(arguments.output), identity)):
+        reporter.say(f"{arguments.output} {elsewhere}")
     with contextlib.closing(CompileClock()) as clock:
-        engine = row_engine(arguments, source, mesh, clock, reporter, identity["--dtype"])
+        engine: RowEngine
+        if arguments.engine == RAY:
+            engine = ray_engine(arguments, source, clock, identity["--dtype"])
+        else:
+            are_requests = isinstance(source, OpenAIRequests)
+            engine = load_engine(arguments, constraint(arguments), are_requests, mesh, reporter)()
         job: Job | StreamedJob
         if arguments.output == STREAM:
             job = StreamedJob(engine, source, sys.stdout.buffer)
@@ -106,35 +139,6 @@ def checked_job(arguments: argparse.Namespace) -> tuple[Source, dict[str, Any], 
     return source, identity, check_output(output, whole, resume=bool(arguments.resume))
 
 
-def remarks(
-    arguments: argparse.Namespace, source: Source, identity: Mapping[str, Any]
-) -> list[str]:
-    """Remarks on the input, and on an environment that is not the one in which a job began."""
-    elsewhere = None
-    if arguments.output != STREAM:
-        elsewhere = started_elsewhere(Path(arguments.output), identity)
-    return source.remarks() + ([] if elsewhere is None else [f"{arguments.output} {elsewhere}"])
-
-
-def row_engine(
-    arguments: argparse.Namespace,
-    source: Source,
-    mesh: Mesh | None,
-    clock: CompileClock,
-    reporter: Reporter,
-    dtype: str,
-) -> RowEngine:
-    """What answers the rows: a model that is loaded here, or actors of a Ray cluster.
-
-    Args:
-        dtype: compute dtype of all actors, whatever their devices are.
-    """
-    if arguments.engine == RAY:
-        return ray_engine(arguments, source, clock, dtype)
-    are_requests = isinstance(source, OpenAIRequests)
-    return load_engine(arguments, constraint(arguments), are_requests, mesh, reporter)()
-
-
 def exit_code(successes: int) -> int:
     """The exit code; an error is said even with ``--quiet``."""
     if successes:
@@ -167,3 +171,268 @@ def job_identity(arguments: argparse.Namespace, platform: str) -> dict[str, Any]
         **jax_settings(),
         ENVIRONMENT: versions() | ({} if arguments.engine == RAY else devices()),
     }
+
+
+def column_choice(arguments: argparse.Namespace) -> ColumnChoice:
+    """The keys that the task reads, and the columns that the options name."""
+    columns = {"prompt": arguments.prompt_column, "completion": arguments.completion_column}
+    if arguments.score:
+        return ColumnChoice(SCORE_KEYS, **columns)
+    if arguments.completion_column is not None:
+        raise InputError("--completion-column: only for --score")
+    return ColumnChoice(EMBED_KEYS if arguments.embed else generation_keys(), **columns)
+
+
+def constraint(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The schema, regex or grammar of the job.
+
+    Raises:
+        InputError: there are several, or a schema is no JSON object.
+        UnsupportedError: llguidance is not installed.
+    """
+    chosen = only_one({f"--{key}": getattr(arguments, key) for key in CONSTRAINT_KEYS})
+    if chosen is None:
+        return {}
+    llguidance()  # before loading
+    key, text = chosen[0].removeprefix("--"), chosen[1]
+    if key != "regex" and names_file(text):
+        text = read_text(Path(text), max_bytes=_MAX_CONSTRAINT_BYTES, error=InputError)
+    elif key == "schema" and text.lstrip()[:1] not in ("{", "["):
+        raise InputError(f"--schema: {quoted(text)} is no JSON object, and no such file is there")
+    if key != "schema":
+        return {key: text}
+    schema = parse_json(os.fsencode(text), source="--schema", error=InputError)
+    if not isinstance(schema, dict):
+        raise InputError("--schema: expected a JSON object, or the name of a file that has one")
+    return {key: schema}
+
+
+def names_file(text: str) -> bool:
+    """True if a schema or a grammar is the name of a file, not the text itself."""
+    if text.lstrip().startswith("{") or "\n" in text:
+        return False
+    try:
+        return Path(text).exists()
+    except OSError:  # a text that is too long for a name
+        return False
+
+
+def check_task(arguments: argparse.Namespace, source: Source) -> None:
+    """Raises InputError for options that the task, or the rows of this input, do not use."""
+    if arguments.score and arguments.embed:
+        raise InputError("--score and --embed: give one of them")
+    if arguments.slots is not None and arguments.slots < 1:
+        raise InputError(f"--slots: expected 1 or more, found {arguments.slots}")
+    task = "--score" if arguments.score else "--embed" if arguments.embed else None
+    constraint_keys = list(constraint(arguments))
+    if task is not None:
+        fields = [name.replace("_", "-") for name in generation_fields(arguments)]
+        given = [name for name in ("seed", "memory") if getattr(arguments, name) is not None]
+        if options := [*fields, *given, *constraint_keys]:
+            raise InputError(f"--{options[0]}: has no effect with {task}, which generates nothing")
+    if not isinstance(source, OpenAIRequests):
+        if arguments.context is not None:
+            raise InputError("--context: only for OpenAI batch files; rows have max_new_tokens")
+        return
+    if task is not None:
+        raise InputError(f"{task}: not for an OpenAI batch file")
+    if constraint_keys:
+        raise InputError(
+            f"--{constraint_keys[0]}: requests of an OpenAI batch file have response_format"
+        )
+    if arguments.chat:
+        raise InputError("--chat: an OpenAI batch file says itself which requests are chats")
+
+
+def load_engine(
+    arguments: argparse.Namespace,
+    constraint: Mapping[str, Any],
+    are_requests: bool,
+    mesh: Mesh | None,
+    reporter: Reporter,
+) -> Callable[[], RowEngine]:
+    """Loads the model, and returns a function that makes an engine for rows.
+
+    Args:
+        constraint: of `constraint`.
+        are_requests: the rows are those of an OpenAI batch file.
+    """
+    model, tokenizer = load_named(arguments, mesh, reporter)
+    path = model_path(arguments)
+    rows: dict[str, Any] = {
+        "batch_size": arguments.slots,
+        "chat": arguments.chat,
+        "system": arguments.system,
+    }
+    if arguments.embed:
+        return partial(RowEmbedder, model, tokenizer, pooling=arguments.embed, **rows)
+    if arguments.score:
+        return partial(RowScorer, model, tokenizer, **rows)
+    model = checked_generative(model, str(path))
+    options: dict[str, Any] = {
+        "slots": arguments.slots,
+        "memory": arguments.memory,
+        "seed": arguments.seed or 0,
+        "announce": lambda prediction: reporter.say(str(prediction)),
+        **generation_fields(arguments),
+    }
+    if are_requests:
+        name = Path(path).absolute().stem
+        return partial(
+            BatchRequests, model, tokenizer, model_name=name, context=arguments.context, **options
+        )
+    return partial(
+        BatchGenerator,
+        model,
+        tokenizer,
+        chat=arguments.chat,
+        system=arguments.system,
+        default_new_tokens=DEFAULT_NEW_TOKENS,
+        **constraint,
+        **options,
+    )
+
+
+def actor_platform(arguments: argparse.Namespace) -> str:
+    """Platform of the actors, by what they take of the cluster."""
+    names = (arguments.actor_resources or DEFAULT_RESOURCES).keys()
+    return "tpu" if "TPU" in names else "gpu" if "GPU" in names else "cpu"
+
+
+def ray_engine(
+    arguments: argparse.Namespace, source: Source, clock: CompileClock, dtype: str
+) -> RayEngine:
+    """The engine of ``--engine ray`` for the rows of a job.
+
+    Args:
+        dtype: compute dtype in all actors, which would choose it by their own devices.
+
+    Raises:
+        JaxLLMError: there is no such cluster.
+    """
+    # An actor has another working directory.
+    absolute: dict[str, Any] = {"dtype": dtype}
+    if arguments.model is not None and Path(arguments.model).exists():
+        absolute["model"] = str(Path(arguments.model).absolute())
+    if arguments.compile_cache is not None:
+        absolute["compile_cache"] = arguments.compile_cache.absolute()
+    load = partial(
+        load_in_actor,
+        argparse.Namespace(**{**vars(arguments), **absolute}),
+        constraint(arguments),
+        isinstance(source, OpenAIRequests),
+    )
+    return RayEngine(
+        load,
+        clock,
+        actors=arguments.actors,
+        resources=arguments.actor_resources or DEFAULT_RESOURCES,
+        address=arguments.address,
+    )
+
+
+def load_in_actor(
+    arguments: argparse.Namespace, constraint: Mapping[str, Any], are_requests: bool
+) -> Callable[[], RowEngine]:
+    """`load_engine` in an actor, on all devices that Ray lets it see."""
+    reporter = Reporter(quiet=True)
+    keep_programs(arguments, reporter)
+    return load_engine(arguments, constraint, are_requests, local_mesh(arguments), reporter)
+
+
+class BatchProgress:
+    """Progress of a job: a bar on a terminal, a plain line every half minute elsewhere.
+
+    A context manager. What it shows is true while a program is compiled, too: the bar and the
+    lines are updated by a thread, not by finished rows.
+    """
+
+    def __init__(self, reporter: Reporter, job: Job | StreamedJob, clock: CompileClock) -> None:
+        self._reporter, self._job, self._clock = reporter, job, clock
+        self._is_terminal = reporter.console.is_terminal
+        self._bar = Progress(
+            _StatusColumn(self),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total} rows"),
+            TimeElapsedColumn(),
+            console=reporter.console,
+            transient=True,
+            disable=not self._is_terminal,
+        )
+        self._task = self._bar.add_task("", total=len(job.source))
+        self._start = time.monotonic()
+        self._earlier_compile_seconds = clock.seconds
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._say_lines, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._bar.__enter__()
+        if not self._is_terminal:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._bar.stop()
+
+    def update(self) -> None:
+        """Counts a finished row."""
+        done, total = self._rows()
+        self._bar.update(self._task, completed=done, total=total)
+
+    def _rows(self) -> tuple[int, int]:
+        job = self._job
+        return job.resumed + job.engine.counts.rows, len(job.source)
+
+    def _say_lines(self) -> None:
+        while not self._stopped.wait(PLAIN_SECONDS):
+            done, total = self._rows()
+            self._reporter.say(f"{done} of {total} rows, {self.status()}")
+
+    def status(self) -> str:
+        """Speeds and remaining time, compilation and rows with errors excluded."""
+        counts = self._job.engine.counts
+        compile_seconds = self._clock.seconds_so_far - self._earlier_compile_seconds
+        compiling = f"compiling {compile_seconds:.1f} s"
+        errors = counts.errors.total()
+        rows = counts.answered
+        parts = [compiling] if self._clock.started is not None else []
+        if rows:
+            seconds = max(time.monotonic() - self._start - compile_seconds, 1e-9)
+            parts += [
+                f"{rows / seconds:.1f} rows/s, {counts.prompt_tokens / seconds:.0f} prompt and "
+                f"{counts.new_tokens / seconds:.0f} new tokens/s",
+                *([] if parts else [compiling]),
+                f"{left(seconds, counts.work_done, counts.work)} left",
+            ]
+        elif not parts:
+            parts = ["decoding" if counts.program_calls else "preparing", compiling]
+        if errors:
+            parts.append(f"{errors} errors")
+        return ", ".join(parts)
+
+
+class _StatusColumn(ProgressColumn):
+    """The status, rendered whenever the bar is drawn."""
+
+    def __init__(self, progress: BatchProgress) -> None:
+        super().__init__()
+        self._progress = progress
+
+    def render(self, task: Task) -> Text:
+        return Text(self._progress.status())
+
+
+def left(seconds: float, tokens_done: int, tokens: int) -> str:
+    """Estimates the remaining time, assuming that rows end as early before their limits as so far.
+
+    >>> left(60.0, 100, 400), left(60.0, 0, 400)
+    ('3:00', '?')
+    """
+    if not tokens_done:
+        return "?"
+    rest = round(seconds * (tokens - tokens_done) / tokens_done)
+    hours, minutes = divmod(rest // 60, 60)
+    return f"{hours}:{minutes:02}:{rest % 60:02}" if hours else f"{minutes}:{rest % 60:02}"

@@ -1,4 +1,4 @@
-"""Command line options for several devices and several processes."""
+"""Options for several devices, several processes, and a Ray cluster."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxllm.cli import signals
-from jaxllm.cli.exits import USAGE_ERROR
+from jaxllm.cli.process import USAGE_ERROR, reject, signals
 from jaxllm.common.errors import InputError
 from jaxllm.parallel.mesh import AXES, make_mesh
 
@@ -25,6 +24,11 @@ LEAVE_SECONDS = 5
 """Limit of the time in which a process waits for the others to disconnect, too."""
 NOTICE_SECONDS = 10
 """Time after which a process says that it waits for others."""
+
+
+PROCESS_OPTIONS = ("coordinator", "num_processes", "process_id", "distributed")
+"""Options of `add_process_flags`."""
+RAY = "ray"
 
 
 def add_device_flags(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +99,7 @@ def join_processes(arguments: argparse.Namespace) -> None:
     missing = [flag for flag, value in options.items() if value is None]
     if arguments.distributed and len(missing) < len(options):
         raise InputError("give --distributed or --coordinator, not both")
-    # JAX's preemption service would take SIGTERM from `signals` and only record it.
+    # JAX's preemption service would take SIGTERM from `process` and only record it.
     jax.config.update("jax_enable_preemption_service", False)
     if arguments.distributed:
         try:
@@ -117,7 +121,7 @@ def join_processes(arguments: argparse.Namespace) -> None:
         )
     if arguments.distributed or not missing:
         sys.excepthook = _exit_at_once
-        signals.leave_by(leave_processes)
+        signals.leave = leave_processes
 
 
 def connect(coordinator: str, count: int, index: int) -> None:
@@ -231,3 +235,58 @@ def local_mesh(arguments: argparse.Namespace) -> Mesh | None:
 def is_main_process() -> bool:
     """True in process 0, which prints and writes results."""
     return jax.process_index() == 0
+
+
+def add_ray_flags(parser: argparse.ArgumentParser, worker: str) -> None:
+    """Adds ``--engine``, ``--address``, and the number and resources of workers.
+
+    Args:
+        worker: what the cluster runs, "actor" or "worker"; part of the options' names.
+    """
+    group = parser.add_argument_group("a Ray cluster")
+    group.add_argument("--engine", choices=(RAY,), help=f"run in {worker}s of a Ray cluster")
+    group.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="of the cluster; auto: the one of this node (default: RAY_ADDRESS, or a new one here)",
+    )
+    group.add_argument(f"--{worker}s", type=int, metavar="N", help=f"number of {worker}s")
+    group.add_argument(
+        f"--{worker}-resources",
+        type=amounts,
+        metavar="AMOUNTS",
+        help=f"what each {worker} takes, such as GPU=1 or TPU=4 (default: CPU=1)",
+    )
+
+
+def amounts(text: str) -> dict[str, float]:
+    """Parses resources of a cluster.
+
+    >>> amounts("GPU=1,CPU=4")
+    {'GPU': 1.0, 'CPU': 4.0}
+    """
+    resources: dict[str, float] = {}
+    for part in text.split(","):
+        name, equals, number = part.strip().partition("=")
+        try:
+            amount = float(number)
+        except ValueError:
+            amount = 0.0
+        if not name or not equals or name in resources or not 0 < amount < float("inf"):
+            raise argparse.ArgumentTypeError(
+                f"expected amounts such as GPU=1,CPU=4, found {text!r}"
+            )
+        resources[name] = amount
+    return resources
+
+
+def check_ray_flags(arguments: argparse.Namespace, worker: str) -> None:
+    """Raises InputError where the number of workers is missing, or ``--engine ray`` is."""
+    if arguments.engine is None:
+        names = ("address", f"{worker}s", f"{worker}_resources")
+        return reject(arguments, names, "has no effect without --engine ray")
+    count = getattr(arguments, f"{worker}s")
+    if count is None:
+        raise InputError(f"--{worker}s: --engine ray needs the number of {worker}s")
+    if count < 1:
+        raise InputError(f"--{worker}s: expected 1 or more, found {count}")

@@ -12,18 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxllm.cli.devices import local_mesh, mesh_sizes
-from jaxllm.cli.exits import Parser, run_command
-from jaxllm.cli.model_flags import (
+from jaxllm.cli.options import (
     add_compile_cache_flags,
     add_model_flags,
     keep_programs,
     load_named,
 )
-from jaxllm.common.atomic_file import write_whole
+from jaxllm.cli.process import Parser, run_parsed
 from jaxllm.common.errors import InputError, RunError, UnsupportedError, naming_file
-from jaxllm.common.files import expanded
+from jaxllm.common.files import expanded, read_text, write_whole
 from jaxllm.common.progress import Reporter
-from jaxllm.common.text_file import read_text
 from jaxllm.evaluate import perplexity
 from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.tokenizers.tokenizer import Tokenizer
@@ -47,13 +45,13 @@ _TASK_OPTIONS = (
 
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm eval") -> int:
     """Entry point; returns the exit code."""
-    return run_command(lambda arguments: _run(_checked(_parser(program), arguments)), program, argv)
+    return run_parsed(_parser(program), _run, argv)
 
 
-def _parser(program: str) -> argparse.ArgumentParser:
+def _parser(program: str) -> Parser:
     parser = Parser(
-        prog=program,
-        usage=f"{program} [options] MODEL",
+        program,
+        "MODEL",
         description="Evaluate a checkpoint: the perplexity of a text, as one line of JSON, or "
         "tasks of lm-evaluation-harness, as a table.",
         epilog=_EXAMPLES,
@@ -103,19 +101,12 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _checked(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options; those of the other job are an error."""
-    arguments = parser.parse_args(argv)
-    other, job = (
-        (_TASK_OPTIONS, "--tasks") if arguments.tasks is None else (("stride",), "--perplexity")
-    )
+def _run(arguments: argparse.Namespace) -> int:
+    is_text = arguments.tasks is None
+    other, job = (_TASK_OPTIONS, "--tasks") if is_text else (("stride",), "--perplexity")
     for name in other:
         if getattr(arguments, name) is not None:
-            parser.error(f"--{name.replace('_', '-')} needs {job}")
-    return arguments
-
-
-def _run(arguments: argparse.Namespace) -> int:
+            raise InputError(f"--{name.replace('_', '-')} needs {job}")
     reporter = Reporter(quiet=arguments.quiet)
     if arguments.tasks is not None:
         if not arguments.quiet:

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
-from jaxllm.cli.exits import Parser, run_command
-from jaxllm.common.errors import InputError
+from jaxllm.cli.process import Parser, run_parsed
+from jaxllm.common.errors import InputError, quoted
 from jaxllm.common.files import expanded
-from jaxllm.common.messages import quoted
 
 WHICH = ("best", "last")
-
 MAX_DIGITS = 18
 """Of a step's number."""
 
 
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm export") -> int:
     """Entry point; returns the exit code."""
-    return run_command(lambda arguments: _run(arguments, program), program, argv)
+    return run_parsed(_parser(program), _run, argv)
 
 
 def _parser(program: str) -> Parser:
-    parser = Parser(prog=program, description=__doc__)
+    parser = Parser(program, description=__doc__)
     parser.add_argument("run", type=expanded, help="the output_dir of a run")
     parser.add_argument("out", type=expanded, help="the new folder")
-    parser.add_argument(
-        "--step",
-        help="a step, best or last (default: best, or last)",
-    )
+    parser.add_argument("--step", help="a step, best or last (default: best, or last)")
     parser.add_argument(
         "--adapter", action="store_true", help="write only the LoRA, as PEFT's files"
     )
@@ -39,9 +35,7 @@ def _parser(program: str) -> Parser:
     return parser
 
 
-def _run(argv: list[str], program: str) -> int:
-    """Runs the command; raises JaxLLMError for errors that the user can correct."""
-    options = _parser(program).parse_args(argv)
+def _run(options: argparse.Namespace) -> int:
     step = options.step
     if step is not None and step not in WHICH:
         if not step.isdecimal() or len(step) > MAX_DIGITS:

@@ -1,41 +1,49 @@
 """``generate.py`` and ``jaxllm generate``: generates text with a checkpoint, streamed to stdout.
 
-Only the text goes to stdout; progress and speed go to stderr.
+Only the text goes to stdout; progress and speed go to stderr. With ``--input``, `batch` answers the
+rows of a file; it is imported only then, so that a call with one prompt imports nothing of batches.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
+import os
 import secrets
 import sys
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
-from jaxllm import load
-from jaxllm.cli.batch_flags import add_batch_flags, check_flags
+from jaxllm import generate, load, stream
 from jaxllm.cli.devices import (
+    PROCESS_OPTIONS,
     add_device_flags,
+    add_ray_flags,
+    check_ray_flags,
     is_main_process,
     join_processes,
     mesh_from_arguments,
 )
-from jaxllm.cli.exits import Parser, run_command
-from jaxllm.cli.field_flags import add_field_flags, generation_fields, int_list
-from jaxllm.cli.model_flags import (
+from jaxllm.cli.options import (
     add_compile_cache_flags,
+    add_field_flags,
     add_model_flags,
+    generation_fields,
+    int_list,
     keep_programs,
     load_named,
     model_path,
 )
-from jaxllm.cli.ray_flags import add_ray_flags
-from jaxllm.cli.request import IdDecoder, PromptRequest, TextDecoder, print_streamed, print_whole
-from jaxllm.common.compile_clock import CompileClock
+from jaxllm.cli.process import Parser, reject, run_parsed
+from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import InputError
 from jaxllm.common.progress import Reporter
 from jaxllm.generation.call.keys import shared_key
@@ -43,8 +51,11 @@ from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.consistency import UnusedFieldWarning, check_for_use
 from jaxllm.generation.settings.lengths import with_default_length
+from jaxllm.generation.stopping.sequence_end import sequence_end, stop_string_matcher
 from jaxllm.models.decoder import GenerativeModel, checked_generative
-from jaxllm.tokenizers.tokenizer import MAX_TEXT_BYTES, Tokenizer
+from jaxllm.tokenizers.stream_decoder import StreamDecoder
+from jaxllm.tokenizers.tokenizer import Tokenizer
+from jaxllm.tokenizers.vocabulary import MAX_TEXT_BYTES
 
 _EXAMPLES = """\
 examples:
@@ -56,17 +67,26 @@ examples:
 """
 
 
+STREAM = "-"
+"""Name of stdin and of stdout."""
+_ONE_PROMPT = ("text", "prompt", "input_ids", "assistant_model")
+_BATCH = (
+    *("output", "resume", "slots", "memory", "whole_digest"),
+    *("prompt_column", "completion_column", "dataset_name", "split", "context"),
+    *("score", "embed", "schema", "regex", "grammar"),
+    *("engine", "address", "actors", "actor_resources"),
+)
+
+
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm generate") -> int:
     """Entry point; returns the exit code."""
-    return run_command(
-        lambda arguments: _run(_parser(program).parse_args(arguments)), program, argv
-    )
+    return run_parsed(_parser(program), _run, argv)
 
 
-def _parser(program: str) -> argparse.ArgumentParser:
+def _parser(program: str) -> Parser:
     parser = Parser(
-        prog=program,
-        usage=f"{program} [options] [PROMPT]",
+        program,
+        "[PROMPT]",
         description="Generate text with a T5, Llama or GPT-2 checkpoint.",
         epilog=_EXAMPLES,
     )
@@ -101,6 +121,64 @@ def _parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
+def add_batch_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--input`` and the other options of batches."""
+    group = parser.add_argument_group("many prompts")
+    group.add_argument(
+        "--input",
+        metavar="ROWS",
+        help="rows to answer: a file (.jsonl, .csv, .tsv, .parquet, also with .gz), - for stdin, "
+        "datasets:NAME, or the folder of a data set",
+    )
+    group.add_argument(
+        "--output",
+        type=os.path.expanduser,
+        help="results in the same order: .jsonl, .csv, .tsv, .parquet, or - for stdout",
+    )
+    group.add_argument(
+        "--prompt-column", metavar="NAME", help="the column of the prompts, if not `prompt`"
+    )
+    group.add_argument(
+        "--score",
+        action="store_true",
+        default=None,
+        help="generate nothing: log-likelihoods of the rows' completions",
+    )
+    group.add_argument(
+        "--completion-column", metavar="NAME", help="the column of the completions, for --score"
+    )
+    group.add_argument(
+        "--embed",
+        nargs="?",
+        const="mean",
+        choices=("mean", "last"),
+        help="generate nothing: embeddings, pooled over all tokens (mean) or the last one",
+    )
+    group.add_argument(
+        "--schema", metavar="JSON", help="a JSON schema that all answers match, or a file of it"
+    )
+    group.add_argument("--regex", metavar="PATTERN", help="a pattern that all answers match")
+    group.add_argument(
+        "--grammar", metavar="FILE", help="a Lark grammar that all answers match, or its text"
+    )
+    group.add_argument("--dataset-name", metavar="NAME", help="configuration of a data set")
+    group.add_argument("--split", metavar="NAME", help="split of a data set (train)")
+    group.add_argument(
+        "--resume", action="store_true", default=None, help="go on with a job that was stopped"
+    )
+    group.add_argument("--slots", type=int, help="maximum number of rows that are decoded at once")
+    group.add_argument(
+        "--context", type=int, metavar="TOKENS", help="of an OpenAI request and its answer (2048)"
+    )
+    group.add_argument("--memory", help="bytes to use in all, such as 12GB")
+    group.add_argument(
+        "--whole-digest",
+        action="store_true",
+        default=None,
+        help="for --resume: compare all bytes of the weights, not samples of them",
+    )
+
+
 def _token_ids(text: str) -> list[int]:
     try:
         return int_list(text)
@@ -127,6 +205,47 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check(arguments: argparse.Namespace) -> None:
+    check_flags(arguments)
+    if arguments.seed is not None and not 0 <= arguments.seed < 2**32:  # JAX drops higher bits
+        raise InputError(f"--seed must be from 0 to 2**32 - 1, but is {arguments.seed}")
+    if arguments.system is not None and not arguments.chat:
+        raise InputError("--system has no effect without --chat")
+    if arguments.input is not None:
+        return
+    prompts = [arguments.text, arguments.prompt, arguments.input_ids]
+    count = sum(value is not None for value in prompts)
+    if count == 0:
+        raise InputError('no prompt: give one, such as "Once upon a time", or - for stdin')
+    if count > 1:
+        raise InputError("give one of PROMPT, --prompt and --input-ids, not several")
+    if arguments.chat and arguments.input_ids is not None:
+        raise InputError("--chat needs a text prompt, not --input-ids")
+
+
+def check_flags(arguments: argparse.Namespace) -> None:
+    """Raises InputError where options of one prompt and of many are mixed."""
+    if arguments.input is None:
+        return reject(arguments, _BATCH, "has no effect without --input")
+    reject(arguments, _ONE_PROMPT, "not together with --input")
+    if arguments.output is None:
+        raise InputError("--output: --input needs a file for the results")
+    if arguments.output == STREAM and arguments.resume:
+        raise InputError(
+            "--resume: nothing is kept of a job that writes to stdout; give --output a file"
+        )
+    reject(
+        arguments,
+        PROCESS_OPTIONS,
+        "not together with --input, whose rows one process answers on all its devices; "
+        "--engine ray shares them between machines",
+    )
+    check_ray_flags(arguments, "actor")
+    if not arguments.stream:
+        raise InputError("--no-stream: not together with --input; whole rows are written")
+    reject(arguments, ["show_special_tokens"], "not together with --input; output_ids has them")
+
+
 def _generate(
     arguments: argparse.Namespace, fields: GenerationConfig, prompt: str | None, reporter: Reporter
 ) -> None:
@@ -148,24 +267,34 @@ def _generate(
         if config.do_sample:
             reporter.say(f"seed: {seed}")
 
-        def new_decoder() -> TextDecoder:
+        def new_decoder() -> StreamDecoder | IdDecoder:
             if tokenizer is None:
                 return IdDecoder()
             return tokenizer.stream_decoder(not arguments.show_special_tokens)
 
-        request = PromptRequest(
-            model,
-            ids,
-            fields,
-            seed,
-            eos_ids,
-            tokenizer=tokenizer,
-            stop_strings=config.stop_strings,
-            assistant_model=assistant,
-        )
-        streaming = arguments.stream and config.num_return_sequences == config.num_beams == 1
-        print_result = print_streamed if streaming else print_whole
-        print_result(request, new_decoder, reporter, clock)
+        call = {
+            "input_ids": [ids],
+            "generation_config": fields,
+            "key": seed,
+            "tokenizer": tokenizer,
+            "assistant_model": assistant,
+        }
+        if arguments.stream and config.num_return_sequences == config.num_beams == 1:
+            _print_streamed(stream(model, **call), new_decoder(), reporter, clock)
+            return
+
+        def generated() -> list[list[int]]:
+            """New ids of every sequence, without the padding after its end."""
+            sequences = np.asarray(generate(model, **call).sequences).tolist()
+            start = 1 if model.is_encoder_decoder else len(ids)
+            rows: list[list[int]] = []
+            for prompt, new in ((row[:start], row[start:]) for row in sequences):
+                stops = stop_string_matcher(tokenizer, config.stop_strings, prompt)
+                end = sequence_end(new, frozenset(eos_ids), stops)
+                rows.append(new[: end[0]] if end else new)
+            return rows
+
+        _print_whole(generated, new_decoder, reporter, clock)
 
 
 def _load(
@@ -181,24 +310,6 @@ def _load(
         with reporter.phase(f"loading {Path(name).absolute().name}") as update:
             assistant, _ = load(name, **options, progress=update)
     return model, tokenizer, assistant
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    check_flags(arguments)
-    if arguments.seed is not None and not 0 <= arguments.seed < 2**32:  # JAX drops higher bits
-        raise InputError(f"--seed must be from 0 to 2**32 - 1, but is {arguments.seed}")
-    if arguments.system is not None and not arguments.chat:
-        raise InputError("--system has no effect without --chat")
-    if arguments.input is not None:
-        return
-    prompts = [arguments.text, arguments.prompt, arguments.input_ids]
-    count = sum(value is not None for value in prompts)
-    if count == 0:
-        raise InputError('no prompt: give one, such as "Once upon a time", or - for stdin')
-    if count > 1:
-        raise InputError("give one of PROMPT, --prompt and --input-ids, not several")
-    if arguments.chat and arguments.input_ids is not None:
-        raise InputError("--chat needs a text prompt, not --input-ids")
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
@@ -257,3 +368,69 @@ def _effective(
     except UnusedFieldWarning as warning:
         flag = "; add --do-sample" if FIELDS[warning.field].only_sampling else ""
         raise InputError(f"{warning}{flag}") from None
+
+
+class IdDecoder:
+    """Text decoder of a model without a tokenizer: comma-separated ids.
+
+    >>> decoder = IdDecoder()
+    >>> decoder.put([5, 6]) + decoder.put([7]) + decoder.end()
+    '5,6,7'
+    """
+
+    def __init__(self) -> None:
+        self._started = False
+
+    def put(self, ids: Iterable[int], /) -> str:
+        text = "".join(f",{index}" for index in ids)
+        first = bool(text) and not self._started
+        self._started = self._started or first
+        return text[1:] if first else text
+
+    def end(self) -> str:
+        return ""
+
+
+def _print_streamed(
+    chunks: Iterator[Any],
+    decoder: StreamDecoder | IdDecoder,
+    reporter: Reporter,
+    clock: CompileClock,
+) -> None:
+    """Prints the tokens of one sequence as they are generated."""
+    with reporter.phase("compiling and reading the prompt"):
+        # Two chunks: the first comes from the prefill program, the second from the loop.
+        first = [index for chunk in itertools.islice(chunks, 2) for index in chunk[0].tolist()]
+    later, start = 0, time.perf_counter()
+    _write(decoder.put(first))
+    for chunk in chunks:
+        _write(decoder.put(chunk[0].tolist()))
+        later += len(chunk[0])
+    _write(decoder.end() + "\n")
+    seconds = time.perf_counter() - start
+    speed = f", {later / seconds:.1f} tokens/s after the first {len(first)}" if later else ""
+    reporter.say(f"{len(first) + later} tokens{speed}; {clock.summary()}")
+
+
+def _print_whole(
+    generated: Callable[[], list[list[int]]],
+    new_decoder: Callable[[], StreamDecoder | IdDecoder],
+    reporter: Reporter,
+    clock: CompileClock,
+) -> None:
+    """Prints complete sequences, with a line of three dashes between them."""
+    start, compiled = time.perf_counter(), clock.seconds
+    with reporter.phase("compiling and generating"):
+        rows = generated()
+    seconds = time.perf_counter() - start - (clock.seconds - compiled)
+    for number, ids in enumerate(rows):
+        decoder = new_decoder()
+        _write(("---\n" if number else "") + decoder.put(ids) + decoder.end() + "\n")
+    count = sum(map(len, rows))
+    reporter.say(f"{count} tokens, {count / seconds:.1f} tokens/s; {clock.summary()}")
+
+
+def _write(text: str) -> None:
+    if is_main_process():
+        sys.stdout.write(text)
+        sys.stdout.flush()

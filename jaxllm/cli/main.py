@@ -9,9 +9,14 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import jaxllm
-from jaxllm.cli import signals
-from jaxllm.cli.exits import USAGE_ERROR, one_line, run_command
-from jaxllm.cli.streams import escape_on_stdout, open_missing_streams
+from jaxllm.cli.process import (
+    USAGE_ERROR,
+    escape_on_stdout,
+    one_line,
+    open_missing_streams,
+    run_command,
+    signals,
+)
 
 # Each command's module has `main(argv, program) -> int`, and is imported on use.
 COMMANDS = {
@@ -61,7 +66,7 @@ def run_named(name: str, program: str, argv: Sequence[str] | None = None) -> int
 def script(name: str | None = None, program: str = "jaxllm") -> NoReturn:
     """Runs ``jaxllm``, or one command of it as a script of its own, and exits."""
     escape_on_stdout()
-    open_missing_streams()  # before the pipe of `signals` gets one of their numbers
+    open_missing_streams()  # before the pipe for signals gets one of their numbers
     signals.install(program)
     code = main() if name is None else run_named(name, program)
     gc.freeze()  # the interpreter's last collection would visit all objects of JAX for 0.5 s

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from jaxllm.cli.devices import mesh_sizes
-from jaxllm.cli.exits import Parser, run_command
-from jaxllm.cli.model_flags import DTYPE_NAMES
+from jaxllm.cli.options import DTYPE_NAMES
+from jaxllm.cli.process import Parser, run_parsed
 from jaxllm.common.progress import Reporter
 from jaxllm.models.quantize import FORMATS
 from jaxllm.nn.attention import IMPLEMENTATIONS
@@ -31,15 +31,13 @@ examples:
 
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm plan") -> int:
     """Entry point; returns the exit code."""
-    return run_command(
-        lambda arguments: _run(_parser(program).parse_args(arguments)), program, argv
-    )
+    return run_parsed(_parser(program), _run, argv)
 
 
-def _parser(program: str) -> argparse.ArgumentParser:
+def _parser(program: str) -> Parser:
     parser = Parser(
-        prog=program,
-        usage=f"{program} [options] MODEL",
+        program,
+        "MODEL",
         description=__doc__,
         epilog=_EXAMPLES,
     )

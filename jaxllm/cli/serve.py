@@ -11,22 +11,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.cli import signals
 from jaxllm.cli.devices import local_mesh, mesh_sizes
-from jaxllm.cli.exits import Parser, run_command
-from jaxllm.cli.field_flags import add_field_flags, generation_fields
-from jaxllm.cli.model_flags import (
+from jaxllm.cli.options import (
     add_compile_cache_flags,
+    add_field_flags,
     add_model_flags,
+    generation_fields,
     keep_programs,
     load_named,
 )
-from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError
-from jaxllm.common.files import expanded
-from jaxllm.common.messages import quoted
-from jaxllm.common.optional_deps import require
+from jaxllm.cli.process import Parser, run_parsed, signals
+from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError, quoted
+from jaxllm.common.files import expanded, read_text
+from jaxllm.common.optional_packages import require
 from jaxllm.common.progress import Reporter
-from jaxllm.common.text_file import read_text
 from jaxllm.serve.async_engine import DEFAULT_QUEUE_SIZE, AsyncEngine
 
 if TYPE_CHECKING:
@@ -45,15 +43,13 @@ examples:
 
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm serve") -> int:
     """Entry point; returns the exit code."""
-    return run_command(
-        lambda arguments: _run(_parser(program).parse_args(arguments)), program, argv
-    )
+    return run_parsed(_parser(program), _run, argv)
 
 
-def _parser(program: str) -> argparse.ArgumentParser:
+def _parser(program: str) -> Parser:
     parser = Parser(
-        prog=program,
-        usage=f"{program} [options] MODEL",
+        program,
+        "MODEL",
         description="Serve a checkpoint over HTTP, with OpenAI's interface.",
         epilog=_EXAMPLES,
     )

@@ -15,11 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxllm.cli import signals
-from jaxllm.cli.devices import add_process_flags, is_main_process, join_processes
-from jaxllm.cli.exits import Parser, one_line, run_command
-from jaxllm.cli.ray_flags import RAY, add_ray_flags, check_ray_flags
-from jaxllm.common.compile_cache import enable_compile_cache
+from jaxllm.cli.devices import (
+    PROCESS_OPTIONS,
+    RAY,
+    add_process_flags,
+    add_ray_flags,
+    check_ray_flags,
+    is_main_process,
+    join_processes,
+)
+from jaxllm.cli.process import Parser, one_line, reject, run_command, signals
+from jaxllm.common.compiling import enable_compile_cache
 from jaxllm.common.errors import InputError, RunError
 
 if TYPE_CHECKING:
@@ -45,7 +51,7 @@ def main(argv: Sequence[str] | None = None, program: str = "jaxllm train") -> in
 
 def _parser(program: str) -> Parser:
     parser = Parser(
-        prog=program,
+        program,
         description="Trains a model by a recipe.",
         epilog=(
             "Every field of the recipe is an option, under its dotted name; the value is YAML:\n"
@@ -74,16 +80,10 @@ def _parser(program: str) -> Parser:
 def check_flags(options: argparse.Namespace) -> None:
     """Raises InputError for options of Ray Train without it, and for two ways to have processes."""
     check_ray_flags(options, "worker")
-    process_flags = ("coordinator", "num_processes", "process_id", "distributed")
-    names = RAY_ONLY if options.engine is None else process_flags
-    for name in names:
-        if getattr(options, name) not in (None, False):
-            flag = "--" + name.replace("_", "-")
-            raise InputError(
-                f"{flag}: has no effect without --engine ray"
-                if options.engine is None
-                else f"{flag}: Ray starts and connects the processes of --engine ray"
-            )
+    if options.engine is None:
+        reject(options, RAY_ONLY, "has no effect without --engine ray")
+    else:
+        reject(options, PROCESS_OPTIONS, "Ray starts and connects the processes of --engine ray")
 
 
 def _run(argv: list[str], program: str) -> int:

@@ -19,7 +19,7 @@ from jaxtyping import Float
 
 from jaxllm import load
 from jaxllm.checkpoint.hub import resolve
-from jaxllm.cli.exits import Parser, run_command
+from jaxllm.cli.process import Parser, run_parsed
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.models.model import Model
 from jaxllm.models.t5 import T5EncoderModel
@@ -87,13 +87,11 @@ def _log_softmax(x: Float[np.ndarray, "T V"]) -> Float[np.ndarray, "T V"]:
 
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm verify") -> int:
     """Entry point; returns 0 within the tolerance, 1 beyond it, 2 for an error."""
-    return run_command(
-        lambda arguments: _run(_parser(program).parse_args(arguments)), program, argv
-    )
+    return run_parsed(_parser(program), _run, argv)
 
 
-def _parser(program: str) -> argparse.ArgumentParser:
-    parser = Parser(prog=program, description="Compare a checkpoint's logits with transformers'.")
+def _parser(program: str) -> Parser:
+    parser = Parser(program, description="Compare a checkpoint's logits with transformers'.")
     parser.add_argument("model", help="folder, .gguf file or Hub id")
     parser.add_argument("--prompt", action="append", help="a prompt; may be repeated")
     parser.add_argument(

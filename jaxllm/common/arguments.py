@@ -12,9 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from jaxllm.common.errors import InputError
+from jaxllm.common.errors import InputError, quoted
 from jaxllm.common.files import expanded
-from jaxllm.common.messages import quoted
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any
 
-from jaxllm.common.messages import shortened
+from jaxllm.common.errors import shortened
 
 # fmt: off
 INERT_KEYS = frozenset({

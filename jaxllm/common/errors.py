@@ -1,20 +1,26 @@
-"""Error classes of jaxllm. Messages name the file or field, what was found, and what to do.
+"""Error classes of jaxllm, warnings, and parts of messages.
 
-Every class also derives from the built-in that a caller would expect to catch
-(``ValueError``, ``FileNotFoundError``, ...), so callers need not import them.
-`jaxllm.errors` exports them.
-Command lines print the message on one line and exit with code 2.
+A message names the file or field, what was found, and what to do. Every class also derives from
+the built-in that a caller would expect to catch (``ValueError``, ``FileNotFoundError``, ...), so
+callers need not import them. `jaxllm.errors` exports them. Command lines print the message on one
+line and exit with code 2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import inspect
+import warnings
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 MAX_MESSAGE = 500
 """Longest message in characters; a longer one, such as one that names a long path, is cut."""
+INNER_PACKAGES = ("jaxllm", "jax", "jaxtyping", "flax", "functools", "contextlib")
+"""Packages whose frames may lie between a caller and a warning."""
+MAX_CHARACTERS = 120
+MAX_NAMES = 10
 
 
 class JaxLLMError(Exception):
@@ -87,3 +93,43 @@ def naming_file(
         raise
     except OSError as failure:
         raise error(f"{path}: cannot be {action} ({failure.strerror or failure})") from failure
+
+
+def quoted(value: object) -> str:
+    """A value from a file or a caller, a string in quotes, shortened to about 120 characters.
+
+    >>> quoted("lm_head.weight"), quoted([1, 2])
+    ("'lm_head.weight'", '[1, 2]')
+    """
+    return repr(shortened(value)) if isinstance(value, str) else shortened(str(value))
+
+
+def shortened(text: str, limit: int = MAX_CHARACTERS) -> str:
+    """The text on one line, cut to `limit` characters with an ellipsis."""
+    if not text.isprintable():
+        text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[:limit])
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def listed(names: Sequence[str]) -> str:
+    """Up to ten names, as far as 120 characters hold them, and the number of the others.
+
+    >>> listed([f"layer{i}" for i in range(12)])
+    'layer0, layer1, layer2, layer3, layer4, layer5, layer6, layer7, layer8, layer9 and 2 more'
+    """
+    shown = list(names[:MAX_NAMES])
+    while len(shown) > 1 and len(", ".join(shown)) > MAX_CHARACTERS:
+        shown.pop()
+    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    return ", ".join(shown) + more
+
+
+def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
+    """Warns with the file and the line of the caller of jaxllm."""
+    frame, level = inspect.currentframe(), 1
+    while frame and frame.f_back:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in INNER_PACKAGES:
+            break
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

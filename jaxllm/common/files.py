@@ -1,12 +1,32 @@
-"""Paths that people give, and optional files of a folder."""
+"""Files: the paths that people give, text files, and atomic writes and locks of folders."""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import json
 import os
+import re
+import socket
 import stat
+from collections.abc import Generator
 from pathlib import Path
 
-from jaxllm.common.errors import JaxLLMError, MissingFileError, naming_file
+import filelock
+
+from jaxllm.common.errors import (
+    CheckpointError,
+    JaxLLMError,
+    MissingFileError,
+    RunError,
+    naming_file,
+)
+
+_GIT_LFS = b"version https://git-lfs.github.com/spec/"
+# The target of a link in a Hugging Face cache, copied as text: "../../blobs/<hash>".
+_CACHE_LINK = re.compile(rb"(\.\.[/\\]){1,4}blobs[/\\][0-9a-f]{40,64}\s*")
+_MAX_BYTES = 1024
+LOCK_FILE = "writer.lock"
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
@@ -50,3 +70,142 @@ def is_there(path: Path, error: type[JaxLLMError]) -> bool:
     if not stat.S_ISREG(mode):
         raise error(f"{path}: is no regular file; remove it, or put a file there")
     return True
+
+
+def read_text(path: Path, *, max_bytes: int, error: type[JaxLLMError]) -> str:
+    """The text of a UTF-8 file, or of a pipe.
+
+    Raises:
+        error: it cannot be read, is not UTF-8, or has more than `max_bytes`.
+    """
+    with naming_file(path, error, "read"), path.open("rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise error(f"{path}: more than {max_bytes} bytes, and no more are read; shorten it")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as failure:
+        raise error(f"{path}: not UTF-8 (byte {failure.start}); save it as UTF-8") from None
+
+
+def check_not_placeholder(path: Path, data: bytes, error: type[JaxLLMError]) -> None:
+    """Raises `error` if a file's content is a git-lfs pointer or the text of a cache's link."""
+    if len(data) > _MAX_BYTES:
+        return
+    if data.startswith(_GIT_LFS):
+        raise error(
+            f"{path}: a git-lfs pointer, not the file itself; run `git lfs pull` in its "
+            "repository, or download the file"
+        )
+    if _CACHE_LINK.fullmatch(data):
+        raise error(
+            f"{path}: the text of a link into a Hugging Face cache, not the file itself; copy the "
+            "cache with its links followed (cp -rL), or download the model again"
+        )
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Generator[Path]:
+    """Gives a temporary path to write to, and renames it to `path` on success, after fsync.
+
+    Raises:
+        OSError: the file cannot be written; `path` is unchanged.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        yield partial
+        with partial.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:  # frees the space of a partial file, which a full disk needs
+        partial.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file atomically.
+
+    Raises:
+        OSError: the file cannot be written; `path` is unchanged.
+    """
+    with replacing(path) as partial:
+        partial.write_bytes(data)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Writes a JSON file of a checkpoint atomically, with sorted keys.
+
+    Raises:
+        CheckpointError: the file cannot be written; `path` is unchanged.
+    """
+    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    with naming_file(path, CheckpointError, "written"):
+        write_whole(path, text.encode("utf-8"))
+
+
+def make_folder(path: Path) -> None:
+    """Creates the folder of a checkpoint, and those above it, unless it exists.
+
+    Raises:
+        CheckpointError: it cannot be created.
+    """
+    with naming_file(path, CheckpointError, "created"):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flushes a folder's entries to disk (POSIX only: Windows cannot open a folder)."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+class RunLock:
+    """Exclusive lock on a folder, held until `release` or until the process ends in any way.
+
+    The lock file stays and names its last holder. What counts is the lock on it (flock), which ends
+    with the process and is not inherited by a forked child. Creates the folder if needed.
+
+    Raises:
+        RunError: the folder is locked by another process or this one, or cannot be locked.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / LOCK_FILE
+        if "\0" in str(folder):
+            raise RunError(f"{str(folder)!r}: a null byte in the name of a folder")
+        # A lock file without flock would outlive a killed process.
+        self._lock = filelock.FileLock(
+            self.path, timeout=0, thread_local=False, fallback_to_soft=False
+        )
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+            with contextlib.suppress(PermissionError):  # on Windows nobody opens a locked file
+                self.path.write_text(_holder())
+        except filelock.Timeout:
+            holder = ""
+            with contextlib.suppress(PermissionError):
+                holder = self.path.read_text(errors="replace")[:200].strip()
+            raise RunError(
+                f"{folder}: {holder or 'another process'} is writing here; wait for its end, or "
+                "use another folder"
+            ) from None
+        except OSError as failure:
+            self.release()
+            raise RunError(
+                f"{folder}: cannot be written to and locked ({failure.strerror}); use a folder on "
+                "a file system with locks"
+            ) from failure
+
+    def release(self) -> None:
+        """Frees the folder; a second call does nothing."""
+        self._lock.release()
+
+
+def _holder() -> str:
+    now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    return f"process {os.getpid()} on {socket.gethostname()} since {now}\n"

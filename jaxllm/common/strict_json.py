@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.common.errors import ConfigError, JaxLLMError, naming_file
-from jaxllm.common.files import check_is_file
-from jaxllm.common.placeholders import check_not_placeholder
+from jaxllm.common.files import check_is_file, check_not_placeholder
 
 MAX_VALUES = 2**22
 """Most brackets, colons and commas: a few bytes of JSON can become a hundred in Python."""

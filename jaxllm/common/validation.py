@@ -19,8 +19,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from jaxllm.common.errors import ConfigError, JaxLLMError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import ConfigError, JaxLLMError, quoted
 
 T = TypeVar("T")
 NAMES = {

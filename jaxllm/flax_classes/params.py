@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Shaped
 
-from jaxllm.common.errors import InputError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, quoted
 from jaxllm.models.model import Model
 from jaxllm.models.registry import FAMILIES
 from jaxllm.models.weights import Entry, is_quantized, parameters, with_parameters

@@ -11,8 +11,7 @@ from typing import Any, Protocol, TypeVar
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, UnsupportedError, quoted
 from jaxllm.common.progress import progress_phase
 from jaxllm.generation.call.keys import RandomKey
 from jaxllm.generation.call.memory import check_memory, is_large

@@ -9,8 +9,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from jaxllm.common.errors import ConfigError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import ConfigError, quoted
 
 MAX_LAYERS = 4096
 MAX_SIZE = 2**26

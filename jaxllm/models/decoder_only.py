@@ -18,8 +18,7 @@ from jaxllm.cache.attention_view import (
 )
 from jaxllm.cache.kv_cache import KV, Cache
 from jaxllm.common.arguments import checks_flags
-from jaxllm.common.errors import InputError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, quoted
 from jaxllm.models import input_checks as check
 from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.config import DecoderOnlyConfig

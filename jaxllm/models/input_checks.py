@@ -16,8 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.arguments import checked
-from jaxllm.common.errors import InputError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, quoted
 
 MAX_IDS = 2**30
 """Token ids in one call; an array that was broadcast may claim more than the host can check."""

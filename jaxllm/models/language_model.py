@@ -11,8 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from jaxllm.cache.attention_view import AttentionView, Branches
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.arguments import checked
-from jaxllm.common.errors import InputError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, quoted
 from jaxllm.models.model import C, Model
 from jaxllm.models.outputs import DecodeOutput
 from jaxllm.models.pretrained import Generates

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxllm.common.errors import InputError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, quoted
 from jaxllm.models.lora import check_plain, module_at, replace_modules
 from jaxllm.models.model import Model
 from jaxllm.models.weights import parameters

@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jaxllm.common.errors import ConfigError, UnsupportedError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import ConfigError, UnsupportedError, quoted
 from jaxllm.models import config_checks as checks
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxllm.common.arguments import checked
-from jaxllm.common.errors import ConfigError, UnsupportedError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import ConfigError, UnsupportedError, quoted
 from jaxllm.models import gpt2, llama, mistral, qwen2, qwen3
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.config import ModelConfig

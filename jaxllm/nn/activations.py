@@ -12,8 +12,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxllm.common.errors import ConfigError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import ConfigError, quoted
 
 
 def gelu_new(x: jax.Array) -> jax.Array:

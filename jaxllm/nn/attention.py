@@ -13,8 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.attention_view import SequenceMask, mask_array
 from jaxllm.cache.kv_cache import KV
-from jaxllm.common.errors import UnsupportedError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import UnsupportedError, quoted
 from jaxllm.nn.blockwise import BY_PARTS, QUERY_BLOCK, ColumnBias, attend_blocks
 from jaxllm.nn.dropout import dropout, split_key
 from jaxllm.nn.head_products import cache_has_head_axis, scores_of_keys, sums_of_values

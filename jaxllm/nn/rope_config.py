@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.common.config_keys import describe_keys, unknown_keys
-from jaxllm.common.errors import ConfigError, UnsupportedError
-from jaxllm.common.messages import quoted, shortened
+from jaxllm.common.errors import ConfigError, UnsupportedError, quoted, shortened
 from jaxllm.nn.rope import Rope
 
 YARN_PARAMETERS = (

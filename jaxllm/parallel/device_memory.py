@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+import psutil
 
 
 def own_memory(device: Any) -> int | None:
@@ -19,7 +19,7 @@ def own_memory(device: Any) -> int | None:
 
 def host_memory() -> int:
     """Bytes of memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return psutil.virtual_memory().total
 
 
 def total_memory(devices: Sequence[Any]) -> int:

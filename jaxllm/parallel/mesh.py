@@ -11,8 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxllm.common.arguments import checked_list
-from jaxllm.common.errors import InputError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, quoted
 
 DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 AXES = (DATA, FSDP, TENSOR)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.common.errors import InputError
-from jaxllm.common.optional_deps import require
+from jaxllm.common.optional_packages import require
 
 LOCAL = "local"
 """Address of a cluster that this process starts on its own machine, and that ends with it."""

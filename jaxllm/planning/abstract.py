@@ -17,8 +17,7 @@ from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.checkpoint.load import float_dtype, named_spec, read_config_file
 from jaxllm.common.arguments import checked, checked_path, checks_flags
-from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError, quoted
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.build_options import Options
 from jaxllm.models.model import Card, model_shapes

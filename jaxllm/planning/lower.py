@@ -19,8 +19,7 @@ from jaxllm.batch.rows import RawRow
 from jaxllm.batch.sizes import sizes_for
 from jaxllm.batch.slot_placement import slot_shapes
 from jaxllm.common.arguments import checked
-from jaxllm.common.errors import InputError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, quoted
 from jaxllm.generation.call.prepare import Request, prepare_call
 from jaxllm.generation.generate import program_model, run_prefill
 from jaxllm.generation.inputs.values import is_integer

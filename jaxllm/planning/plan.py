@@ -14,8 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxllm.common.arguments import checked, checked_function, checked_list, checks_flags
-from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, UnsupportedError, quoted
 from jaxllm.models.model import Model
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.planning import hlo

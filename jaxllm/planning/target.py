@@ -11,7 +11,7 @@ import jax
 from jax.extend.backend import backends
 from jax.sharding import Mesh
 
-from jaxllm.common.compile_cache import without_compile_cache
+from jaxllm.common.compiling import without_compile_cache
 from jaxllm.models.model import Model
 from jaxllm.parallel.mesh import use_mesh
 from jaxllm.parallel.placement import mesh_of, put_everywhere

@@ -1,15 +1,14 @@
 """Tokenizers: sentencepiece, tokenizer.json, GGUF vocabularies, chat templates."""
 
 from jaxllm.tokenizers.batch import BatchEncoding, ListEncoding, bucket_length
-from jaxllm.tokenizers.byt5 import ByT5Tokenizer
+from jaxllm.tokenizers.byte_level import ByT5Tokenizer
 from jaxllm.tokenizers.gguf_vocab import tokenizer_from_gguf
 from jaxllm.tokenizers.loading import load_tokenizer
-from jaxllm.tokenizers.sentencepiece.tokenizers import LlamaTokenizer, T5Tokenizer
+from jaxllm.tokenizers.sentencepiece_tokenizers import LlamaTokenizer, T5Tokenizer
 from jaxllm.tokenizers.settings import AddedToken
 from jaxllm.tokenizers.stream_decoder import StreamDecoder
 from jaxllm.tokenizers.tokenizer import Tokenizer
-from jaxllm.tokenizers.tokenizer_json.tokenizer import FastTokenizer
-from jaxllm.tokenizers.tokenizer_json.vocabulary_files import GPT2Tokenizer
+from jaxllm.tokenizers.tokenizer_json import FastTokenizer, GPT2Tokenizer
 
 __all__ = [
     "AddedToken",

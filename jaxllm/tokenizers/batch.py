@@ -1,18 +1,17 @@
-"""Batches of token ids: truncation, padding to one length, and the padding mask."""
+"""Batches of token ids: their forms, truncation, padding to one length, and the padding mask."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Int, Int32
+from jaxtyping import Int32
 
-from jaxllm.common.arguments import checked
-from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError
+from jaxllm.common.arguments import checked, checked_iterable, checked_list
+from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError, quoted
 from jaxllm.common.field_mapping import ArrayMapping, FieldMapping
-from jaxllm.common.messages import quoted
 
 PaddingSide = Literal["left", "right"]
 Padding = bool | Literal["longest", "max_length", "do_not_pad"]
@@ -21,6 +20,8 @@ Span = tuple[int, int]
 """Start and end of a token in its text, in characters."""
 Bucket = int | Literal["power_of_two"] | None
 ReturnTensors = Literal["np", "jax"] | None
+FILLERS = {"attention_mask": 0, "offset_mapping": (0, 0), "special_tokens_mask": 1}
+"""Values at padding, of what an encoding has beside its ids."""
 _SETTABLE = ("labels", "decoder_input_ids", "decoder_attention_mask")
 
 
@@ -28,11 +29,7 @@ class _Settable:
     """Base of encodings that take what the decoder gets."""
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Sets what the decoder gets, as training scripts do: ``batch["labels"] = ...``.
-
-        Raises:
-            InputError: another name; ``{**batch, name: value}`` is a dict with any.
-        """
+        """Sets what the decoder gets, as training scripts do: ``batch["labels"] = ...``."""
         if name not in _SETTABLE:
             raise InputError(
                 f"{name}: only {', '.join(_SETTABLE)} can be set; make a dict, {{**batch, ...}}"
@@ -57,7 +54,7 @@ class BatchEncoding(_Settable, ArrayMapping):
     length: Int32[Any, " B"] | None = None
     """Length of each row, padding included, with ``return_length``; else None."""
     labels: Any = None
-    """Labels of the rows that ``pad`` got, or that were set, [B] or [B, N]."""
+    """Labels of the rows that ``pad`` got, of ``text_target``, or that were set, [B] or [B, N]."""
     decoder_input_ids: Any = None
     """Inputs of a decoder that were set, [B, D]."""
     decoder_attention_mask: Any = None
@@ -66,44 +63,80 @@ class BatchEncoding(_Settable, ArrayMapping):
 
 @dataclass(frozen=True, eq=False)
 class ListEncoding(_Settable, FieldMapping):
-    """Ids and mask of a text, or of several, as lists (``return_tensors=None``); also a mapping."""
+    """Ids and mask of a text, or of several, as lists (``return_tensors=None``); also a mapping.
+
+    The fields are those of `BatchEncoding`. Before padding, the rows have different lengths.
+    """
 
     input_ids: list[int] | list[list[int]]
     attention_mask: list[int] | list[list[int]] | None = None
     offset_mapping: list[Span] | list[list[Span]] | None = None
     special_tokens_mask: list[int] | list[list[int]] | None = None
-    """1 at added tokens and padding, with ``return_special_tokens_mask``; else None."""
     length: list[int] | None = None
-    """Length of each row, padding included, with ``return_length``; else None."""
     labels: list[Any] | None = None
-    """Labels of the rows that ``pad`` got, of ``text_target``, or that were set."""
     decoder_input_ids: list[Any] | None = None
-    """Inputs of a decoder that were set."""
     decoder_attention_mask: list[Any] | None = None
-    """Their padding mask that was set."""
 
 
-def pad_rows(
-    rows: Sequence[Sequence[int]], pad: int, side: PaddingSide, length: int
-) -> BatchEncoding:
+def unpadded_rows(rows: Any) -> ListEncoding:
+    """Rows of a batch: from lists of ids, from dicts with ``input_ids``, or from a dict of lists.
+
+    >>> rows = unpadded_rows([{"input_ids": [5], "labels": 1}, {"input_ids": [6, 7], "labels": 0}])
+    >>> rows.input_ids, rows.labels
+    ([[5], [6, 7]], [1, 0])
+    """
+    if not isinstance(rows, Mapping):
+        rows = list(checked_iterable(rows, "rows", "lists of token ids"))
+    if isinstance(rows, Mapping):
+        columns = {
+            name: checked_list(values, name) for name, values in rows.items() if values is not None
+        }
+    elif rows and all(isinstance(row, Mapping) for row in rows):
+        names = dict.fromkeys(name for row in rows for name in row)
+        for number, row in enumerate(rows):
+            if row.keys() != names.keys():
+                raise InputError(f"row {number} has {sorted(row)}, another {sorted(names)}")
+        columns = {name: [row[name] for row in rows] for name in names}
+    else:
+        columns = {"input_ids": rows}
+    unknown = columns.keys() - {"input_ids", *FILLERS, "labels"}
+    if unknown or "input_ids" not in columns:
+        raise InputError(
+            f"rows have {sorted(columns)}: pad takes input_ids, attention_mask, offset_mapping,"
+            " special_tokens_mask and labels"
+        )
+    for name, values in columns.items():
+        if name != "labels" and not all(hasattr(row, "__len__") for row in values):
+            name = "rows" if name == "input_ids" else name
+            raise InputError(f"{name}: expected lists of token ids, found {quoted(values)}")
+    sizes = {name: list(map(len, values)) for name, values in columns.items() if name != "labels"}
+    for name in sizes:
+        if sizes[name] != sizes["input_ids"]:
+            raise InputError(f"{name}: its rows have other lengths than those of input_ids")
+    return ListEncoding(**columns)
+
+
+def padded_rows(rows: ListEncoding, pad: int, side: PaddingSide, length: int) -> BatchEncoding:
     """Pads one or more rows to ``length``.
 
-    >>> batch = pad_rows([[5, 6, 7], [8]], 0, "left", 4)
+    >>> batch = padded_rows(ListEncoding([[5, 6, 7], [8]]), 0, "left", 4)
     >>> batch.input_ids.tolist(), batch.attention_mask.tolist()
     ([[0, 5, 6, 7], [0, 0, 0, 8]], [[0, 1, 1, 1], [0, 0, 0, 1]])
     """
-    input_ids = np.full((len(rows), length), pad, np.int32)
-    attention_mask = np.zeros((len(rows), length), np.int32)
-    for number, row in enumerate(rows):
-        columns = slice(length - len(row), length) if side == "left" else slice(0, len(row))
-        input_ids[number, columns] = _checked_row(row, number)
-        attention_mask[number, columns] = 1
-    return BatchEncoding(input_ids, attention_mask)
+    ids = [_checked_row(row, number) for number, row in enumerate(rows.input_ids)]
+    columns = {"attention_mask": [[1] * len(row) for row in ids], **rows, "input_ids": ids}
+    labels = columns.pop("labels", None)
+    fillers = {"input_ids": pad, **FILLERS}
+    arrays: Any = {
+        name: np.asarray(pad_values(values, fillers[name], side, length), np.int32)
+        for name, values in columns.items()
+    }
+    return BatchEncoding(**arrays, labels=None if labels is None else _label_array(labels))
 
 
-def _checked_row(row: Sequence[int], number: int) -> Int[np.ndarray, " T"]:
+def _checked_row(row: Any, number: int) -> list[int]:
     if len(row) == 0:
-        return np.zeros(0, np.int32)
+        return []
     try:
         ids = np.asarray(row)
     except ValueError:  # lists of different lengths
@@ -113,16 +146,14 @@ def _checked_row(row: Sequence[int], number: int) -> Int[np.ndarray, " T"]:
     low, high = ids.min(), ids.max()
     if low < 0 or high >= 2**31:
         raise InputError(f"row {number} has ids from {low} to {high}: expected 0 or more")
-    return ids
+    return ids.tolist()
 
 
-def as_tensors(batch: BatchEncoding, return_tensors: ReturnTensors) -> BatchEncoding:
-    """NumPy arrays as they are, or as JAX arrays."""
-    if return_tensors == "jax":
-        import jax.numpy as jnp  # takes more than a second, and is not needed for text
-
-        return BatchEncoding(**{name: jnp.asarray(value) for name, value in batch.items()})
-    return batch
+def _label_array(labels: list[Any]) -> np.ndarray:
+    try:
+        return np.asarray(labels)
+    except ValueError:
+        raise InputError("labels: rows of different lengths; pad them first, with -100") from None
 
 
 def pad_values(
@@ -137,6 +168,15 @@ def pad_values(
     if side == "left":
         return [extra + list(row) for extra, row in zip(fillers, rows, strict=True)]
     return [list(row) + extra for extra, row in zip(fillers, rows, strict=True)]
+
+
+def as_tensors(batch: BatchEncoding, return_tensors: ReturnTensors) -> BatchEncoding:
+    """NumPy arrays as they are, or as JAX arrays."""
+    if return_tensors == "jax":
+        import jax.numpy as jnp  # takes more than a second, and is not needed for text
+
+        return BatchEncoding(**{name: jnp.asarray(value) for name, value in batch.items()})
+    return batch
 
 
 def padded_length(

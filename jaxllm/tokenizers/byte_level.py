@@ -1,13 +1,22 @@
-"""Byte tokenizer, which needs no files: token ids are bytes."""
+"""Tokenizers whose ids are the bytes of UTF-8; they need no vocabulary file."""
 
 from __future__ import annotations
 
-from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
+import codecs
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from jaxllm.common.errors import TokenizerError
+from jaxllm.tokenizers.settings import T5_TOKENS, AddedToken, TokenizerFiles, TokenizerSettings
+from jaxllm.tokenizers.slow_tokenizer import SlowTokenizer, with_eos
+from jaxllm.tokenizers.stream_decoder import Stage, byte_to_unicode
+from jaxllm.tokenizers.token_finder import TokenFinder
 from jaxllm.tokenizers.tokenizer import Tokenizer
-from jaxllm.tokenizers.tokenizer_json.decoder import byte_to_unicode
-from jaxllm.tokenizers.tokenizer_json.tokenizer import BYTE_LEVEL, FastTokenizer
+from jaxllm.tokenizers.tokenizer_json import BYTE_LEVEL, FastTokenizer
 
 END, PAD = "<|endoftext|>", "<|pad|>"
+_FIRST = ("<pad>", "</s>", "<unk>")
+_SENTINELS = 125
 
 
 def byte_tokenizer() -> FastTokenizer:
@@ -38,3 +47,80 @@ def byte_tokenizer() -> FastTokenizer:
 def ids_are_bytes(tokenizer: Tokenizer) -> bool:
     """True if a tokenizer's ids 0 to 255 are the bytes 0 to 255."""
     return tokenizer.token_bytes()[:256] == tuple(bytes([byte]) for byte in range(256))
+
+
+class ByT5Tokenizer(SlowTokenizer):
+    """Bytes as ids 3 to 258, then sentinels; ``</s>`` after a text, as in transformers 5.23.
+
+    Args:
+        settings: special tokens, flags and chat templates.
+        files: contents of the files that ``save`` writes.
+        source: name of the settings' file, for messages.
+    """
+
+    def __init__(
+        self,
+        settings: TokenizerSettings,
+        files: Mapping[str, bytes],
+        *,
+        source: str = "tokenizer_config.json",
+    ) -> None:
+        settings = settings.with_defaults(**T5_TOKENS)
+        if not settings.extra:
+            sentinels = (AddedToken(f"<extra_id_{number}>") for number in range(_SENTINELS))
+            settings = replace(settings, extra=tuple(sentinels))
+        first = {
+            index: AddedToken(token, lstrip=True, rstrip=True) for index, token in enumerate(_FIRST)
+        }
+        super().__init__(
+            *(settings, files, "right"),
+            pieces=[*_FIRST, *map(chr, range(256))],
+            known={**first, **settings.added},
+            source=source,
+        )
+        if self.eos_token_id is None or any(len(token) == 1 for token in self._tokens):
+            raise TokenizerError(f"{source}: ByT5 needs an eos_token, and no one-character tokens")
+        self.vocab_size = 256
+
+    @classmethod
+    def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> ByT5Tokenizer:
+        """Loads a folder with tokenizer_config.json."""
+        files.refuse_options((), "a ByT5Tokenizer")
+        return cls(settings, files.contents, source=str(files.folder / "tokenizer_config.json"))
+
+    def _remade(self, settings: TokenizerSettings, files: Mapping[str, bytes]) -> ByT5Tokenizer:
+        return ByT5Tokenizer(settings, files)
+
+    def _id_or_unknown(self, token: str) -> int | None:
+        return self.token_to_id(token)  # as in transformers: no text has an unknown byte
+
+    def _tokenize(self, text: str) -> list[str]:
+        return list(text.encode("utf-8").decode("latin-1"))
+
+    def _ids(
+        self, rows: Sequence[Sequence[str | AddedToken]], finder: TokenFinder
+    ) -> list[list[int]]:
+        ids = self._ids_by_token
+        return [[ids[token] for token in self._split(parts, finder)] for parts in rows]
+
+    def _add_special_tokens(self, ids: list[int], pair: list[int] | None) -> list[int]:
+        return with_eos(ids, pair, self.eos_token_id)
+
+    def _decode_stages(self, skip_special_tokens: bool) -> list[Stage]:
+        return [_Bytes()]
+
+
+class _Bytes(Stage):
+    """Joins byte tokens, which have one character each, and added tokens; drops invalid UTF-8."""
+
+    def __init__(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("ignore")
+
+    def put(self, tokens: Sequence[str]) -> list[str]:
+        return [self._utf8.decode(self.token_text(token)) for token in tokens]
+
+    def end(self) -> list[str]:
+        return [self._utf8.decode(b"", final=True)]
+
+    def token_text(self, token: str) -> bytes:
+        return token.encode("latin-1" if len(token) == 1 else "utf-8")

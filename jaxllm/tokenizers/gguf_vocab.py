@@ -7,7 +7,6 @@ latter two are converted back to sentencepiece models.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,14 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.common.errors import TokenizerError, UnsupportedError
-from jaxllm.tokenizers.sentencepiece.model import BPE, UNIGRAM, PieceType, write_model
-from jaxllm.tokenizers.sentencepiece.tokenizers import LlamaTokenizer, T5Tokenizer
-from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
+from jaxllm.tokenizers.sentencepiece_model import BPE, UNIGRAM, PieceType, write_model
+from jaxllm.tokenizers.sentencepiece_tokenizers import LlamaTokenizer, T5Tokenizer
+from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings, new_config
+from jaxllm.tokenizers.slow_tokenizer import with_added_tokens
 from jaxllm.tokenizers.tokenizer import Tokenizer
-from jaxllm.tokenizers.tokenizer_json.tokenizer import BYTE_LEVEL, FastTokenizer
-from jaxllm.tokenizers.tokenizer_json.vocabulary_files import (
+from jaxllm.tokenizers.tokenizer_json import (
+    BYTE_LEVEL,
     LLAMA3_PATTERN,
     QWEN2_PATTERN,
+    FastTokenizer,
     split_before_bytes,
 )
 
@@ -67,10 +68,6 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
 
     Args:
         metadata: keys and values of the file; arrays are lists or numpy arrays.
-
-    Raises:
-        TokenizerError: a key is missing, or contradicts another one.
-        UnsupportedError: an unknown type of vocabulary or pre-tokenizer, by name.
     """
     model = _value(metadata, "tokenizer.ggml.model", str)
     builders = {"gpt2": _byte_level, "llama": _sentencepiece, "t5": _unigram}
@@ -138,7 +135,8 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Toke
     # Legacy: as in llama.cpp, text after a special token gets a prefix space.
     options = {"legacy": True, "add_prefix_space": add_space}
     settings = _settings(metadata, vocabulary, add_bos=True, add_eos=False, **options)
-    files = {"tokenizer.model": model, **_config_file("LlamaTokenizer", settings)}
+    files = {"tokenizer.model": model, **new_config("LlamaTokenizer", settings)}
+    files = with_added_tokens(files, settings)
     return LlamaTokenizer(model, settings, files, source="GGUF: tokenizer.ggml")
 
 
@@ -169,7 +167,8 @@ def _unigram(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Tokenizer:
         raise UnsupportedError(
             "GGUF: a T5 tokenizer without EOS after a text, or with BOS before it"
         )
-    files = {"spiece.model": model, **_config_file("T5Tokenizer", settings)}
+    files = {"spiece.model": model, **new_config("T5Tokenizer", settings)}
+    files = with_added_tokens(files, settings)
     return T5Tokenizer(model, settings, files, source="GGUF: tokenizer.ggml")
 
 
@@ -232,28 +231,6 @@ def _settings(
         chat_templates=templates,
         options=options,
     )
-
-
-def _config_file(tokenizer_class: str, settings: TokenizerSettings) -> dict[str, bytes]:
-    config: dict[str, Any] = {
-        "tokenizer_class": tokenizer_class,
-        "clean_up_tokenization_spaces": False,
-        # Without this field transformers 4 passes token types, which these models reject.
-        "model_input_names": ["input_ids", "attention_mask"],
-        **settings.options,
-        **{name: token.content for name, token in settings.named.items()},
-        "added_tokens_decoder": {
-            str(index): {
-                "content": token.content,
-                "special": True,
-                **dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False),
-            }
-            for index, token in settings.added.items()
-        },
-    }
-    if "default" in settings.chat_templates:
-        config["chat_template"] = settings.chat_templates["default"]
-    return {"tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2).encode()}
 
 
 def _value(metadata: Mapping[str, Any], key: str, value_type: type, default: object = None) -> Any:

@@ -27,9 +27,6 @@ def check_growth(spec: Mapping[str, Any], source: str) -> int:
 
     Returns:
         The largest number of bytes that the normalizer can make of one byte.
-
-    Raises:
-        UnsupportedError: the normalizer, pre-tokenizer or decoder can lengthen a text too much.
     """
     growth = _growth(spec["normalizer"])
     for section, factor, limit in (
@@ -111,9 +108,6 @@ def check_normalized_size(
     """Raises if a text is too long after normalization.
 
     If the bound ``growth`` does not rule that out, the text is normalized in parts to see it.
-
-    Raises:
-        InputError: the normalized text has 1 MiB more than twice the bytes of the text.
     """
     size = _size(text)
     limit = MAX_NORMALIZED_BYTES + 2 * size

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.common.errors import UnsupportedError
-from jaxllm.tokenizers.byt5 import ByT5Tokenizer
-from jaxllm.tokenizers.files import TokenizerFiles
-from jaxllm.tokenizers.sentencepiece.tokenizers import LlamaTokenizer, T5Tokenizer
-from jaxllm.tokenizers.settings import read_settings
+from jaxllm.tokenizers.byte_level import ByT5Tokenizer
+from jaxllm.tokenizers.sentencepiece_tokenizers import LlamaTokenizer, T5Tokenizer
+from jaxllm.tokenizers.settings import TokenizerFiles, read_settings
 from jaxllm.tokenizers.tokenizer import Tokenizer
-from jaxllm.tokenizers.tokenizer_json.tokenizer import FastTokenizer
-from jaxllm.tokenizers.tokenizer_json.vocabulary_files import CLASSES
+from jaxllm.tokenizers.tokenizer_json import CLASSES, FastTokenizer
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "merges.txt")
 
@@ -35,11 +33,6 @@ def load_tokenizer(folder: str | PathLike[str], **options: Any) -> Tokenizer | N
             and named tokens such as `pad_token`, as a string, an `AddedToken` or None; Llama's
             class also has `add_bos_token` and `add_eos_token`, GPT-2's `add_prefix_space`,
             sentencepiece models `add_prefix_space` and `legacy`.
-
-    Raises:
-        MissingFileError: the folder does not exist.
-        TokenizerError: a file is malformed.
-        UnsupportedError: another type of tokenizer, or another option.
     """
     files = TokenizerFiles(Path(folder), options)
     files.add_class()

@@ -1,29 +1,59 @@
-"""Reads a tokenizer's settings: special tokens, flags, chat templates.
+"""Reads the files of a tokenizer's folder, and the settings in them.
 
-The files are ``tokenizer_config.json``, ``special_tokens_map.json``, ``added_tokens.json`` and
-``chat_template.jinja`` with ``additional_chat_templates``; precedence is as in transformers 4.57's
-``PreTrainedTokenizerBase._from_pretrained``.
+Settings are special tokens, flags and chat templates. Their files are ``tokenizer_config.json``,
+``special_tokens_map.json``, ``added_tokens.json`` and ``chat_template.jinja`` with
+``additional_chat_templates``; precedence is as in transformers 4.57's
+``PreTrainedTokenizerBase._from_pretrained``. The options of a call override them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jaxllm.common.errors import TokenizerError
-from jaxllm.common.messages import quoted
-from jaxllm.tokenizers.files import NAMED_TOKENS, TEMPLATES_FOLDER, TokenizerFiles
+from jaxllm.common.errors import (
+    MissingFileError,
+    TokenizerError,
+    UnsupportedError,
+    naming_file,
+    quoted,
+)
+from jaxllm.common.files import check_not_placeholder, is_there
+from jaxllm.common.strict_json import parse_json
 
+MAX_FILE_BYTES = 32 * 2**20
+NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+FILE_NAMES = (
+    *("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "merges.txt"),
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    "chat_template.jinja",
+)
+OPTIONS = (
+    *("padding_side", "truncation_side", "model_max_length", "chat_template"),
+    *("split_special_tokens", "additional_special_tokens", "extra_special_tokens"),
+    *("clean_up_tokenization_spaces", *NAMED_TOKENS),
+    *("add_bos_token", "add_eos_token", "add_prefix_space", "legacy"),
+)
+"""Fields of tokenizer_config.json that a call of `load_tokenizer` may override."""
+CLASS_OPTIONS = frozenset({"add_bos_token", "add_eos_token", "add_prefix_space", "legacy"})
+"""Those of them that act on some classes of tokenizers alone."""
+CLASS_OF_MODEL = {"gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
+"""transformers' classes of byte-level tokenizers by model type, for files that name no class."""
+SENTENCEPIECE_MODELS = {
+    *("llama", "mistral", "mixtral", "t5", "mt5", "umt5", "longt5", "switch_transformers"),
+    *CLASS_OF_MODEL,
+}
+"""Model types whose sentencepiece file is Llama's or T5's, or is a choice of the owner's."""
+TEMPLATES_FOLDER = "additional_chat_templates"
+"""transformers 5's folder of the chat templates beside the default one, NAME.jinja."""
 # Default tokens of transformers' classes.
 LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-GPT2_TOKENS: dict[str, str] = dict.fromkeys(
-    ("bos_token", "eos_token", "unk_token"), "<|endoftext|>"
-)
-QWEN2_TOKENS: dict[str, str] = dict.fromkeys(
-    ("eos_token", "unk_token", "pad_token"), "<|endoftext|>"
-)
+_END = "<|endoftext|>"
+GPT2_TOKENS = {"bos_token": _END, "eos_token": _END, "unk_token": _END}
+QWEN2_TOKENS = {"eos_token": _END, "unk_token": _END, "pad_token": _END}
 ROBERTA_TOKENS = {
     **LLAMA_TOKENS,
     **{"sep_token": "</s>", "pad_token": "<pad>", "cls_token": "<s>", "mask_token": "<mask>"},
@@ -90,12 +120,131 @@ class TokenizerSettings:
         return replace(self, named={name: tokens[name] for name in NAMED_TOKENS if name in tokens})
 
 
-def read_settings(files: TokenizerFiles) -> TokenizerSettings:
-    """Reads all tokenizer files except the vocabulary.
+def additional_templates(folder: Path) -> list[Path]:
+    """Files of the chat templates beside the default one."""
+    return sorted((folder / TEMPLATES_FOLDER).glob("*.jinja"))
 
-    Raises:
-        TokenizerError: a file is malformed; the message names file and field.
-    """
+
+def drop_template_files(contents: dict[str, bytes]) -> None:
+    """Removes the files that take precedence over tokenizer_config.json's chat template."""
+    for name in [name for name in contents if name.endswith(".jinja")]:
+        del contents[name]
+
+
+class TokenizerFiles:
+    """Tokenizer files of a folder, kept byte for byte for ``save``."""
+
+    def __init__(self, folder: Path, options: Mapping[str, Any] | None = None) -> None:
+        if not folder.is_dir():
+            raise MissingFileError(f"{folder}: no such folder")
+        self.folder = folder
+        self.options = dict(options or {})
+        unknown = (options or {}).keys() - OPTIONS
+        if unknown:
+            raise UnsupportedError(
+                f"{', '.join(sorted(unknown))}: a tokenizer's options are {', '.join(OPTIONS)};"
+                " change others in tokenizer_config.json"
+            )
+        self.contents = {
+            name: self._read(folder / name)
+            for name in FILE_NAMES
+            if is_there(folder / name, TokenizerError)
+        }
+        for path in additional_templates(folder):
+            is_there(path, TokenizerError)  # an error for a device or a pipe, which has no end
+            self.contents[f"{TEMPLATES_FOLDER}/{path.name}"] = self._read(path)
+        if options:
+            self._override(options)
+
+    def _override(self, options: Mapping[str, Any]) -> None:
+        """Replaces fields of tokenizer_config.json, and of the files that take precedence."""
+        named = {name: value for name, value in options.items() if name in NAMED_TOKENS}
+        changes = {"tokenizer_config.json": options}
+        if "special_tokens_map.json" in self:
+            changes["special_tokens_map.json"] = named
+        for name, fields in changes.items():
+            self.contents[name] = config_json({**self.json_object(name), **fields})
+        if "chat_template" in options:
+            drop_template_files(self.contents)
+
+    def add_class(self) -> None:
+        """Sets the class that only config.json says, where transformers looks for it too.
+
+        It is saved, because config.json is no file of the tokenizer.
+        """
+        options = self.json_object("tokenizer_config.json")
+        if options.get("tokenizer_class") is not None:
+            return
+        if not is_there(self.folder / "config.json", TokenizerError):
+            return
+        config = self._parsed("config.json", self._read(self.folder / "config.json"))
+        name = config.get("tokenizer_class")
+        model_type = config.get("model_type")
+        if name is None and not {"tokenizer.model", "spiece.model"} & self.contents.keys():
+            name = CLASS_OF_MODEL.get(str(model_type))
+        elif name is None and model_type and str(model_type) not in SENTENCEPIECE_MODELS:
+            raise UnsupportedError(
+                f"{self.folder / 'config.json'}: the tokenizer of a {quoted(model_type)} model may "
+                "have other ids than this sentencepiece file; name its tokenizer_class in "
+                "tokenizer_config.json (T5Tokenizer, LlamaTokenizer)"
+            )
+        if name is not None and not isinstance(name, str):
+            raise TokenizerError(
+                f"{self.folder / 'config.json'}: tokenizer_class is {quoted(name)}, not a string"
+            )
+        if name is not None:
+            config = {**options, "tokenizer_class": name}
+            self.contents["tokenizer_config.json"] = config_json(config)
+
+    def refuse_options(self, taken: Collection[str], kind: str) -> None:
+        """Raises for options of a call that act on other classes than this one.
+
+        Args:
+            taken: those of `CLASS_OPTIONS` that act.
+            kind: name of the class, for the message.
+        """
+        given = {name for name, value in self.options.items() if value is not None}
+        if idle := sorted((given & CLASS_OPTIONS) - set(taken)):
+            raise UnsupportedError(
+                f"{', '.join(idle)}: without effect on {kind} in {self.folder}, whose files decide;"
+                " leave it out"
+            )
+
+    @staticmethod
+    def _read(path: Path) -> bytes:
+        with naming_file(path, TokenizerError, "read"):
+            size = path.stat().st_size
+            if size > MAX_FILE_BYTES:
+                raise TokenizerError(
+                    f"{path}: {size} bytes, but at most {MAX_FILE_BYTES} are read of this file"
+                )
+            data = path.read_bytes()
+        check_not_placeholder(path, data, TokenizerError)
+        return data
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.contents
+
+    def json_object(self, name: str) -> dict[str, Any]:
+        """Reads the file ``name`` as a JSON object; empty if it is missing."""
+        return self._parsed(name, self.contents[name]) if name in self.contents else {}
+
+    def _parsed(self, name: str, content: bytes) -> dict[str, Any]:
+        source = str(self.folder / name)
+        value = parse_json(content, source=source, error=TokenizerError)
+        if not isinstance(value, dict):
+            raise TokenizerError(f"{source}: holds {type(value).__name__}, not an object")
+        return value
+
+    def text(self, name: str) -> str:
+        try:
+            return self.contents[name].decode("utf-8")
+        except UnicodeDecodeError as failure:
+            raise TokenizerError(f"{self.folder / name}: not UTF-8") from failure
+
+
+def read_settings(files: TokenizerFiles) -> TokenizerSettings:
+    """Reads all tokenizer files except the vocabulary."""
     options = files.json_object("tokenizer_config.json")
     source = str(files.folder / "tokenizer_config.json")
     named_values = {name: options.get(name) for name in NAMED_TOKENS}
@@ -276,3 +425,23 @@ def template_option(templates: Mapping[str, str]) -> object:
     if templates.keys() <= {"default"}:
         return templates.get("default")
     return [{"name": name, "template": text} for name, text in templates.items()]
+
+
+def config_json(config: Mapping[str, Any]) -> bytes:
+    """The content of a JSON file with settings."""
+    return json.dumps(config, default=asdict, ensure_ascii=False, indent=2).encode()
+
+
+def new_config(tokenizer_class: str, settings: TokenizerSettings) -> dict[str, bytes]:
+    """A tokenizer_config.json with the settings, for transformers 4.57 and 5."""
+    config: dict[str, Any] = {
+        "tokenizer_class": tokenizer_class,
+        "clean_up_tokenization_spaces": False,
+        # Without this field transformers 4 passes token types, which these models reject.
+        "model_input_names": ["input_ids", "attention_mask"],
+        **settings.options,
+        **{name: token.content for name, token in settings.named.items()},
+    }
+    if settings.chat_templates:
+        config["chat_template"] = template_option(settings.chat_templates)
+    return {"tokenizer_config.json": config_json(config)}

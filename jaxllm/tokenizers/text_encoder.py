@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from jaxllm.common.arguments import checked_iterable, checks_flags
-from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.common.messages import warn
+from jaxllm.common.errors import InputError, UnsupportedError, warn
 from jaxllm.tokenizers.batch import (
+    ListEncoding,
     PaddingSide,
     Span,
     Truncation,
@@ -19,10 +18,8 @@ from jaxllm.tokenizers.batch import (
     truncate,
 )
 from jaxllm.tokenizers.settings import AddedToken
-from jaxllm.tokenizers.stream_decoder import CleanUp, Stage, StreamDecoder, id_list
-from jaxllm.tokenizers.vocabulary import NO_MAX_LENGTH, Vocabulary
-
-MAX_TEXT_BYTES = 1_000_000
+from jaxllm.tokenizers.stream_decoder import CleanUp, Stage, StreamDecoder, TokenTable, id_list
+from jaxllm.tokenizers.vocabulary import MAX_TEXT_BYTES, NO_MAX_LENGTH, Vocabulary, check_text
 
 
 class TextOptions(TypedDict, total=False):
@@ -33,17 +30,6 @@ class TextOptions(TypedDict, total=False):
     max_length: int | None
     split_special_tokens: bool | None
     max_bytes: int
-
-
-@dataclass(frozen=True)
-class EncodedText:
-    """A text, or a pair of texts, as tokens without padding."""
-
-    ids: list[int]
-    special_tokens_mask: list[int]
-    """1 for tokens that were added to the texts, 0 for their own."""
-    spans: list[Span] | None
-    """Start and end of each token in its text, (0, 0) for those that were added."""
 
 
 class TextEncoder(Vocabulary):
@@ -83,11 +69,10 @@ class TextEncoder(Vocabulary):
         """Whether `clean_up_tokenization_spaces` acts on this tokenizer's texts."""
         return True
 
-    def _encode(
-        self, text: str, text_pair: str | None = None, **options: Unpack[TextOptions]
-    ) -> list[int]:
-        """Encodes a text, or a pair of texts, to ids without padding."""
-        return self._encode_rows([text], [text_pair], **options)[0]
+    def _encode(self, text: str, **options: Unpack[TextOptions]) -> list[int]:
+        """Encodes a text to ids without padding."""
+        rows: Any = self._encode_rows([text], [None], **options)
+        return rows.input_ids[0]
 
     @checks_flags
     def _encode_rows(
@@ -95,43 +80,59 @@ class TextEncoder(Vocabulary):
         texts: Sequence[str],
         pairs: Sequence[str | None],
         *,
+        with_spans: bool = False,
+        with_mask: bool = False,
         add_special_tokens: bool = True,
         truncation: Truncation = False,
         max_length: int | None = None,
         split_special_tokens: bool | None = None,
         max_bytes: int = MAX_TEXT_BYTES,
-    ) -> list[list[int]]:
-        """Encodes texts, each perhaps with a second one, to ids without padding."""
+    ) -> ListEncoding:
+        """Encodes texts, each perhaps with a second one, to ids without padding.
+
+        Args:
+            with_spans: give each token's start and end in its text, (0, 0) for those that were
+                added.
+            with_mask: say which tokens were added.
+        """
         if split_special_tokens is None:
             split_special_tokens = self.settings.flag("split_special_tokens", False)
         every = [*texts, *(pair for pair in pairs if pair is not None)]
         for text in every:
             check_text(text, max_bytes)
-        if split_special_tokens:
+        spans: list[list[Span]] = [[] for _ in every]
+        if with_spans:
+            both = [self._encode_spans(text, split_special_tokens) for text in every]
+            encoded, spans = [ids for ids, _ in both], [spans for _, spans in both]
+        elif split_special_tokens:
             encoded = [self._encode_parts([text]) for text in every]
         else:
             encoded = self._encode_texts(every)
-        second = iter(encoded[len(texts) :])
-        return [
-            self._assemble(
-                ids,
-                None if pair is None else next(second),
-                *(add_special_tokens, truncation, max_length),
-            )
-            for ids, pair in zip(encoded[: len(texts)], pairs, strict=True)
-        ]
+        rows, row_spans, masks = [], [], []
+        second = len(texts)
+        for first, pair in enumerate(pairs):
+            ids, pair_ids, own_spans = encoded[first], None, spans[first]
+            if pair is not None:
+                pair_ids, own_spans = encoded[second], own_spans + spans[second]
+                second += 1
+            options = (add_special_tokens, truncation, max_length)
+            if not (with_spans or with_mask):
+                rows.append(self._assemble(ids, pair_ids, *options))
+                continue
+            places = self._assemble(*_placeholders(ids, pair_ids), *options)
+            own = ids + (pair_ids or [])
+            rows.append([own[-1 - i] if i < 0 else i for i in places])
+            masks.append([int(i >= 0) for i in places])
+            if with_spans:
+                row_spans.append([own_spans[-1 - i] if i < 0 else (0, 0) for i in places])
+        return ListEncoding(
+            rows,
+            offset_mapping=row_spans if with_spans else None,
+            special_tokens_mask=masks if with_mask else None,
+        )
 
-    @checks_flags
     def encode_with_offsets(
-        self,
-        text: str,
-        text_pair: str | None = None,
-        *,
-        add_special_tokens: bool = True,
-        truncation: Truncation = False,
-        max_length: int | None = None,
-        split_special_tokens: bool | None = None,
-        max_bytes: int = MAX_TEXT_BYTES,
+        self, text: str, text_pair: str | None = None, **options: Unpack[TextOptions]
     ) -> tuple[list[int], list[Span]]:
         """Encodes as ``encode``, and returns ids and the span of characters of each.
 
@@ -141,55 +142,8 @@ class TextEncoder(Vocabulary):
         Raises:
             UnsupportedError: the tokenizer has no offsets (sentencepiece, ByT5).
         """
-        encoded = self._encode_details(
-            *(text, text_pair),
-            with_spans=True,
-            add_special_tokens=add_special_tokens,
-            truncation=truncation,
-            max_length=max_length,
-            split_special_tokens=split_special_tokens,
-            max_bytes=max_bytes,
-        )
-        assert encoded.spans is not None
-        return encoded.ids, encoded.spans
-
-    @checks_flags
-    def _encode_details(
-        self,
-        text: str,
-        text_pair: str | None = None,
-        *,
-        with_spans: bool,
-        add_special_tokens: bool = True,
-        truncation: Truncation = False,
-        max_length: int | None = None,
-        split_special_tokens: bool | None = None,
-        max_bytes: int = MAX_TEXT_BYTES,
-    ) -> EncodedText:
-        """Encodes as ``_encode``, and says which tokens were added, and each token's span."""
-        if split_special_tokens is None:
-            split_special_tokens = self.settings.flag("split_special_tokens", False)
-        ids: list[int] = []
-        spans: list[Span] = []
-        counts = []
-        for each in [text] if text_pair is None else [text, text_pair]:
-            check_text(each, max_bytes)
-            if with_spans:
-                its_ids, its_spans = self._encode_spans(each, split_special_tokens)
-                spans += its_spans
-            elif split_special_tokens:
-                its_ids = self._encode_parts([each])
-            else:
-                [its_ids] = self._encode_texts([each])
-            ids += its_ids
-            counts.append(len(its_ids))
-        first, pair = _placeholders(*counts)
-        places = self._assemble(first, pair, add_special_tokens, truncation, max_length)
-        return EncodedText(
-            ids=[ids[-1 - i] if i < 0 else i for i in places],
-            special_tokens_mask=[int(i >= 0) for i in places],
-            spans=[spans[-1 - i] if i < 0 else (0, 0) for i in places] if with_spans else None,
-        )
+        rows: Any = self._encode_rows([text], [text_pair], with_spans=True, **options)
+        return rows.input_ids[0], rows.offset_mapping[0]
 
     def _encode_spans(self, text: str, split_special_tokens: bool) -> tuple[list[int], list[Span]]:
         raise UnsupportedError(
@@ -232,7 +186,7 @@ class TextEncoder(Vocabulary):
         everything = [token for each in tokens for token in each]
         if not add_special_tokens:
             return everything
-        ids = self._add_special_tokens(*_placeholders(*map(len, tokens)))
+        ids = self._add_special_tokens(*_placeholders(*tokens))
         return [everything[-1 - i] if i < 0 else str(self.id_to_token(i)) for i in ids]
 
     def encode_beginning(self, text: str, *, max_bytes: int = MAX_TEXT_BYTES) -> list[int]:
@@ -243,14 +197,13 @@ class TextEncoder(Vocabulary):
             UnsupportedError: the tokenizer's template of special tokens has no place for a text.
         """
         own = self._encode(text, add_special_tokens=False, max_bytes=max_bytes)
-        (placeholder,), _ = _placeholders(1)
-        places = self._add_special_tokens([placeholder], None)
-        if placeholder not in places:
+        places = self._add_special_tokens([-1], None)
+        if -1 not in places:
             raise UnsupportedError(
                 "the tokenizer's template of special tokens leaves the text out, so no text can "
                 "be continued; correct the post_processor of tokenizer.json"
             )
-        return places[: places.index(placeholder)] + own
+        return places[: places.index(-1)] + own
 
     def encode_user(self, text: str, *, max_bytes: int = MAX_TEXT_BYTES) -> list[int]:
         """Encodes untrusted text: special tokens in it are plain text; adds none."""
@@ -271,19 +224,15 @@ class TextEncoder(Vocabulary):
             clean_up_tokenization_spaces: remove spaces before punctuation. None: the tokenizer's
                 own setting. As in transformers 5 it has no effect on a BPE of a tokenizer.json,
                 whose spaces are the text's own.
-
-        Raises:
-            InputError: not an id, or not a list or one-dimensional array of ids; or not a bool.
         """
         text = self._decode(id_list(ids), skip_special_tokens)
         return CleanUp.clean(text) if self._cleans(clean_up_tokenization_spaces) else text
 
     def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         """Decodes ids without any clean-up of spaces."""
-        stream = StreamDecoder(
-            self._token_table(skip_special_tokens), self._decode_stages(skip_special_tokens)
-        )
-        return stream.put(ids) + stream.end()
+        stages = self._decode_stages(skip_special_tokens)
+        stream = StreamDecoder(self._token_tables[skip_special_tokens], stages)
+        return stream.put_checked(ids) + stream.end()
 
     def _cleans(self, clean_up_tokenization_spaces: bool | None) -> bool:
         """Whether spaces are cleaned up, by a call's argument or the tokenizer's setting."""
@@ -314,17 +263,18 @@ class TextEncoder(Vocabulary):
         """
         stages = self._decode_stages(skip_special_tokens)
         clean_up = [CleanUp()] if self._cleans(clean_up_tokenization_spaces) else []
-        return StreamDecoder(self._token_table(skip_special_tokens), [*stages, *clean_up])
-
-    def _token_table(self, skip_special_tokens: bool) -> list[str | None]:
-        """The token of each id; None for ids that are skipped or have none."""
-        return self._token_tables[skip_special_tokens]
+        return StreamDecoder(self._token_tables[skip_special_tokens], [*stages, *clean_up])
 
     @cached_property
-    def _token_tables(self) -> tuple[list[str | None], list[str | None]]:
-        tokens = [self._id_to_token(index) for index in range(len(self))]
-        skipped = self.special_ids
-        return tokens, [None if i in skipped else token for i, token in enumerate(tokens)]
+    def _token_tables(self) -> tuple[TokenTable, TokenTable]:
+        """What the stages get for each id, with special tokens and without."""
+        tokens = [self._stage_token(index) for index in range(len(self))]
+        kept = [None if i in self.special_ids else token for i, token in enumerate(tokens)]
+        return TokenTable(tokens), TokenTable(kept)
+
+    def _stage_token(self, index: int) -> str | None:
+        """The string for an id with which the stages of `_decode_stages` begin."""
+        return self._id_to_token(index)
 
     def token_bytes(self) -> tuple[bytes | None, ...]:
         """UTF-8 bytes of each id inside a text; None for an id without a token.
@@ -346,7 +296,7 @@ class TextEncoder(Vocabulary):
                 token = text
             return token.encode("utf-8")
 
-        tokens = map(self.id_to_token, range(len(self)))
+        tokens = map(self._stage_token, range(len(self)))
         return tuple(None if token is None else encode_token(token) for token in tokens)
 
     def _truncation_length(self, truncation: Truncation, max_length: int | None) -> int | None:
@@ -371,25 +321,9 @@ class TextEncoder(Vocabulary):
         return length
 
 
-def _placeholders(first: int, second: int | None = None) -> tuple[list[int], list[int] | None]:
+def _placeholders(
+    first: Sequence[object], second: Sequence[object] | None = None
+) -> tuple[list[int], list[int] | None]:
     """Numbers below zero for the tokens of one or two texts: -1 - n for token n of both."""
-    numbers = [-1 - number for number in range(first + (second or 0))]
-    return numbers[:first], None if second is None else numbers[first:]
-
-
-def check_text(text: object, max_bytes: int) -> None:
-    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int):
-        raise InputError(f"max_bytes is {max_bytes!r}: expected an int")
-    if not isinstance(text, str):
-        raise InputError(f"a text must be a str, not {type(text).__name__}")
-    try:
-        size = len(text.encode("utf-8"))
-    except UnicodeEncodeError as failure:
-        raise InputError(
-            f"the text holds an unpaired surrogate at character {failure.start}"
-        ) from failure
-    if size > max_bytes:
-        raise InputError(
-            f"the text has {size} bytes, but at most {max_bytes} are taken: pass max_bytes"
-            " to allow more"
-        )
+    numbers = [-1 - number for number in range(len(first) + len(second or ()))]
+    return numbers[: len(first)], None if second is None else numbers[len(first) :]

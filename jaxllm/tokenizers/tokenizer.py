@@ -1,65 +1,81 @@
-"""Base class of tokenizers: chat templates, added tokens, saving."""
+"""Tokenizers as callers see them: encoding of batches, padding, and chat templates."""
 
 from __future__ import annotations
 
-import hashlib
 import re
-from abc import abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from os import PathLike
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, cast, overload
 
-from jaxllm.common.arguments import checked, checked_list, checked_path, checks_flags
-from jaxllm.common.atomic_file import write_whole
+import numpy as np
+
+from jaxllm.common.arguments import checked, checks_flags
 from jaxllm.common.errors import (
     InputError,
     TemplateError,
     TokenizerError,
     UnsupportedError,
-    naming_file,
+    listed,
+    quoted,
 )
-from jaxllm.common.messages import listed, quoted
+from jaxllm.common.renamed_arguments import is_satisfied
+from jaxllm.tokenizers import chat_templates
 from jaxllm.tokenizers.batch import (
+    FILLERS,
+    BatchEncoding,
+    Bucket,
     ListEncoding,
     Padding,
     PaddingSide,
     ReturnTensors,
     Truncation,
+    as_tensors,
+    check_return_tensors,
     checked_side,
+    pad_values,
+    padded_length,
+    padded_rows,
     truncate,
+    unpadded_rows,
 )
-from jaxllm.tokenizers.batch_encoder import BatchEncoder
-from jaxllm.tokenizers.chat import continuation
-from jaxllm.tokenizers.chat import templates as chat
-from jaxllm.tokenizers.chat.messages import normalized_messages
-from jaxllm.tokenizers.files import (
-    FILE_NAMES,
-    NAMED_TOKENS,
-    additional_templates,
-    drop_template_files,
-)
-from jaxllm.tokenizers.settings import (
-    MAX_ADDED_TOKEN_BYTES,
-    AddedToken,
-    TokenizerSettings,
-    template_option,
-)
-from jaxllm.tokenizers.text_encoder import MAX_TEXT_BYTES, check_text
+from jaxllm.tokenizers.settings import TokenizerSettings, drop_template_files, template_option
+from jaxllm.tokenizers.text_encoder import TextEncoder, TextOptions
+from jaxllm.tokenizers.vocabulary import MAX_TEXT_BYTES, check_text
 
 # Options of transformers' apply_chat_template that would become template variables here.
 _UNSUPPORTED_CHAT_OPTIONS = frozenset({"return_assistant_tokens_mask", "tokenizer_kwargs"})
+# Options for which an encoding says more of its tokens than their ids.
+_DETAILS = ("return_offsets_mapping", "return_special_tokens_mask")
 
 
-class Tokenizer(BatchEncoder):
+class PaddingOptions(TypedDict, total=False):
+    """Options of :meth:`Tokenizer.pad`."""
+
+    padding: Padding
+    max_length: int | None
+    pad_to_multiple_of: int | None
+    bucket: Bucket
+    padding_side: PaddingSide | None
+
+
+class EncodingOptions(PaddingOptions, TextOptions, total=False):
+    """Options of a tokenizer's call."""
+
+    return_offsets_mapping: bool
+    return_attention_mask: bool | None
+    return_special_tokens_mask: bool
+    return_length: bool
+
+
+class Tokenizer(TextEncoder):
     """Converts text to token ids and back, with Hugging Face's names and ids.
 
     Attributes:
         padding_side, truncation_side: defaults of ``__call__``: "left" or "right".
     """
 
-    truncation_side: PaddingSide
+    padding_side: PaddingSide
 
     def __init__(
         self, settings: TokenizerSettings, files: Mapping[str, bytes], padding_side: PaddingSide
@@ -70,6 +86,265 @@ class Tokenizer(BatchEncoder):
             setattr(
                 self, name, checked_side(side, TokenizerError, f"tokenizer_config.json: {name}")
             )
+
+    @overload
+    def encode(
+        self,
+        text: str,
+        text_pair: str | None = None,
+        *,
+        return_tensors: None = None,
+        **options: Unpack[EncodingOptions],
+    ) -> list[int]: ...
+    @overload
+    def encode(
+        self,
+        text: str,
+        text_pair: str | None = None,
+        *,
+        return_tensors: Literal["np", "jax"],
+        **options: Unpack[EncodingOptions],
+    ) -> Any: ...
+    def encode(
+        self,
+        text: str,
+        text_pair: str | None = None,
+        *,
+        return_tensors: ReturnTensors = None,
+        **options: Unpack[EncodingOptions],
+    ) -> Any:
+        """Encodes a text, or a pair of texts; options and errors are those of ``__call__``.
+
+        Args:
+            text: the text.
+            text_pair: a second text; Llama gives ``BOS text BOS pair``, T5 ``text </s> pair </s>``.
+            return_tensors: None for a list of ids; "np" or "jax" for an array [1, T] of int32.
+        """
+        if not isinstance(text, str):
+            raise InputError(f"a text must be a str, not {type(text).__name__}")
+        return self(text, text_pair, return_tensors=return_tensors, **options).input_ids
+
+    @overload
+    def __call__(
+        self,
+        text: str | Sequence[str] | None = None,
+        text_pair: str | Sequence[str] | None = None,
+        text_target: str | Sequence[str] | None = None,
+        *,
+        return_tensors: Literal["np", "jax"],
+        **options: Unpack[EncodingOptions],
+    ) -> BatchEncoding: ...
+    @overload
+    def __call__(
+        self,
+        text: str | Sequence[str] | None = None,
+        text_pair: str | Sequence[str] | None = None,
+        text_target: str | Sequence[str] | None = None,
+        *,
+        return_tensors: None = None,
+        **options: Unpack[EncodingOptions],
+    ) -> ListEncoding: ...
+    def __call__(
+        self,
+        text: str | Sequence[str] | None = None,
+        text_pair: str | Sequence[str] | None = None,
+        text_target: str | Sequence[str] | None = None,
+        *,
+        return_tensors: ReturnTensors = None,
+        **options: Unpack[EncodingOptions],
+    ) -> BatchEncoding | ListEncoding:
+        """Encodes one or more prompts, as transformers does with the same arguments.
+
+        ``tokenizer(texts, padding=True, return_tensors="np")`` gives a model its arrays. Other than
+        in transformers, a text longer than ``max_length`` is an error without ``truncation``.
+
+        Args:
+            text: one or more prompts. In arrays an empty prompt becomes BOS if the tokenizer has
+                one.
+            text_pair: as many second texts; see :meth:`encode`.
+            text_target: as many texts that the model should write; their ids, padded like the
+                prompts' with the pad token, are the ``labels``. Without ``text`` the result is
+                theirs alone.
+            return_tensors: "np" or "jax" for arrays [B, T] of int32; None for lists, and one list
+                if ``text`` is one string (the default).
+            padding: True or "longest" pads to the longest prompt, "max_length" to ``max_length``,
+                False not at all (the default without ``bucket``).
+            truncation: True or "longest_first" shortens the longer text until there are at most
+                ``max_length`` tokens; "only_first" and "only_second" shorten that text.
+            max_length: maximum tokens of a prompt, special tokens included; a longer one is an
+                error without ``truncation``. None: the tokenizer's ``model_max_length`` for
+                ``truncation`` and ``padding="max_length"``, otherwise no limit. Without any limit
+                ``truncation`` warns that it cuts nothing.
+            pad_to_multiple_of: rounds the padded length up to a multiple; needs ``padding``.
+            bucket: the same, or ``"power_of_two"``, so that few lengths are compiled; pads by
+                itself.
+            padding_side: "left" or "right"; the tokenizer's own by default.
+            return_offsets_mapping: ``offset_mapping`` [B, T, 2] too, start and end of each token
+                in its text, in characters; only tokenizers of a tokenizer.json have it.
+            return_attention_mask: False leaves the mask out of lists.
+            return_special_tokens_mask: ``special_tokens_mask`` [B, T] too, 1 at tokens that were
+                added to the texts and at padding.
+            return_length: ``length`` [B] too, the number of tokens with padding.
+            add_special_tokens: add BOS and EOS as the model's tokenizer does.
+            split_special_tokens: treat a special token in the text, such as ``</s>``, as plain
+                text. Off by default, as in transformers; turn it on for untrusted text.
+            max_bytes: maximum length of a text, in bytes of UTF-8.
+        """
+        unknown = options.keys() - EncodingOptions.__annotations__.keys()
+        unsupported = sorted(name for name in unknown if not is_satisfied(name, options.get(name)))
+        if unsupported:
+            raise UnsupportedError(f"a tokenizer's call does not take {unsupported}")
+        if text_target is not None:
+            return self._with_labels(text, text_pair, text_target, return_tensors, options)
+        for name in (*_DETAILS, "return_attention_mask", "return_length"):
+            checked(options.get(name), (bool, type(None)), name, "True or False")
+        texts = _text_list(text)
+        pairs = [None] * len(texts) if text_pair is None else _text_list(text_pair)
+        one_of_each = text_pair is None or isinstance(text, str) == isinstance(text_pair, str)
+        if len(pairs) != len(texts) or not one_of_each:
+            raise InputError(f"text_pair: {len(pairs)} second texts for {len(texts)} texts")
+        encoding: Any = {k: v for k, v in options.items() if k in TextOptions.__annotations__}
+        padding: Any = {k: v for k, v in options.items() if k in PaddingOptions.__annotations__}
+        spans, mask = (bool(options.get(name)) for name in _DETAILS)
+        rows = self._encode_rows(texts, pairs, with_spans=spans, with_mask=mask, **encoding)
+        batch = self._pad(rows, return_tensors, **padding)
+        if options.get("return_attention_mask") is False:
+            if not isinstance(batch, ListEncoding):
+                raise UnsupportedError("return_attention_mask=False: arrays have their mask")
+            batch = replace(batch, attention_mask=None)
+        lengths: Any = [len(row) for row in cast(list[Any], batch.input_ids)]
+        if isinstance(batch, ListEncoding) and isinstance(text, str):
+            batch = ListEncoding(**{name: value[0] for name, value in batch.items()})
+        if not options.get("return_length"):
+            return batch
+        if isinstance(batch, ListEncoding):
+            return replace(batch, length=lengths)
+        return as_tensors(replace(batch, length=np.asarray(lengths, np.int32)), return_tensors)
+
+    def _with_labels(
+        self, text: Any, text_pair: Any, target: Any, return_tensors: Any, options: Any
+    ) -> Any:
+        """The encoding of texts, with the ids of their targets as labels."""
+        labels = self(target, return_tensors=return_tensors, **options)
+        if text is None:
+            return labels
+        if len(_text_list(target)) != len(_text_list(text)):
+            raise InputError("text_target: expected one for each text")
+        batch: Any = self(text, text_pair, return_tensors=return_tensors, **options)
+        return replace(batch, labels=labels.input_ids)
+
+    @overload
+    def pad(
+        self,
+        rows: Sequence[Sequence[int]] | Sequence[Mapping[str, Any]] | Mapping[str, Any],
+        *,
+        return_tensors: Literal["np", "jax"],
+        **options: Unpack[PaddingOptions],
+    ) -> BatchEncoding: ...
+    @overload
+    def pad(
+        self,
+        rows: Sequence[Sequence[int]] | Sequence[Mapping[str, Any]] | Mapping[str, Any],
+        *,
+        return_tensors: None = None,
+        **options: Unpack[PaddingOptions],
+    ) -> ListEncoding: ...
+    def pad(
+        self,
+        rows: Sequence[Sequence[int]] | Sequence[Mapping[str, Any]] | Mapping[str, Any],
+        *,
+        return_tensors: ReturnTensors = None,
+        **options: Unpack[PaddingOptions],
+    ) -> BatchEncoding | ListEncoding:
+        """Pads rows to one length; options and errors are those of ``__call__``.
+
+        ``padding`` is True by default.
+
+        Args:
+            rows: lists of ids; or, as in transformers, dicts with ``input_ids`` (the outputs of
+                calls), or one dict of lists. ``attention_mask`` is padded with 0, ``labels`` are
+                returned as they are.
+            return_tensors: as for ``__call__``.
+        """
+        return self._pad(unpadded_rows(rows), return_tensors, **{"padding": True, **options})
+
+    def _pad(
+        self,
+        rows: ListEncoding,
+        return_tensors: ReturnTensors,
+        *,
+        padding: Padding | None = None,
+        max_length: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        bucket: Bucket = None,
+        padding_side: PaddingSide | None = None,
+    ) -> BatchEncoding | ListEncoding:
+        if padding is None:
+            padding = bucket is not None
+        checked(padding, (bool, str), "padding", "True, False or a strategy")
+        check_return_tensors(return_tensors)
+        side = checked_side(self.padding_side if padding_side is None else padding_side, InputError)
+        if bucket is not None and pad_to_multiple_of is not None:
+            raise InputError("give bucket or pad_to_multiple_of, not both")
+        if pad_to_multiple_of is not None and padding in (False, "do_not_pad"):
+            raise InputError("pad_to_multiple_of: give padding=True with it, or leave it out")
+        if max_length is not None or padding == "max_length":
+            max_length = self._max_length(max_length, "padding='max_length'")
+        ids: Any = rows.input_ids
+        if not ids:
+            raise InputError("the batch is empty: give at least one prompt")
+        for number, row in enumerate(ids):
+            if max_length is not None and len(row) > max_length:
+                raise InputError(
+                    f"prompt {number} has {len(row)} tokens, but max_length is {max_length}"
+                )
+        if return_tensors is not None and not all(map(len, ids)):
+            rows = self._without_empty_rows(rows)
+            ids = rows.input_ids
+        length = padded_length(
+            ids, padding, max_length, pad_to_multiple_of if bucket is None else bucket
+        )
+        if length is None and return_tensors is None:
+            masks: Any = rows.attention_mask or [[1] * len(row) for row in ids]
+            lists = {"input_ids": list(map(list, ids)), "attention_mask": list(map(list, masks))}
+            return replace(rows, **lists)
+        if length is None:
+            length = len(ids[0])
+            if any(len(row) != length for row in ids):
+                raise InputError(
+                    "the prompts have different lengths: an array needs padding=True, or"
+                    " truncation and padding='max_length'"
+                )
+        if length * len(ids) > MAX_TEXT_BYTES:
+            raise InputError(
+                f"{len(ids)} rows of {length} tokens: an array has at most {MAX_TEXT_BYTES}; lower"
+                " max_length or pad_to_multiple_of"
+            )
+        pad = self.pad_token_id if self.pad_token_id is not None else self.eos_token_id
+        batch = padded_rows(rows, 0 if pad is None else pad, side, length)
+        if return_tensors is not None:
+            return as_tensors(batch, return_tensors)
+        lists = {name: value.tolist() for name, value in batch.items()}
+        if rows.offset_mapping is not None:
+            spans: Any = rows.offset_mapping
+            lists["offset_mapping"] = pad_values(spans, (0, 0), side, length)
+        return ListEncoding(**lists)
+
+    def _without_empty_rows(self, rows: ListEncoding) -> ListEncoding:
+        """Rows in which BOS stands for an empty prompt."""
+        if self.bos_token_id is None:
+            ids: Any = rows.input_ids
+            empty = next(number for number, row in enumerate(ids) if len(row) == 0)
+            raise InputError(
+                f"prompt {empty} is empty, and the tokenizer has no BOS token to begin with"
+            )
+        values = {"input_ids": self.bos_token_id, **FILLERS, "attention_mask": 1}
+        filled: dict[str, Any] = {
+            name: [row if len(row) > 0 else [values[name]] for row in column]
+            for name, column in rows.items()
+            if name != "labels"
+        }
+        return replace(rows, **filled)
 
     @property
     def chat_template(self) -> str | None:
@@ -138,11 +413,6 @@ class Tokenizer(BatchEncoder):
         Returns:
             ``list[int]`` for one conversation, or a list of them; ``str`` with ``tokenize=False``;
             an array or an encoding with ``return_tensors`` or ``return_dict``.
-
-        Raises:
-            TemplateError: there is no template, or it is too large, too slow, or failed.
-            InputError: the messages are no list of dicts of JSON values, or become too long.
-            UnsupportedError: an option of transformers that is not a template variable.
         """
         unsupported = _UNSUPPORTED_CHAT_OPTIONS.intersection(kwargs)
         if unsupported:
@@ -179,13 +449,13 @@ class Tokenizer(BatchEncoder):
         self, messages: Any, variables: Mapping[str, Any], continue_final: bool
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Variables of a template: user input, and all others."""
-        messages = normalized_messages(messages)
+        messages = chat_templates.normalized_messages(messages)
         own: dict[str, Any] = {name: token.content for name, token in self.settings.named.items()}
         if self.settings.extra:
             own["additional_special_tokens"] = [t.content for t in self.settings.extra]
         trusted = {**own, **variables}
         if continue_final:
-            messages = continuation.tagged(messages)
+            messages = chat_templates.tagged(messages)
         untrusted = {"messages": messages, "tools": trusted.pop("tools")}
         if "documents" in trusted:
             untrusted["documents"] = trusted.pop("documents")
@@ -195,8 +465,8 @@ class Tokenizer(BatchEncoder):
         self, template: str, messages: Any, variables: Mapping[str, Any], continue_final: bool
     ) -> str:
         untrusted, trusted = self._template_variables(messages, variables, continue_final)
-        text = chat.render(template, {**untrusted, **trusted})
-        return continuation.cut(text) if continue_final else text
+        text = chat_templates.render(template, {**untrusted, **trusted})
+        return chat_templates.cut(text) if continue_final else text
 
     def _chat_ids(
         self,
@@ -208,9 +478,9 @@ class Tokenizer(BatchEncoder):
     ) -> list[int]:
         """Token ids of one conversation."""
         untrusted, trusted = self._template_variables(messages, variables, continue_final)
-        rendered = chat.render_parts(template, untrusted, trusted, self.special_tokens)
+        rendered = chat_templates.render_parts(template, untrusted, trusted, self.special_tokens)
         if continue_final:
-            rendered = continuation.cut_parts(rendered)
+            rendered = chat_templates.cut_parts(rendered)
         parts = [rendered] if isinstance(rendered, str) else rendered
         check_text("".join(p if isinstance(p, str) else p.content for p in parts), max_bytes)
         if isinstance(rendered, str):
@@ -241,125 +511,17 @@ class Tokenizer(BatchEncoder):
             )
         return templates["default"]
 
-    @checks_flags
-    def add_tokens(
-        self,
-        new_tokens: str | AddedToken | Sequence[str | AddedToken],
-        special_tokens: bool = False,
-    ) -> int:
-        """Adds tokens at which texts are split; returns how many of them got a new id.
 
-        A token of the vocabulary keeps its id, and is no longer split. ``save`` writes the added
-        tokens. A model needs rows for new ids: ``model.resize_token_embeddings(len(tokenizer))``.
-
-        Args:
-            new_tokens: one or more tokens; ``AddedToken`` for one with options.
-            special_tokens: tokens given as strings are special, so that ``skip_special_tokens``
-                leaves them out.
-        """
-        single = isinstance(new_tokens, str | AddedToken)
-        values = [new_tokens] if single else checked_list(new_tokens, "new_tokens")
-        added, size = dict(self.settings.added), len(self)
-        for value in values:
-            if not isinstance(value, str | AddedToken) or value in ("", AddedToken("")):
-                raise InputError(f"add_tokens: {quoted(value)} is not a token")
-            check_text(str(value), MAX_TEXT_BYTES)
-            if len(str(value).encode()) > MAX_ADDED_TOKEN_BYTES:
-                raise InputError(
-                    f"add_tokens: {quoted(value)} has more than {MAX_ADDED_TOKEN_BYTES} bytes"
-                )
-            if isinstance(value, str) and value in self.special_tokens:
-                continue
-            token = (
-                AddedToken(value, special=special_tokens, normalized=not special_tokens)
-                if isinstance(value, str)
-                else value
-            )
-            known = {each.content: index for index, each in added.items()}
-            index = known.get(token.content, self.token_to_id(token.content))
-            if index is None:
-                index, size = size, size + 1
-            added[index] = token
-        before = len(self)
-        self._rebuild(replace(self.settings, added=dict(sorted(added.items()))))
-        return len(self) - before
-
-    @checks_flags
-    def add_special_tokens(
-        self, tokens: Mapping[str, Any], replace_extra_special_tokens: bool = True
-    ) -> int:
-        """Sets named tokens such as ``pad_token``, adding those that are new; returns how many are.
-
-        Args:
-            tokens: token by name; under ``additional_special_tokens`` or ``extra_special_tokens`` a
-                list of further special tokens.
-            replace_extra_special_tokens: the list takes the place of `additional_special_tokens`;
-                otherwise it is added to them. Tokens that leave the list stay special.
-        """
-        lists = ("additional_special_tokens", "extra_special_tokens")
-        checked(tokens, (Mapping,), "tokens", "a dict of tokens by name")
-        unknown = tokens.keys() - {*NAMED_TOKENS, *lists}
-        if unknown:
-            raise InputError(f"{sorted(unknown)}: special tokens are {(*NAMED_TOKENS, *lists)}")
-        named = {name: value for name, value in tokens.items() if name in NAMED_TOKENS}
-        extra = [v for name in lists for v in checked_list(tokens.get(name) or (), name)]
-        named, extra = {k: _special(v) for k, v in named.items()}, [_special(v) for v in extra]
-        count = self.add_tokens([*named.values(), *extra], special_tokens=True)
-        for name, value in named.items():
-            self.set_named_token(name, value.content if isinstance(value, AddedToken) else value)
-        special = [self.special_tokens[str(getattr(each, "content", each))] for each in extra]
-        if extra:
-            kept = () if replace_extra_special_tokens else self.settings.extra
-            every = tuple(dict.fromkeys((*kept, *special)))
-            self.settings = replace(self.settings, extra=every)
-            self._set_option("additional_special_tokens", [token.content for token in every])
-        return count
-
-    @abstractmethod
-    def _rebuild(self, settings: TokenizerSettings) -> None:
-        """Makes the tokenizer anew with other added tokens, which ``save`` then writes."""
-
-    def _become(self, other: Tokenizer) -> None:
-        """Takes the state of another tokenizer, except for the sides of padding and truncation."""
-        sides = {"padding_side": self.padding_side, "truncation_side": self.truncation_side}
-        state = vars(self)
-        state.clear()
-        state.update({**vars(other), **sides})
-
-    def save_pretrained(self, save_directory: str | PathLike[str]) -> tuple[str, ...]:
-        """Writes the tokenizer's files, for transformers and jaxllm; returns their paths.
-
-        Files that were loaded from a folder are written byte for byte, except for a named token
-        that was changed. Files of an earlier tokenizer in the folder are removed.
-
-        Raises:
-            TokenizerError: a file cannot be written.
-        """
-        folder = checked_path(save_directory, "save_directory")
-        self.save(folder)
-        return tuple(str(folder / name) for name in self._files)
-
-    def digest(self) -> str:
-        """Digest of the files that `save` writes, 16 hexadecimal digits."""
-        digest = hashlib.sha256()
-        for name, content in sorted(self._files.items()):
-            digest.update(f"{name}\0{len(content)}\0".encode() + content)
-        return digest.hexdigest()[:16]
-
-    def save(self, folder: str | PathLike[str]) -> None:
-        """Saves the tokenizer; see :meth:`save_pretrained`."""
-        folder = checked_path(folder, "folder")
-        with naming_file(folder, TokenizerError, "created"):
-            folder.mkdir(parents=True, exist_ok=True)
-        for name, content in self._files.items():
-            with naming_file(folder / name, TokenizerError, "written"):
-                (folder / name).parent.mkdir(exist_ok=True)
-                write_whole(folder / name, content)
-        # Those of an earlier tokenizer, which `load_tokenizer` would read too:
-        for path in [*(folder / name for name in FILE_NAMES), *additional_templates(folder)]:
-            if path.relative_to(folder).as_posix() not in self._files:
-                with naming_file(path, TokenizerError, "written"):
-                    path.unlink(missing_ok=True)
+def _text_list(texts: object) -> list[Any]:
+    """The texts of a batch: one string, or a list or other sequence of them."""
+    if isinstance(texts, str):
+        return [texts]
+    if isinstance(texts, bytes | Mapping) or not isinstance(texts, Iterable):
+        raise InputError(f"expected a str or a list of str, found {type(texts).__name__}")
+    dtype = getattr(texts, "dtype", None)
+    if dtype is not None and getattr(dtype, "kind", None) not in ("U", "O", "T"):
+        raise InputError(f"expected a str or a list of str, found an array of {dtype}")
+    return list(texts)
 
 
 def _are_conversations(messages: Any) -> bool:
@@ -369,8 +531,3 @@ def _are_conversations(messages: Any) -> bool:
     return bool(messages) and all(
         isinstance(each, Sequence) and not isinstance(each, str | bytes) for each in messages
     )
-
-
-def _special(token: Any) -> Any:
-    """An added token that is special; other values as they are."""
-    return replace(token, special=True) if isinstance(token, AddedToken) else token

@@ -1,21 +1,31 @@
-"""Tokens and their ids: conversion both ways, and named special tokens (BOS, EOS, pad, ...)."""
+"""Tokens and their ids: conversion both ways, special tokens, adding tokens, and saving."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
 from typing import TYPE_CHECKING, Any, overload
 
-from jaxllm.common.arguments import checked, checked_list, checks_flags
-from jaxllm.common.errors import InputError, TokenizerError
-from jaxllm.common.messages import quoted
+from jaxllm.common.arguments import checked, checked_list, checked_path, checks_flags
+from jaxllm.common.errors import InputError, TokenizerError, naming_file, quoted
+from jaxllm.common.files import write_whole
 from jaxllm.common.renamed_arguments import TOKENIZER_ATTRIBUTES
-from jaxllm.tokenizers.files import NAMED_TOKENS
-from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
+from jaxllm.tokenizers.settings import (
+    FILE_NAMES,
+    MAX_ADDED_TOKEN_BYTES,
+    NAMED_TOKENS,
+    AddedToken,
+    TokenizerSettings,
+    additional_templates,
+    config_json,
+)
 from jaxllm.tokenizers.stream_decoder import is_id, iterate_ids
 
+MAX_TEXT_BYTES = 1_000_000
 NO_MAX_LENGTH = int(1e30)
 """transformers' ``model_max_length`` of a tokenizer that has none."""
 
@@ -57,6 +67,7 @@ class Vocabulary(ABC):
     Attributes:
         settings: special tokens, flags and chat templates.
         vocab_size: size of the vocabulary without added tokens; ``len(...)`` includes them.
+        special_tokens: special tokens by text.
         special_ids: ids that ``decode(..., skip_special_tokens=True)`` skips.
         bos_token, eos_token, unk_token, sep_token, pad_token, cls_token, mask_token: texts of named
             tokens, or None; each with its id, such as ``bos_token_id``. To make another token of
@@ -64,6 +75,7 @@ class Vocabulary(ABC):
     """
 
     vocab_size: int
+    special_tokens: Mapping[str, AddedToken]
     special_ids: frozenset[int]
     _added: Mapping[int, AddedToken]
 
@@ -99,11 +111,6 @@ class Vocabulary(ABC):
     @abstractmethod
     def _id_to_token(self, index: int) -> str | None: ...
 
-    @property
-    @abstractmethod
-    def special_tokens(self) -> Mapping[str, AddedToken]:
-        """Special tokens by text."""
-
     def get_vocab(self) -> dict[str, int]:
         """Ids of all tokens, added tokens included."""
         tokens = ((self.id_to_token(index), index) for index in range(len(self)))
@@ -135,11 +142,7 @@ class Vocabulary(ABC):
     def convert_ids_to_tokens(
         self, ids: int | Iterable[int], skip_special_tokens: bool = False
     ) -> str | list[str | None] | None:
-        """Tokens of one or more ids; None beyond the vocabulary.
-
-        Raises:
-            InputError: not an id, or not a list or one-dimensional array of ids.
-        """
+        """Tokens of one or more ids; None beyond the vocabulary."""
         indices = list(iterate_ids(ids))
         if not isinstance(ids, Iterable) or getattr(ids, "ndim", 1) == 0:
             return self.id_to_token(indices[0])
@@ -147,11 +150,7 @@ class Vocabulary(ABC):
         return [self.id_to_token(index) for index in indices if index not in skipped]
 
     def set_named_token(self, name: str, token: str | None) -> None:
-        """Changes a named token, in the files that ``save`` writes too; None removes it.
-
-        Raises:
-            InputError: the token is not in the vocabulary, so that no model has learnt it.
-        """
+        """Changes a named token, in the files that ``save`` writes too; None removes it."""
         if token is not None and not (
             isinstance(token, str) and self.token_to_id(token) is not None
         ):
@@ -169,8 +168,8 @@ class Vocabulary(ABC):
         for file in ("tokenizer_config.json", "special_tokens_map.json"):
             is_kept = file in self._files and name.endswith(("_token", "_tokens"))
             if is_kept or file == "tokenizer_config.json":
-                content = {**json.loads(self._files.get(file, b"{}")), name: value}
-                self._files[file] = json.dumps(content, ensure_ascii=False, indent=2).encode()
+                content = json.loads(self._files.get(file, b"{}"))
+                self._files[file] = config_json({**content, name: value})
 
     @property
     def special_tokens_map(self) -> dict[str, str]:
@@ -184,19 +183,12 @@ class Vocabulary(ABC):
         return ["input_ids", "attention_mask"]
 
     @property
-    def extra_special_tokens(self) -> list[str]:
-        """transformers 5's name of `additional_special_tokens`."""
-        return self.additional_special_tokens
-
-    @property
-    def extra_special_tokens_ids(self) -> list[int | None]:
-        """transformers 5's name of `additional_special_tokens_ids`."""
-        return self.additional_special_tokens_ids
-
-    @property
     def additional_special_tokens(self) -> list[str]:
         """Special tokens without a name of their own."""
         return [token.content for token in self.settings.extra]
+
+    extra_special_tokens = additional_special_tokens
+    """transformers 5's name."""
 
     def get_added_vocab(self) -> dict[str, int]:
         """Ids of the added tokens, special ones included."""
@@ -206,6 +198,9 @@ class Vocabulary(ABC):
     def additional_special_tokens_ids(self) -> list[int | None]:
         """Ids of `additional_special_tokens`."""
         return [self.token_to_id(token) for token in self.additional_special_tokens]
+
+    extra_special_tokens_ids = additional_special_tokens_ids
+    """transformers 5's name."""
 
     @property
     def all_special_tokens(self) -> list[str]:
@@ -235,6 +230,123 @@ class Vocabulary(ABC):
             raise InputError(f"model_max_length: expected a positive number, found {quoted(value)}")
         self._set_option("model_max_length", min(value, NO_MAX_LENGTH))
 
+    @checks_flags
+    def add_tokens(
+        self,
+        new_tokens: str | AddedToken | Sequence[str | AddedToken],
+        special_tokens: bool = False,
+    ) -> int:
+        """Adds tokens at which texts are split; returns how many of them got a new id.
+
+        A token of the vocabulary keeps its id, and is no longer split. ``save`` writes the added
+        tokens. A model needs rows for new ids: ``model.resize_token_embeddings(len(tokenizer))``.
+
+        Args:
+            new_tokens: one or more tokens; ``AddedToken`` for one with options.
+            special_tokens: tokens given as strings are special, so that ``skip_special_tokens``
+                leaves them out.
+        """
+        single = isinstance(new_tokens, str | AddedToken)
+        values = [new_tokens] if single else checked_list(new_tokens, "new_tokens")
+        added, size = dict(self.settings.added), len(self)
+        for value in values:
+            if not isinstance(value, str | AddedToken) or value in ("", AddedToken("")):
+                raise InputError(f"add_tokens: {quoted(value)} is not a token")
+            check_text(str(value), MAX_TEXT_BYTES)
+            if len(str(value).encode()) > MAX_ADDED_TOKEN_BYTES:
+                raise InputError(
+                    f"add_tokens: {quoted(value)} has more than {MAX_ADDED_TOKEN_BYTES} bytes"
+                )
+            if isinstance(value, str) and value in self.special_tokens:
+                continue
+            token = (
+                AddedToken(value, special=special_tokens, normalized=not special_tokens)
+                if isinstance(value, str)
+                else value
+            )
+            known = {each.content: index for index, each in added.items()}
+            index = known.get(token.content, self.token_to_id(token.content))
+            if index is None:
+                index, size = size, size + 1
+            added[index] = token
+        before = len(self)
+        self._rebuild(replace(self.settings, added=dict(sorted(added.items()))))
+        return len(self) - before
+
+    @checks_flags
+    def add_special_tokens(
+        self, tokens: Mapping[str, Any], replace_extra_special_tokens: bool = True
+    ) -> int:
+        """Sets named tokens such as ``pad_token``, adding those that are new; returns how many are.
+
+        Args:
+            tokens: token by name; under ``additional_special_tokens`` or ``extra_special_tokens`` a
+                list of further special tokens.
+            replace_extra_special_tokens: the list takes the place of `additional_special_tokens`;
+                otherwise it is added to them. Tokens that leave the list stay special.
+        """
+        lists = ("additional_special_tokens", "extra_special_tokens")
+        checked(tokens, (Mapping,), "tokens", "a dict of tokens by name")
+        unknown = tokens.keys() - {*NAMED_TOKENS, *lists}
+        if unknown:
+            raise InputError(f"{sorted(unknown)}: special tokens are {(*NAMED_TOKENS, *lists)}")
+        named = {name: value for name, value in tokens.items() if name in NAMED_TOKENS}
+        extra = [v for name in lists for v in checked_list(tokens.get(name) or (), name)]
+        named, extra = {k: _special(v) for k, v in named.items()}, [_special(v) for v in extra]
+        count = self.add_tokens([*named.values(), *extra], special_tokens=True)
+        for name, value in named.items():
+            self.set_named_token(name, value.content if isinstance(value, AddedToken) else value)
+        special = [self.special_tokens[str(getattr(each, "content", each))] for each in extra]
+        if extra:
+            kept = () if replace_extra_special_tokens else self.settings.extra
+            every = tuple(dict.fromkeys((*kept, *special)))
+            self.settings = replace(self.settings, extra=every)
+            self._set_option("additional_special_tokens", [token.content for token in every])
+        return count
+
+    @abstractmethod
+    def _rebuild(self, settings: TokenizerSettings) -> None:
+        """Makes the tokenizer anew with other added tokens, which ``save`` then writes."""
+
+    def _become(self, other: Vocabulary) -> None:
+        """Takes the state of another tokenizer, except for the sides of padding and truncation."""
+        state = vars(self)
+        sides = {name: state[name] for name in ("padding_side", "truncation_side")}
+        state.clear()
+        state.update({**vars(other), **sides})
+
+    def save_pretrained(self, save_directory: str | PathLike[str]) -> tuple[str, ...]:
+        """Writes the tokenizer's files, for transformers and jaxllm; returns their paths.
+
+        Files that were loaded from a folder are written byte for byte, except for a named token
+        that was changed. Files of an earlier tokenizer in the folder are removed.
+        """
+        folder = checked_path(save_directory, "save_directory")
+        self.save(folder)
+        return tuple(str(folder / name) for name in self._files)
+
+    def digest(self) -> str:
+        """Digest of the files that `save` writes, 16 hexadecimal digits."""
+        digest = hashlib.sha256()
+        for name, content in sorted(self._files.items()):
+            digest.update(f"{name}\0{len(content)}\0".encode() + content)
+        return digest.hexdigest()[:16]
+
+    def save(self, folder: str | PathLike[str]) -> None:
+        """Saves the tokenizer; see :meth:`save_pretrained`."""
+        folder = checked_path(folder, "folder")
+        with naming_file(folder, TokenizerError, "created"):
+            folder.mkdir(parents=True, exist_ok=True)
+        for name, content in self._files.items():
+            with naming_file(folder / name, TokenizerError, "written"):
+                (folder / name).parent.mkdir(exist_ok=True)
+                write_whole(folder / name, content)
+        # Those of an earlier tokenizer, which `load_tokenizer` would read too:
+        for path in [*(folder / name for name in FILE_NAMES), *additional_templates(folder)]:
+            if path.relative_to(folder).as_posix() not in self._files:
+                with naming_file(path, TokenizerError, "written"):
+                    path.unlink(missing_ok=True)
+
     if not TYPE_CHECKING:  # it would hide misspelt attributes from type checkers
 
         def __getattr__(self, name: str) -> Any:
@@ -242,3 +354,26 @@ class Vocabulary(ABC):
             where = f"{type(self).__name__!r} object has no attribute {name!r}"
             hint = TOKENIZER_ATTRIBUTES.get(name)
             raise AttributeError(where if hint is None else f"{where}: {hint}")
+
+
+def check_text(text: object, max_bytes: int) -> None:
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int):
+        raise InputError(f"max_bytes is {max_bytes!r}: expected an int")
+    if not isinstance(text, str):
+        raise InputError(f"a text must be a str, not {type(text).__name__}")
+    try:
+        size = len(text.encode("utf-8"))
+    except UnicodeEncodeError as failure:
+        raise InputError(
+            f"the text holds an unpaired surrogate at character {failure.start}"
+        ) from failure
+    if size > max_bytes:
+        raise InputError(
+            f"the text has {size} bytes, but at most {max_bytes} are taken: pass max_bytes"
+            " to allow more"
+        )
+
+
+def _special(token: Any) -> Any:
+    """An added token that is special; other values as they are."""
+    return replace(token, special=True) if isinstance(token, AddedToken) else token

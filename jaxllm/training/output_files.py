@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jaxllm.common import atomic_file as whole_file
+from jaxllm.common import files
 from jaxllm.common.errors import RunError, naming_file
 
 
@@ -30,7 +30,7 @@ def replacing_file(path: Path) -> Generator[Path]:
     Raises:
         RunError: it cannot be written.
     """
-    with writing(path), whole_file.replacing(path) as partial:
+    with writing(path), files.replacing(path) as partial:
         yield partial
 
 
@@ -60,6 +60,6 @@ def replacing_folder(folder: Path) -> Generator[Path]:
         yield partial
         with writing(folder):
             partial.replace(folder)
-            whole_file.sync_folder(folder.parent)
+            files.sync_folder(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

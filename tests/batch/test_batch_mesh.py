@@ -12,7 +12,7 @@ import tiny
 from compiling import compiled_as_users
 from batch_tools import differences, uneven_rows
 from jaxllm import BatchGenerator
-from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.compiling import CompileClock
 from jaxllm.batch import slot_pool as pools
 from jaxllm.parallel.mesh import use_mesh
 from jaxllm.parallel.placement import put_tree

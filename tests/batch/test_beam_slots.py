@@ -19,7 +19,7 @@ from generation_tools import sorted_sizes
 import jaxllm
 from jaxllm import BatchGenerator
 from jaxllm.batch import slot_pool as pools
-from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.compiling import CompileClock
 from jaxllm.parallel.device_memory import nbytes
 
 SMALL = {

@@ -10,7 +10,7 @@ import tiny
 from batch_tools import uneven_rows
 
 from jaxllm import BatchGenerator
-from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.compiling import CompileClock
 
 SLOTS = 64
 

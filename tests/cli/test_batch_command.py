@@ -28,9 +28,9 @@ from jaxllm.batch import BatchOutput
 from jaxllm.batch.job.inputs import read_source
 from jaxllm.batch.job.job import Job
 from jaxllm.batch.job.job_files import journal_folder, report_file
-from jaxllm.cli.batch_progress import BatchProgress
+from jaxllm.cli.batch import BatchProgress
 from jaxllm.cli.generate import main
-from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.compiling import CompileClock
 from jaxllm.common.progress import Reporter
 
 MODEL = ROOT / "tests" / "data" / "conformance" / "models" / "s_llama_tok"
@@ -101,8 +101,8 @@ def test_chat(tmp_path, capsys):
     ("arguments", "why"),
     [
         (("--input", "rows.jsonl"), "--output"),
-        (("--output", "out.jsonl", "hello"), "--output has no effect without --input"),
-        (("--resume", "hello"), "--resume has no effect"),
+        (("--output", "out.jsonl", "hello"), "--output: has no effect without --input"),
+        (("--resume", "hello"), "--resume: has no effect"),
         (("--input", "a", "--output", "b", "hello"), "PROMPT: not together"),
         (("--input", "a", "--output", "b", "--input-ids", "1"), "--input-ids: not together"),
         (("--input", "a", "--output", "b", "--no-stream"), "--no-stream: not together"),
@@ -111,7 +111,7 @@ def test_chat(tmp_path, capsys):
         (("--input", "a", "--output", "b", "--seed", "-1"), "--seed must be"),
         (("--input", "a", "--output", "-", "--resume"), "nothing is kept of a job"),
         (("--input", "rows.zip", "--output", "b"), "rows.zip: is compressed, and not by gzip"),
-        (("--prompt-column", "q", "hello"), "--prompt-column has no effect without --input"),
+        (("--prompt-column", "q", "hello"), "--prompt-column: has no effect without --input"),
     ],
 )
 def test_mixed_up_options(arguments, why, capsys):

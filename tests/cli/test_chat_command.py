@@ -17,9 +17,8 @@ import tiny
 from paths import DATA
 
 import jaxllm
-from jaxllm.cli import conversation
-from jaxllm.cli.chat import main
-from jaxllm.cli.conversation import Conversation, continued_ids
+from jaxllm.cli import chat as chat_command
+from jaxllm.cli.chat import Conversation, continued_ids, main
 from jaxllm.errors import InputError
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 
@@ -56,7 +55,7 @@ def test_turns_continue_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch)
         cached.append(0 if past is None else len(past.tokens()[0]))
         return jaxllm.generate(model, prompts, **options)
 
-    monkeypatch.setattr(conversation, "generate", generate)
+    monkeypatch.setattr(chat_command, "generate", generate)
     chat = start(folder, system="Be brief.")
     shown: list[str] = []
     for number, text in enumerate(["Hello", "And then?", "Why?"]):

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import jaxllm
-from jaxllm.cli.exits import run_command
-from jaxllm.cli.field_flags import add_field_flags, generation_fields
 from jaxllm.cli.main import COMMANDS, main
-from jaxllm.common.compile_cache import default_folder
+from jaxllm.cli.options import add_field_flags, generation_fields
+from jaxllm.cli.process import run_command
+from jaxllm.common.compiling import default_folder
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.field_checks import boolean
 

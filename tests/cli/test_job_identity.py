@@ -7,7 +7,7 @@ import argparse
 import pytest
 from paths import ROOT
 
-from jaxllm.cli.model_flags import add_model_flags, model_options
+from jaxllm.cli.options import add_model_flags, model_options
 
 MODEL = ROOT / "tests" / "data" / "conformance" / "models" / "s_llama_tok"
 VALUES = {

@@ -16,7 +16,7 @@ BATCH = ("--input", "rows.jsonl", "--output", "out.jsonl")
         ((*BATCH, "--engine", "ray"), "--actors: --engine ray needs the number of actors"),
         ((*BATCH, "--engine", "ray", "--actors", "0"), "--actors: expected 1 or more"),
         ((*BATCH, "--actors", "2"), "--actors: has no effect without --engine ray"),
-        (("--engine", "ray", "--actors", "2", "Hi"), "--engine has no effect without --input"),
+        (("--engine", "ray", "--actors", "2", "Hi"), "--engine: has no effect without --input"),
         ((*BATCH, "--actor-resources", "GPU"), "expected amounts such as GPU=1,CPU=4, found 'GPU'"),
         ((*BATCH, "--num-processes", "2"), "--num-processes: not together with --input"),
     ],

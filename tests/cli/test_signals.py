@@ -18,7 +18,7 @@ import pytest
 from paths import ROOT
 from tiny_runs import measured, saved, write_recipe
 
-from jaxllm.cli import signals
+from jaxllm.cli.process import STOP_SIGNALS, signals
 
 MODEL = ROOT / "tests" / "data" / "conformance" / "models" / "s_llama_tok"
 STEPS, ROWS = 30, 300
@@ -161,14 +161,14 @@ def batch(tmp_path: Path, programs: Path) -> BatchCommand:
 
 
 def test_a_signal_during_the_imports(batch: BatchCommand) -> None:
-    for number in signals.STOP_SIGNALS:
+    for number in STOP_SIGNALS:
         assert batch.end(number, at_once)
     assert not batch.output.parent.joinpath("out.jsonl").exists()
 
 
 EXIT = """
 import os, signal, sys, time
-from jaxllm.cli import signals
+from jaxllm.cli.process import signals
 class LateSignal:
     def __del__(self):  # as Python finalizes
         os.kill(os.getpid(), signal.SIGTERM)
@@ -202,7 +202,7 @@ def check_random_signals(command: Any, straight: Any, count: int, seed: int) -> 
     seconds = time.monotonic() - start
     rng, ended = random.Random(seed), 0
     while ended < count:
-        number = rng.choice(signals.STOP_SIGNALS)
+        number = rng.choice(STOP_SIGNALS)
         if command.end(number, after(rng.uniform(0, seconds))):
             command.began, ended = True, ended + 1
         else:  # it had ended before the signal
@@ -227,7 +227,7 @@ def test_50_signals_at_random_times(make: Any, tmp_path: Path, programs: Path) -
 
 @pytest.fixture
 def handlers() -> dict[int, Any]:
-    return {number: signal.getsignal(number) for number in signals.STOP_SIGNALS}
+    return {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
 
 def test_handlers_are_restored(handlers: dict[int, Any]) -> None:

@@ -12,7 +12,7 @@ from paths import ROOT
 MODEL = ROOT / "tests" / "data" / "conformance" / "models" / "s_llama_tok"
 USE_STREAMS = """
 import os, sys
-from jaxllm.cli.streams import open_missing_streams
+from jaxllm.cli.process import open_missing_streams
 open_missing_streams()
 pipe = os.pipe()
 print("out")
@@ -39,7 +39,7 @@ def test_a_closed_stream_is_the_null_device(closed: str, out: str, err: str):
 
 def test_characters_that_the_encoding_of_stdout_lacks_are_escaped():
     """The text of an answer, in a program that begins as all commands do."""
-    program = "import sys\nfrom jaxllm.cli import main, streams\n"
+    program = "import sys\nfrom jaxllm.cli import main\n"
     program += "main.main = lambda: sys.stdout.write('caf\u00e9 \U0001f600\\n') * 0\nmain.script()"
     for encoding, out in (
         ("ascii", b"caf\\xe9 \\U0001f600\n"),

@@ -215,7 +215,7 @@ def test_a_signal_saves(tmp_path: Path, spawn: Any, number: int, code: int):
 
 STOPPING = """
 import signal, sys, time
-from jaxllm.cli import signals
+from jaxllm.cli.process import signals
 with signals.handled("train.py"):
     stop = signals.stop_after("step")
     if sys.argv[1] == "late":

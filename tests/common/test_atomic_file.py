@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxllm.common.atomic_file import replacing, write_whole
+from jaxllm.common.files import replacing, write_whole
 
 
 def fail_halfway(path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from jaxllm.batch.memory import memory_budget
 from jaxllm.checkpoint.hub import resolve
-from jaxllm.common.run_lock import RunLock
+from jaxllm.common.files import RunLock
 from jaxllm.errors import InputError, JaxLLMError, MissingFileError, RunError
 from jaxllm.training.run import read_recipe
 

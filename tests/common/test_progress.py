@@ -18,7 +18,7 @@ from rich.console import Console
 
 import jaxllm
 from jaxllm.common import progress as progress_module
-from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.compiling import CompileClock
 from jaxllm.common.progress import Reporter, set_progress
 
 

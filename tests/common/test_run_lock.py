@@ -10,11 +10,11 @@ import sys
 import pytest
 
 from jaxllm.common.errors import RunError
-from jaxllm.common.run_lock import LOCK_FILE, RunLock
+from jaxllm.common.files import LOCK_FILE, RunLock
 
 HOLD = """
 import os, pathlib, sys, time
-from jaxllm.common.run_lock import RunLock
+from jaxllm.common.files import RunLock
 lock = RunLock(pathlib.Path(sys.argv[1]))
 if len(sys.argv) > 2:
     started, start = os.pipe()

@@ -11,8 +11,7 @@ import tiny
 from paths import DATA
 
 import jaxllm
-from jaxllm.common.errors import InputError
-from jaxllm.common.messages import warn
+from jaxllm.common.errors import InputError, warn
 
 LLAMA = DATA / "reference" / "tiny-llama"
 

@@ -222,8 +222,7 @@ def test_command(folders: dict[str, Path], tmp_path: Path, capsys: pytest.Captur
         (["--tasks", "a", "--stride", "4"], "--stride needs --perplexity"),
         (["--perplexity", "a", "--limit", "4"], "--limit needs --tasks"),
     ]:
-        with pytest.raises(SystemExit):
-            eval_command.main([str(folders["llama"]), *arguments])
+        assert eval_command.main([str(folders["llama"]), *arguments]) == 2
         assert error in capsys.readouterr().err
 
 

@@ -10,7 +10,7 @@ import re, sys
 import jax, numpy as np, pytest
 import jaxllm, tiny
 from compiling import compiled_as_users
-from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.generation import loop
 from jaxllm.generation.generate import prepare_call, program_model

@@ -16,7 +16,7 @@ from batch_tools import differences, uneven_rows
 from small_tokenizers import small_tokenizer
 
 import jaxllm
-from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.compiling import CompileClock
 from jaxllm.serve import AsyncEngine, QueueFullError
 from jaxllm.serve.engine_thread import EngineStoppedError
 from jaxllm.serve.http.api_types import SamplingFields

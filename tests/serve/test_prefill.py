@@ -11,7 +11,7 @@ import tiny
 from batch_tools import differences
 
 from jaxllm.batch import slot_placement
-from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.serve import AsyncEngine
 from jaxllm.serve.live_rows import live_tasks

@@ -17,7 +17,7 @@ from jaxllm.common.errors import InputError, TemplateError, TokenizerError
 from jaxllm.serve import text_worker
 from jaxllm.serve.text_worker import TextWorker
 from jaxllm.tokenizers.settings import TokenizerSettings
-from jaxllm.tokenizers.tokenizer_json.tokenizer import FastTokenizer
+from jaxllm.tokenizers.tokenizer_json import FastTokenizer
 
 SLICES = (
     "{% for m in messages %}{% for other in messages[loop.index0:] %}{% if other.role == m.role %}"

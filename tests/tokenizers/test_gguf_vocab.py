@@ -10,7 +10,7 @@ import sentencepiece
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.common.errors import TokenizerError, UnsupportedError
 from jaxllm.tokenizers import load_tokenizer, tokenizer_from_gguf
-from jaxllm.tokenizers.sentencepiece.model import _fields
+from jaxllm.tokenizers.sentencepiece_model import _fields
 
 DATA = paths.DATA / "tokenizers"
 CASES = json.loads((DATA / "gguf_cases.json").read_text(encoding="utf-8"))

@@ -10,7 +10,7 @@ from typing import Any
 from jaxllm.checkpoint.load import gguf_in
 from jaxllm.common.errors import CheckpointError, naming_file
 from jaxllm.common.files import is_there
-from jaxllm.tokenizers.files import FILE_NAMES, TEMPLATES_FOLDER
+from jaxllm.tokenizers.settings import FILE_NAMES, TEMPLATES_FOLDER
 
 HEAD_BYTES = {".gguf": 64 << 20}
 """Bytes at the start of a weight file that are always hashed, by its suffix: the largest header, of

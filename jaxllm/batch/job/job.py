@@ -15,9 +15,9 @@ from jaxllm.batch.job.outputs import output_writer
 from jaxllm.batch.job.report import Report, RunCounters, row_facts, row_statistics
 from jaxllm.batch.memory import Prediction
 from jaxllm.batch.rows import BatchOutput, RawRow
-from jaxllm.common.atomic_file import write_whole
-from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import RunError, naming_file
+from jaxllm.common.files import write_whole
 
 
 class RowEngine(Protocol):

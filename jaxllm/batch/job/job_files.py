@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxllm.common.errors import MissingFileError, RunError, naming_file
-from jaxllm.common.messages import quoted
-from jaxllm.common.run_lock import LOCK_FILE, RunLock
+from jaxllm.common.errors import MissingFileError, RunError, naming_file, quoted
+from jaxllm.common.files import LOCK_FILE, RunLock
 from jaxllm.common.strict_json import read_json
 from jaxllm.parallel.environment import changed_environment
 

@@ -34,9 +34,8 @@ from jaxllm.batch.job.job_files import (
     started_file,
 )
 from jaxllm.batch.job.outputs import Line, Writer, encoded
-from jaxllm.common.atomic_file import sync_folder, write_whole
 from jaxllm.common.errors import DataError, RunError, naming_file
-from jaxllm.common.run_lock import RunLock
+from jaxllm.common.files import RunLock, sync_folder, write_whole
 
 COMMIT_SECONDS = 1.0
 """Maximum number of seconds until added rows are forced onto the disk."""
@@ -144,7 +143,8 @@ class Journal:
             if place is None:
                 raise RunError(f"{self.folder}: row {index} is missing; run with --resume")
             with naming_file(self._rows, RunError, "read"):
-                data = os.pread(self._file.fileno(), place.length, place.offset)
+                self._file.seek(place.offset)  # writing goes on at the end, wherever this reads
+                data = self._file.read(place.length)
             yield self._checked_record(data, index)
 
     def _checked_record(self, data: bytes, index: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 from jaxllm.common.errors import UnsupportedError
-from jaxllm.common.optional_deps import require
+from jaxllm.common.optional_packages import require
 
 Line: TypeAlias = Mapping[str, Any]
 Lines: TypeAlias = Callable[[], Iterator[Line]]

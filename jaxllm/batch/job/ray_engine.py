@@ -19,9 +19,9 @@ from jaxllm.batch.job.job import RowEngine, RunWatch
 from jaxllm.batch.job.report import RunCounters
 from jaxllm.batch.memory import Prediction
 from jaxllm.batch.rows import BatchOutput, RawRow
-from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import InputError, JaxLLMError, RunError
-from jaxllm.common.optional_deps import require
+from jaxllm.common.optional_packages import require
 from jaxllm.parallel.ray_cluster import connect
 
 BATCHES_PER_ACTOR = 8

@@ -16,7 +16,7 @@ from jaxllm.batch.job.inputs.tables import without_nulls
 from jaxllm.batch.row_reader import checked_seed
 from jaxllm.batch.rows import BatchOutput, RawRow
 from jaxllm.common.errors import DataError, InputError, JaxLLMError
-from jaxllm.common.optional_deps import require
+from jaxllm.common.optional_packages import require
 from jaxllm.loading import load
 from jaxllm.parallel.mesh import make_mesh
 

@@ -10,7 +10,7 @@ from jaxllm.batch.job.job import RowEngine, RunWatch
 from jaxllm.batch.job.outputs import encoded
 from jaxllm.batch.job.report import Report, row_facts, row_statistics
 from jaxllm.batch.rows import BatchOutput
-from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.compiling import CompileClock
 
 
 class StreamedJob:

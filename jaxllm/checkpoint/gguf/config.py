@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.checkpoint.source import TensorInfo
-from jaxllm.common.errors import CheckpointError, UnsupportedError
-from jaxllm.common.messages import listed, quoted
+from jaxllm.common.errors import CheckpointError, UnsupportedError, listed, quoted
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gpt2", "t5", "t5encoder")
 """llama.cpp's architecture names. Its converter writes Mistral as "llama", without the window."""

@@ -19,8 +19,7 @@ import numpy as np
 from jaxllm.checkpoint.gguf.config import ROPE_FACTORS, hf_config_from_gguf
 from jaxllm.checkpoint.gguf.reader import Blocks, GGUFFile
 from jaxllm.checkpoint.source import Index, TensorInfo, WeightSource, find_tensor
-from jaxllm.common.errors import CheckpointError, UnsupportedError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import CheckpointError, UnsupportedError, quoted
 
 _LLAMA = {
     "token_embd": "model.embed_tokens",

@@ -31,8 +31,7 @@ from jaxllm.checkpoint.source import (
     WeightSource,
     find_tensor,
 )
-from jaxllm.common.errors import CheckpointError, UnsupportedError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import CheckpointError, UnsupportedError, quoted
 from jaxllm.models.quantize import BLOCK_FORMATS
 
 MAGIC = b"GGUF"

@@ -23,8 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt32
 
-from jaxllm.common.errors import CheckpointError
-from jaxllm.common.messages import listed
+from jaxllm.common.errors import CheckpointError, listed
 
 FOUR_BITS = (jnp.dtype(jnp.int4), jnp.dtype(jnp.uint4))
 # 2^64 divided by the golden ratio: its multiples spread evenly over the words.

@@ -38,10 +38,9 @@ from jaxllm.common.errors import (
     JaxLLMError,
     MissingFileError,
     RunError,
+    listed,
 )
-from jaxllm.common.files import expanded
-from jaxllm.common.messages import listed
-from jaxllm.common.run_lock import RunLock
+from jaxllm.common.files import RunLock, expanded
 from jaxllm.parallel.processes import in_all_processes
 
 T = TypeVar("T")

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.checkpoint.orbax.leaves import Leaf
-from jaxllm.common.atomic_file import write_whole
 from jaxllm.common.errors import CheckpointError, naming_file
+from jaxllm.common.files import write_whole
 from jaxllm.common.strict_json import parse_json, read_json
 
 RECORD_FILE = Path("record") / "metadata"  # the name that Orbax gives to a JSON item

@@ -3,7 +3,7 @@
 The harness is an optional package, and its import takes seconds, so nothing else imports this one.
 """
 
-from jaxllm.common.optional_deps import require
+from jaxllm.common.optional_packages import require
 
 require("lm_eval", extra="eval", purpose="tasks of lm-evaluation-harness")
 

@@ -18,8 +18,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 import jaxllm
 from jaxllm.batch.generator import check_model
-from jaxllm.common.errors import InputError, TemplateError, UnsupportedError
-from jaxllm.common.messages import warn
+from jaxllm.common.errors import InputError, TemplateError, UnsupportedError, warn
 from jaxllm.common.progress import Reporter
 from jaxllm.evaluate.lm_eval.generation import (
     GenerationRequest,

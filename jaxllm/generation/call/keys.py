@@ -17,8 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jaxtyping import Array, Key, UInt32
 
-from jaxllm.common.errors import InputError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, quoted
 from jaxllm.generation.inputs.values import is_integer, is_traced
 
 RandomKey: TypeAlias = Array | np.ndarray | int | None

@@ -14,8 +14,7 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from jaxllm.cache.variants import PLAIN, CacheKind
-from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, UnsupportedError, quoted
 from jaxllm.generation.call.past_key_values import PastKeyValues, continuation
 from jaxllm.generation.call.prompts import PreparedInputs
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, PaddedBatch, last_token_columns

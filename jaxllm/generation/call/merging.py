@@ -7,8 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from jaxllm.common.arguments import checked
-from jaxllm.common.errors import InputError
-from jaxllm.common.messages import warn
+from jaxllm.common.errors import InputError, warn
 from jaxllm.generation.inputs.values import any_traced
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.consistency import (

@@ -9,8 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from jaxtyping import Array
 
-from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, UnsupportedError, quoted
 from jaxllm.common.renamed_arguments import GENERATE, drop_renamed
 from jaxllm.models.decoder import GenerativeModel
 

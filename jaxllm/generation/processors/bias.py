@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.common.errors import InputError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, quoted
 from jaxllm.generation.inputs.values import (
     NO_TOKEN,
     TokenIds,

@@ -9,8 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxllm.common.errors import InputError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, quoted
 from jaxllm.generation.inputs.values import is_traced
 from jaxllm.generation.processors.base import LogitsProcessor, LogitsProcessorList, Scores
 from jaxllm.generation.processors.bias import (

@@ -5,8 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.common.errors import InputError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, quoted
 from jaxllm.generation.inputs.values import Number, float_leaf, int_leaf, is_integer
 from jaxllm.generation.processors.base import (
     CurLen,

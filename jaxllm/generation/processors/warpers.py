@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.common.errors import InputError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, quoted
 from jaxllm.generation.inputs.values import Number, float_leaf, int_leaf, is_integer, is_traced
 from jaxllm.generation.processors.base import (
     History,

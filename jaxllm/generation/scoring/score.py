@@ -13,8 +13,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.common.arguments import checked_iterable
-from jaxllm.common.errors import InputError, NonFiniteError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, NonFiniteError, quoted
 from jaxllm.generation.call.prompts import decoder_prompt
 from jaxllm.generation.inputs.arguments import TokenRows
 from jaxllm.generation.inputs.batching import run_in_batches

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxllm.common.arguments import checked_list, checks_flags
-from jaxllm.common.errors import InputError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, quoted
 from jaxllm.models.input_checks import is_traced
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from jaxllm.common.errors import ConfigError, InputError, UnsupportedError
-from jaxllm.common.messages import quoted, warn
+from jaxllm.common.errors import ConfigError, InputError, UnsupportedError, quoted, warn
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.fields import Condition, checked_value
 from jaxllm.generation.settings.mode import is_contrastive

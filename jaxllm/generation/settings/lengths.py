@@ -7,8 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxllm.common.errors import InputError
-from jaxllm.common.messages import warn
+from jaxllm.common.errors import InputError, warn
 from jaxllm.generation.inputs.padded_batch import PaddedBatch, check_positions
 from jaxllm.generation.inputs.values import is_traced
 from jaxllm.generation.settings.config import GenerationConfig

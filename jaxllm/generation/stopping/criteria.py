@@ -8,8 +8,7 @@ import time
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, UnsupportedError, quoted
 from jaxllm.generation.inputs.arguments import CallArguments, needed_tokenizer
 from jaxllm.generation.inputs.values import (
     TokenIds,

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxllm.common.errors import InputError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, quoted
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.generation.processors.base import History, Scores, store
 from jaxllm.generation.stopping.base import Done, StoppingCriteria, stopping_criterion

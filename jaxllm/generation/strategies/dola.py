@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.common.errors import InputError
-from jaxllm.common.messages import quoted, warn
+from jaxllm.common.errors import InputError, quoted, warn
 from jaxllm.generation.strategies.sample import NextTokenLogits, Sample
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.language_model import take_column

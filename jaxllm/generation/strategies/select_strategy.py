@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import InputError, UnsupportedError, quoted
 from jaxllm.generation.inputs.arguments import CallArguments
 from jaxllm.generation.inputs.values import float_leaf, is_traced
 from jaxllm.generation.settings.config import GenerationConfig

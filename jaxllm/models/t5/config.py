@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from jaxllm.common.errors import ConfigError
-from jaxllm.common.messages import quoted
+from jaxllm.common.errors import ConfigError, quoted
 from jaxllm.models import config as cfg
 from jaxllm.models import config_checks as checks
 from jaxllm.nn.activations import activation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxllm.common.optional_deps import require
+from jaxllm.common.optional_packages import require
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 from jaxllm.common.errors import DataError, MissingFileError, naming_file
 from jaxllm.common.files import expanded
-from jaxllm.common.hf_datasets import load_dataset
+from jaxllm.common.optional_packages import load_dataset
 from jaxllm.common.strict_json import parse_json
 
 Row = Mapping[str, Any]

@@ -12,9 +12,8 @@ import re
 import string
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from jaxllm.common.errors import InputError
-from jaxllm.common.messages import warn
-from jaxllm.common.optional_deps import require
+from jaxllm.common.errors import InputError, warn
+from jaxllm.common.optional_packages import require
 
 Pairs = Sequence[tuple[str, str | Sequence[str]]]
 MetricValues = dict[str, float]

@@ -15,7 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from jaxllm.common.optional_deps import require
+from jaxllm.common.optional_packages import require
 from jaxllm.training.output_files import replacing_file
 
 MAX_POINTS = 400

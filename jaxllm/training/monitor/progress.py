@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Mapping
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.compiling import CompileClock
 from jaxllm.training.monitor.peak import Peak
 
 LINE_EVERY = 10

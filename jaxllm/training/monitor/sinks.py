@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxllm.common.optional_deps import require
+from jaxllm.common.optional_packages import require
 from jaxllm.training.monitor.metrics_log import is_scalar, iterate_metrics
 from jaxllm.training.output_files import write_text
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from jaxllm.checkpoint.orbax import RunCheckpoints
 from jaxllm.checkpoint.peft import save_adapter
-from jaxllm.common.atomic_file import write_json
 from jaxllm.common.errors import ConfigError, MissingFileError, RunError, naming_file
+from jaxllm.common.files import write_json
 from jaxllm.common.strict_json import read_json
 from jaxllm.common.validation import from_plain
 from jaxllm.models.model import Model

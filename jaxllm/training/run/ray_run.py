@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxllm.common.compile_cache import enable_compile_cache
+from jaxllm.common.compiling import enable_compile_cache
 from jaxllm.common.errors import InputError, RunError
-from jaxllm.common.optional_deps import require
+from jaxllm.common.optional_packages import require
 from jaxllm.parallel.ray_cluster import connect, environment
 from jaxllm.training.run.recipe import Recipe
 from jaxllm.training.run.run import train

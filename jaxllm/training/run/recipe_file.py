@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from jaxllm.common.errors import ConfigError, MissingFileError, naming_file
-from jaxllm.common.text_file import read_text
+from jaxllm.common.files import read_text
 from jaxllm.common.validation import admits_null, from_plain
 from jaxllm.training.run.recipe import Recipe
 

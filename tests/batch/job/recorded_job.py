@@ -23,7 +23,7 @@ from jaxllm.batch.job.inputs import read_source
 from jaxllm.batch.job.job import Job
 from jaxllm.batch.job.job_files import report_file
 from jaxllm.batch.rows import BatchOutput, RawRow
-from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.compiling import CompileClock
 
 IDENTITY = {"--model": "m", "model weights": "0123", "--top-k": 5}
 

@@ -21,7 +21,7 @@ from recorded_job import RecordedEngine, run
 from jaxllm.batch.job.inputs import ColumnChoice, Source, content, json_lines, read_source, tables
 from jaxllm.batch.job.job import Job
 from jaxllm.batch.job.outputs import output_writer
-from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import DataError, JaxLLMError, MissingExtraError, UnsupportedError
 
 QUESTION = ColumnChoice(prompt="question")

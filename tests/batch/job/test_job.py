@@ -17,7 +17,7 @@ from jaxllm.batch.job.inputs import read_source
 from jaxllm.batch.job.job import Job
 from jaxllm.batch.job.job_files import is_finished
 from jaxllm.batch.job.journal import Journal, read_rows, with_checksum
-from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import DataError, MissingFileError, RunError
 
 MODEL, TOKENIZER = jaxllm.load(DATA / "models" / "s_llama_tok")

@@ -21,7 +21,7 @@ from jaxllm.batch.job import journal
 from jaxllm.batch.job.file_digests import checkpoint_digests
 from jaxllm.batch.job.job_files import check_output, journal_folder, report_file
 from jaxllm.batch.job.journal import Journal
-from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import CheckpointError, DataError, MissingFileError, RunError
 
 

@@ -100,7 +100,7 @@ def test_two_processes_skip_the_same_damaged_step(tmp_path):
 
 @pytest.mark.slow
 def test_locked_folder_fails_in_all_processes(tmp_path):
-    from jaxllm.common.run_lock import RunLock
+    from jaxllm.common.files import RunLock
 
     lock = RunLock(tmp_path)
     first, second = run(tmp_path, 2, 1, "locked")

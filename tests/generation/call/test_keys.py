@@ -10,7 +10,7 @@ from conformance_runs import model
 from generation_tools import prompts
 
 import jaxllm
-from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import InputError
 from jaxllm.generation.call.keys import row_keys
 

@@ -18,7 +18,7 @@ from typing import Any
 from file_faults import KILLED, dying_at
 from tiny_runs import measured, recipe, saved
 
-from jaxllm.common.compile_cache import enable_compile_cache
+from jaxllm.common.compiling import enable_compile_cache
 from jaxllm.training.run.run import train
 
 STEPS = 6

@@ -13,8 +13,8 @@ import yaml
 from paths import ROOT
 from tiny_runs import write_recipe
 
-from jaxllm.cli.batch_flags import check_flags
 from jaxllm.cli.generate import _parser as parser
+from jaxllm.cli.generate import check_flags
 from jaxllm.cli.train import SWITCHES, VALUED, split_options
 from jaxllm.training.run.recipe_file import parse_yaml, read_recipe
 

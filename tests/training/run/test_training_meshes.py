@@ -21,7 +21,7 @@ MESHES = {
 RUN = """
 import json, sys
 from pathlib import Path
-from jaxllm.common.compile_cache import enable_compile_cache
+from jaxllm.common.compiling import enable_compile_cache
 from jaxllm.training.run.recipe_file import read_recipe
 from jaxllm.training.run.run import train
 

@@ -20,7 +20,7 @@ TRAIN = ROOT / "train.py"
 # Process 1 gets a signal after both have connected, while process 0 is in its first agreement.
 LATE = """
 import os, signal, sys, time
-from jaxllm.cli import signals
+from jaxllm.cli.process import signals
 signals.install("train.py")
 import jax
 from jaxllm.cli import train

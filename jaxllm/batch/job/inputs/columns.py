@@ -8,8 +8,7 @@ from typing import Any
 
 from jaxllm.batch.row_prompts import PROMPT_KEYS
 from jaxllm.batch.row_reader import ROW_KEYS
-from jaxllm.common.errors import DataError
-from jaxllm.common.messages import listed
+from jaxllm.common.errors import DataError, listed
 from jaxllm.generation.settings.config import FIELDS
 
 

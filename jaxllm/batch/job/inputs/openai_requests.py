@@ -8,8 +8,7 @@ from typing import Any
 from jaxllm.batch.job.inputs.columns import ColumnChoice
 from jaxllm.batch.job.inputs.json_lines import JsonLines
 from jaxllm.batch.rows import BatchOutput, RawRow
-from jaxllm.common.errors import InputError
-from jaxllm.common.messages import listed
+from jaxllm.common.errors import InputError, listed
 
 
 class OpenAIRequests(JsonLines):

@@ -13,7 +13,7 @@ from jaxllm.batch.job.inputs.source import EXAMPLE, Source
 from jaxllm.batch.job.inputs.tables import CsvRows, DatasetRows, ParquetRows
 from jaxllm.common.errors import DataError, InputError
 from jaxllm.common.files import expanded
-from jaxllm.common.hf_datasets import load_dataset
+from jaxllm.common.optional_packages import load_dataset
 
 KINDS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "JSONL"),

@@ -9,8 +9,7 @@ from typing import Any
 from jaxllm.batch.job.inputs.columns import ColumnChoice
 from jaxllm.batch.row_prompts import PROMPT_KEYS
 from jaxllm.batch.rows import BatchOutput, RawRow
-from jaxllm.common.errors import DataError, JaxLLMError
-from jaxllm.common.messages import listed, quoted, shortened
+from jaxllm.common.errors import DataError, JaxLLMError, listed, quoted, shortened
 
 EXAMPLE = 'such as {"prompt": "Hello"} on each line'
 

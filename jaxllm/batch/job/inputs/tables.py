@@ -17,9 +17,8 @@ from jaxllm.batch.job.inputs.columns import ColumnChoice
 from jaxllm.batch.job.inputs.content import MAX_INPUT_BYTES, MAX_ROW_BYTES, check_row_count
 from jaxllm.batch.job.inputs.json_lines import BOM
 from jaxllm.batch.job.inputs.source import Source
-from jaxllm.common.errors import DataError
-from jaxllm.common.messages import shortened
-from jaxllm.common.optional_deps import require
+from jaxllm.common.errors import DataError, shortened
+from jaxllm.common.optional_packages import require
 
 _TEXT_COLUMNS = frozenset({"id", "prompt", "completion", "regex", "grammar"})
 """Columns of a CSV file whose cells are texts, even where they look like numbers."""

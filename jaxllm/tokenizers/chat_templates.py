@@ -9,6 +9,9 @@ replaced back; if not (the template tests for that character), another character
 
 The text itself is unchanged: for messages without special tokens the ids are those of the whole
 text, as in transformers.
+
+With `continue_final_message` a chat ends inside its last message, for the model to go on. As in
+transformers, a tag after the message's text marks where the rendered chat is cut.
 """
 
 from __future__ import annotations
@@ -21,23 +24,88 @@ from functools import lru_cache
 from typing import Any
 
 from jaxllm.common.errors import InputError, TemplateError
-from jaxllm.tokenizers.added_tokens import TokenFinder
-from jaxllm.tokenizers.chat.sandbox import render_in_sandbox
 from jaxllm.tokenizers.settings import AddedToken
+from jaxllm.tokenizers.template_sandbox import render_in_sandbox
+from jaxllm.tokenizers.token_finder import TokenFinder
 
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning; templates read the first, a few the second."""
+TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _PLACEHOLDERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode noncharacters
 _ATTEMPTS = 6
 _MAX_DEPTH = 100
 _MAX_VALUES = 2**18
 
 
-def render(template: str, variables: Mapping[str, Any]) -> str:
-    """Renders a chat template.
+def normalized_messages(messages: object) -> list[dict[str, Any]]:
+    """Messages without keys that are None, and with their reasoning under its usual names.
 
-    Raises:
-        TemplateError: the template is too large, too expensive, or failed.
-        InputError: a variable is not a JSON value.
+    OpenAI's interface gives ``content=None`` beside tool calls, which many templates write as
+    "None"; all of them know missing keys.
+
+    >>> normalized_messages([{"role": "assistant", "content": None, "reasoning": "2 + 2"}])
+    [{'thinking': '2 + 2', 'role': 'assistant', 'reasoning': '2 + 2', 'reasoning_content': '2 + 2'}]
     """
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise InputError(f"messages: expected a list of dicts, found {type(messages).__name__}")
+    result = []
+    for message in messages:
+        if not isinstance(message, Mapping):
+            raise InputError(
+                f"messages: expected a list of dicts, found a {type(message).__name__} in it"
+            )
+        given = {key: value for key, value in message.items() if value is not None}
+        reasoning = next((given[key] for key in REASONING if key in given), None)
+        if reasoning is not None:
+            given = {"thinking": reasoning, **given, "reasoning_content": reasoning}
+        result.append(given)
+    return result
+
+
+def tagged(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages, with the tag at the end of the last one's text."""
+    last = dict(messages[-1]) if messages else {}
+    content = last.get("content")
+    if isinstance(content, str):
+        last["content"] = content + TAG
+    elif isinstance(content, Sequence):
+        parts: list[Any] = list(content)
+        texts = [i for i, part in enumerate(parts) if isinstance(part, Mapping) and "text" in part]
+        if texts:
+            parts[texts[-1]] = {**parts[texts[-1]], "text": parts[texts[-1]]["text"] + TAG}
+            last["content"] = parts
+    if last.get("content") == content:
+        raise InputError("continue_final_message: the last message has no text to go on with")
+    return [*messages[:-1], last]
+
+
+def cut(text: str) -> str:
+    """The text up to the tag.
+
+    >>> cut("<user>Hi<assistant>I am CONTINUE_FINAL_MESSAGE_TAG <end>")
+    '<user>Hi<assistant>I am '
+    """
+    start = text.rfind(TAG.strip())
+    if start < 0:
+        raise TemplateError("continue_final_message: the template leaves out the last message")
+    if text[start:].startswith(TAG):
+        return text[:start]
+    return text[:start].rstrip()  # the template trimmed the message
+
+
+def cut_parts(parts: str | Sequence[str | AddedToken]) -> str | list[str | AddedToken]:
+    """`cut` for a text whose special tokens are split off."""
+    if isinstance(parts, str):
+        return cut(parts)
+    for number in range(len(parts) - 1, -1, -1):
+        part = parts[number]
+        if isinstance(part, str) and TAG.strip() in part:
+            return [*parts[:number], cut(part)]
+    return [cut("")]
+
+
+def render(template: str, variables: Mapping[str, Any]) -> str:
+    """Renders a chat template."""
     return _check_unicode(render_in_sandbox(template, _json_values(variables, {}), time.time()))
 
 
@@ -58,10 +126,6 @@ def render_parts(
     Returns:
         The text, if all special tokens in it are the template's. Otherwise its parts: the
         template's special tokens, and the plain texts between them.
-
-    Raises:
-        TemplateError, InputError: as :func:`render`; also if a special token in a message cannot be
-            separated from the template's.
     """
     now = time.time()
     trusted = _json_values(variables, {})
@@ -107,9 +171,6 @@ def _json_values(value: object, placeholders: Mapping[int, str]) -> Any:
     """Converts a value to JSON types, replacing characters in its strings.
 
     Names that templates look up are unchanged: keys ("content"), and the role of a message.
-
-    Raises:
-        InputError: a value of another type, one that contains itself, or more than 2**18.
     """
     counter = itertools.count(1)
 

@@ -1,50 +1,54 @@
 """Tokenizers from a tokenizer.json: byte-level BPE (GPT-2, Llama 3, SmolLM2) and Unigram.
 
 The tokenizers library splits text into tokens, after the file has been checked. The file's
-``post_processor``, which adds special tokens, and its ``decoder`` are implemented in jaxllm.
+``post_processor``, which adds special tokens, is implemented here, because settings may replace it;
+its ``decoder`` is implemented in ``stream_decoder.py``. GPT-2, RoBERTa (CodeT5) and Qwen2 are read
+from vocab.json and merges.txt too.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import cached_property
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self
 
 import tokenizers
 
 from jaxllm.common.errors import JaxLLMError, TokenizerError
 from jaxllm.common.strict_json import parse_json
 from jaxllm.tokenizers.batch import PaddingSide, Span
-from jaxllm.tokenizers.files import NAMED_TOKENS, TokenizerFiles
-from jaxllm.tokenizers.limits import (
-    check_growth,
-    check_normalized_size,
-)
+from jaxllm.tokenizers.limits import check_growth, check_normalized_size
 from jaxllm.tokenizers.settings import (
     GPT2_TOKENS,
     LLAMA_TOKENS,
     MAX_ADDED_TOKENS,
     QWEN2_TOKENS,
+    ROBERTA_TOKENS,
     T5_TOKENS,
     AddedToken,
+    TokenizerFiles,
     TokenizerSettings,
+    new_config,
     parse_added_token,
-    template_option,
 )
-from jaxllm.tokenizers.stream_decoder import Stage
+from jaxllm.tokenizers.stream_decoder import Stage, decoder_stages
 from jaxllm.tokenizers.tokenizer import Tokenizer
-from jaxllm.tokenizers.tokenizer_json.check import check_tokenizer_json
-from jaxllm.tokenizers.tokenizer_json.decoder import decoder_stages
-from jaxllm.tokenizers.tokenizer_json.post_processor import choose_post_processor, read_template
+from jaxllm.tokenizers.tokenizer_json_check import check_tokenizer_json
 
-T = TypeVar("T")
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-
-
+_CLASSES: Mapping[str, tuple[Mapping[str, str], tuple[str, ...]]] = {
+    "LlamaTokenizer": (LLAMA_TOKENS, ("add_bos_token", "add_eos_token")),
+    "GPT2Tokenizer": (GPT2_TOKENS, ("add_prefix_space",)),
+    "T5Tokenizer": (T5_TOKENS, ()),
+    "Qwen2Tokenizer": (QWEN2_TOKENS, ()),
+}
+"""Default tokens of transformers' classes, and options that act on their tokenizer.json."""
 TEXTS_AT_ONCE = 1024
 """Texts of one call of the library, which holds details of all of them at once."""
 
@@ -58,10 +62,6 @@ class FastTokenizer(Tokenizer):
         files: contents of the files that ``save`` writes. None: from ``spec`` and ``settings``.
         source: name of the file, for messages.
         padding_side: default if the settings have none.
-
-    Raises:
-        TokenizerError: ``spec`` or the settings are malformed.
-        UnsupportedError: ``spec`` has a component that no supported model has.
     """
 
     def __init__(
@@ -88,16 +88,21 @@ class FastTokenizer(Tokenizer):
         self._added = {
             entry["id"]: parse_added_token(entry, source) for entry in spec["added_tokens"]
         }
-        self._special = {token.content: token for token in self._added.values() if token.special}
+        self.special_tokens = {
+            token.content: token for token in self._added.values() if token.special
+        }
         self.vocab_size = len(spec["model"]["vocab"])
         vocabulary = self.get_vocab()
         self._tokens = list(vocabulary)
         for entry in spec["added_tokens"]:
             if entry["normalized"]:  # decoded as the normalizer made it: "▁Hello"
                 self._tokens[entry["id"]] = str(self._backend.id_to_token(entry["id"]))
-        self.special_ids = frozenset(vocabulary[content] for content in self._special)
+        self.special_ids = frozenset(vocabulary[content] for content in self.special_tokens)
         if files is None:
-            self._files = _written_files(self._backend, settings)
+            self._files = {
+                "tokenizer.json": self._backend.to_str(pretty=True).encode(),
+                **new_config("PreTrainedTokenizerFast", settings),
+            }
 
     @classmethod
     def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> FastTokenizer:
@@ -109,32 +114,22 @@ class FastTokenizer(Tokenizer):
         """
         source = str(files.folder / "tokenizer.json")
         spec = parse_json(files.contents["tokenizer.json"], source=source, error=TokenizerError)
-        side: PaddingSide = "right"
+        class_name = (settings.tokenizer_class or "").removesuffix("Fast")
+        default_tokens, acting = _CLASSES.get(class_name, ({}, ()))
+        files.refuse_options(acting, "a tokenizer.json of this class")
+        settings = settings.with_defaults(**default_tokens)
         options = dict(settings.options)
         flags = {name: options.pop(name, None) for name in ("add_bos_token", "add_eos_token")}
-        class_name = (settings.tokenizer_class or "").removesuffix("Fast")
-        acting = {
-            "LlamaTokenizer": ("add_bos_token", "add_eos_token"),
-            "GPT2Tokenizer": ("add_prefix_space",),
-        }
-        files.refuse_options(acting.get(class_name, ()), "a tokenizer.json of this class")
-        match class_name:
-            case "LlamaTokenizer":
-                settings = settings.with_defaults(**LLAMA_TOKENS)
-                if any(flag is not None for flag in flags.values()):
-                    options |= flags
-                    if options["add_bos_token"] is None:
-                        options["add_bos_token"] = True
-                side = "left"
-            case "GPT2Tokenizer":
-                settings = settings.with_defaults(**GPT2_TOKENS)
-                _set_prefix_space(spec, settings.flag("add_prefix_space", False))
-            case "T5Tokenizer":
-                settings = settings.with_defaults(**T5_TOKENS)
-            case "Qwen2Tokenizer":
-                settings = settings.with_defaults(**QWEN2_TOKENS)
-            case _:
-                pass
+        is_llama = class_name == "LlamaTokenizer"
+        if is_llama and any(flag is not None for flag in flags.values()):
+            bos = flags["add_bos_token"]
+            options |= {**flags, "add_bos_token": True if bos is None else bos}
+        splitter = spec.get("pre_tokenizer") if isinstance(spec, dict) else None
+        if class_name == "GPT2Tokenizer" and isinstance(splitter, dict):
+            prefix_space = settings.flag("add_prefix_space", False)
+            if splitter.get("type") == "ByteLevel":  # alone, and in no Sequence
+                splitter["add_prefix_space"] = prefix_space
+        side: PaddingSide = "left" if is_llama else "right"
         settings = replace(settings, options=options)
         return cls(spec, settings, files.contents, source=source, padding_side=side)
 
@@ -150,15 +145,11 @@ class FastTokenizer(Tokenizer):
     def get_vocab(self) -> dict[str, int]:
         return dict(sorted(self._backend.get_vocab(True).items(), key=itemgetter(1)))
 
-    @property
-    def special_tokens(self) -> Mapping[str, AddedToken]:
-        return self._special
-
     def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         if len(texts) == 1:
             return [self._run(self._backend, texts[0]).ids]
 
-        def check_and_encode() -> list[list[int]]:
+        with _library(self._source):
             for text in texts:
                 self._check_size(text)
             encode = self._backend.encode_batch_fast  # without offsets, in the library's threads
@@ -167,8 +158,6 @@ class FastTokenizer(Tokenizer):
                 some = list(texts[start : start + TEXTS_AT_ONCE])
                 rows += [each.ids for each in encode(some, add_special_tokens=False)]
             return rows
-
-        return _convert_errors(check_and_encode, self._source)
 
     def _text_tokens(self, text: str) -> list[str]:
         return self._run(self._backend, text).tokens
@@ -184,11 +173,9 @@ class FastTokenizer(Tokenizer):
         return self._run(backend, text).ids
 
     def _run(self, backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
-        def check_and_encode() -> tokenizers.Encoding:
+        with _library(self._source):
             self._check_size(text)
             return backend.encode(text, add_special_tokens=False)
-
-        return _convert_errors(check_and_encode, self._source)
 
     def _check_size(self, text: str) -> None:
         if self._normalizer is not None:
@@ -196,10 +183,8 @@ class FastTokenizer(Tokenizer):
             check_normalized_size(normalize, text, self._growth, self._source)
 
     def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        def decode() -> str:
+        with _library(self._source):
             return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
-
-        return _convert_errors(decode, self._source)
 
     @cached_property
     def _backend_for_parts(self) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
@@ -210,7 +195,8 @@ class FastTokenizer(Tokenizer):
         spec = json.loads(self._backend.to_str())
         nonce = secrets.token_hex(16)
         names = {
-            content: f"\ufdd0{nonce}:{number}\ufdd1" for number, content in enumerate(self._special)
+            content: f"\ufdd0{nonce}:{number}\ufdd1"
+            for number, content in enumerate(self.special_tokens)
         }
         for entry in spec["added_tokens"]:
             if entry["content"] in names:
@@ -251,22 +237,16 @@ class FastTokenizer(Tokenizer):
         return not self._is_bpe
 
 
-def _set_prefix_space(spec: object, value: bool) -> None:
-    """Sets ``add_prefix_space`` of a byte-level pre-tokenizer that stands alone."""
-    splitter = spec.get("pre_tokenizer") if isinstance(spec, dict) else None
-    if isinstance(splitter, dict) and splitter.get("type") == "ByteLevel":
-        splitter["add_prefix_space"] = value
-
-
-def _convert_errors(action: Callable[[], T], source: str) -> T:
-    """Calls the Rust library and converts its errors; its panics are not ``Exception``s."""
+@contextmanager
+def _library(source: str) -> Generator[None]:
+    """Context of calls of the library, whose errors and panics become TokenizerErrors."""
     try:
-        return action()
+        yield
     except JaxLLMError:
         raise
     except Exception as failure:
         raise TokenizerError(f"{source}: {failure}") from failure
-    except BaseException as failure:
+    except BaseException as failure:  # a panic is no ``Exception``
         if type(failure).__name__ == "PanicException":
             raise TokenizerError(f"{source}: the tokenizers library failed: {failure}") from failure
         raise
@@ -274,7 +254,8 @@ def _convert_errors(action: Callable[[], T], source: str) -> T:
 
 def _build(spec: Mapping[str, Any], source: str) -> tokenizers.Tokenizer:
     text = json.dumps(spec, ensure_ascii=False)
-    backend = _convert_errors(lambda: tokenizers.Tokenizer.from_str(text), source)
+    with _library(source):
+        backend = tokenizers.Tokenizer.from_str(text)
     for entry in spec["added_tokens"]:
         index = backend.token_to_id(entry["content"])
         if index != entry["id"]:
@@ -318,18 +299,157 @@ def all_added_tokens(
     return sorted(entries.values(), key=lambda entry: entry["id"])
 
 
-def _written_files(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> dict[str, bytes]:
-    """Contents of tokenizer.json and tokenizer_config.json, for transformers 4.57 and 5."""
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "model_input_names": ["input_ids", "attention_mask"],
-        **settings.options,
-        **{name: t.content for name in NAMED_TOKENS if (t := settings.named.get(name))},
-    }
-    if settings.chat_templates:
-        config["chat_template"] = template_option(settings.chat_templates)
-    return {
-        "tokenizer.json": backend.to_str(pretty=True).encode(),
-        "tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2).encode(),
-    }
+def choose_post_processor(
+    spec: Mapping[str, Any], settings: TokenizerSettings
+) -> dict[str, Any] | None:
+    """Chooses the post-processor: the file's, unless the settings have flags for BOS and EOS."""
+    flags = [settings.options.get("add_bos_token"), settings.options.get("add_eos_token")]
+    if flags == [None, None]:
+        return spec["post_processor"]
+    ids = {entry["content"]: entry["id"] for entry in spec["added_tokens"]}
+    used: dict[str, dict[str, Any]] = {}
+
+    def special(name: str, type_id: int) -> list[dict[str, Any]]:
+        token = settings.named.get(f"{name}_token")
+        if token is None or not settings.flag(f"add_{name}_token", False):
+            return []
+        text = token.content
+        used[text] = {"id": text, "ids": [ids[text]], "tokens": [text]}
+        return [{"SpecialToken": {"id": text, "type_id": type_id}}]
+
+    def around(sequence: str, type_id: int) -> list[dict[str, Any]]:
+        middle = {"Sequence": {"id": sequence, "type_id": type_id}}
+        return [*special("bos", type_id), middle, *special("eos", type_id)]
+
+    single, pair = around("A", 0), [*around("A", 0), *around("B", 1)]
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": used}
+
+
+def read_template(
+    processor: Mapping[str, Any] | None,
+) -> tuple[list[str | list[int]], list[str | list[int]]]:
+    """Reads the templates for one and two sequences: lists of ids, "A" and "B" for sequences."""
+    steps = [] if processor is None else processor.get("processors", [processor])
+    templates = [step for step in steps if step["type"] != "ByteLevel"]
+    if not templates:
+        return ["A"], ["A", "B"]
+    if len(templates) > 1:
+        raise TokenizerError(
+            "tokenizer.json: post_processor: more than one of TemplateProcessing and "
+            "RobertaProcessing"
+        )
+    if templates[0]["type"] == "RobertaProcessing":  # of CodeT5
+        cls, sep = [templates[0]["cls"][1]], [templates[0]["sep"][1]]
+        return [cls, "A", sep], [cls, "A", sep, sep, "B", sep]
+    tokens = templates[0]["special_tokens"]
+
+    def read(pieces: list[dict[str, Any]]) -> list[str | list[int]]:
+        return [
+            tokens[piece["SpecialToken"]["id"]]["ids"]
+            if "SpecialToken" in piece
+            else piece["Sequence"]["id"]
+            for piece in pieces
+        ]
+
+    return read(templates[0]["single"]), read(templates[0]["pair"])
+
+
+class GPT2Tokenizer(FastTokenizer):
+    """Byte-level BPE from vocab.json and merges.txt, with the ids of transformers' class."""
+
+    default_tokens: ClassVar[Mapping[str, str]] = GPT2_TOKENS
+
+    @classmethod
+    def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> Self:
+        """Loads a folder with vocab.json and merges.txt, with the class's default tokens."""
+        files.refuse_options(("add_prefix_space",), f"a {cls.__name__}")
+        source = str(files.folder / "vocab.json")
+        model = {
+            "type": "BPE",
+            "vocab": files.json_object("vocab.json"),
+            "merges": read_merges(files.text("merges.txt")),
+        }
+        decoder = {**BYTE_LEVEL, "use_regex": True}
+        spec: dict[str, Any] = {"added_tokens": [], "model": model, "decoder": decoder}
+        settings = settings.with_defaults(**cls.default_tokens)
+        spec |= cls._steps(
+            {**BYTE_LEVEL, "add_prefix_space": settings.flag("add_prefix_space", False)}
+        )
+        added = all_added_tokens(check_tokenizer_json(spec, source), settings, source)
+        ids = {entry["content"]: entry["id"] for entry in added}
+        post_processor = cls._post_processor(ids, settings, source)
+        spec |= {"added_tokens": added, "post_processor": post_processor}
+        return cls(spec, settings, files.contents, source=source)
+
+    @staticmethod
+    def _steps(byte_level: dict[str, Any]) -> dict[str, Any]:
+        """Normalizer and pre-tokenizer, with the settings of the step that makes bytes."""
+        return {"pre_tokenizer": {**byte_level, "use_regex": True}}
+
+    @staticmethod
+    def _post_processor(
+        ids: Mapping[str, int], settings: TokenizerSettings, source: str
+    ) -> dict[str, Any] | None:
+        """Special tokens around a text: none."""
+        return None
+
+
+class RobertaTokenizer(GPT2Tokenizer):
+    """GPT-2's splits, ``<s>`` before and ``</s>`` after a text; that of CodeT5."""
+
+    default_tokens = ROBERTA_TOKENS
+
+    @staticmethod
+    def _post_processor(
+        ids: Mapping[str, int], settings: TokenizerSettings, source: str
+    ) -> dict[str, Any] | None:
+        around: dict[str, Any] = {"trim_offsets": True, "add_prefix_space": False}
+        for name in ("cls", "sep"):
+            token = settings.named.get(f"{name}_token")
+            if token is None:
+                raise TokenizerError(
+                    f"{source}: a RobertaTokenizer puts {name}_token around texts, and"
+                    " tokenizer_config.json has null for it; name a token"
+                )
+            around[name] = [token.content, ids[token.content]]
+        return {"type": "RobertaProcessing", **around}
+
+
+class Qwen2Tokenizer(GPT2Tokenizer):
+    """Composed characters (NFC), Qwen2's splits, no BOS."""
+
+    default_tokens = QWEN2_TOKENS
+
+    @staticmethod
+    def _steps(byte_level: dict[str, Any]) -> dict[str, Any]:
+        steps = split_before_bytes(QWEN2_PATTERN, byte_level)
+        return {
+            "normalizer": {"type": "NFC"},
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        }
+
+
+CLASSES = {each.__name__: each for each in (GPT2Tokenizer, RobertaTokenizer, Qwen2Tokenizer)}
+"""Classes that are read from vocab.json and merges.txt, by their names in transformers."""
+
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3_PATTERN = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _WORDS_TAIL
+QWEN2_PATTERN = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _WORDS_TAIL
+
+
+def split_before_bytes(
+    pattern: str, byte_level: Mapping[str, Any] = BYTE_LEVEL
+) -> list[dict[str, Any]]:
+    """Steps of a pre-tokenizer that splits by a regular expression, then makes bytes."""
+    split = {"pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return [{"type": "Split", **split}, {**byte_level, "use_regex": False}]
+
+
+def read_merges(text: str) -> list[str]:
+    """Reads the merges of a merges.txt, without its version line and empty lines."""
+    lines = re.split(r"\r?\n", text)
+    if lines[0].startswith("#version"):
+        lines = lines[1:]
+    return [line for line in lines if line]

@@ -9,10 +9,10 @@ options.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeVar
 
 import sentencepiece
 
@@ -23,8 +23,6 @@ from jaxllm.tokenizers.limits import (
     charsmap_growth,
     check_normalized_size,
 )
-
-T = TypeVar("T")
 
 MAX_PIECES = 2**19
 UNIGRAM = 1
@@ -61,14 +59,12 @@ class SentencePieceModel:
 
     Attributes:
         pieces: all pieces, by id.
-        unk_piece: the unknown piece.
+        vocabulary: the same as a set.
+        unk_id, unk_piece: the unknown piece.
         unk_text: decoded text of the unknown piece.
         control: control pieces, such as ``<s>``.
         bytes: byte pieces.
         flags: options of the normaliser for spaces.
-
-    Raises:
-        TokenizerError: the bytes are not a usable model.
     """
 
     def __init__(self, model: bytes, source: str) -> None:
@@ -80,18 +76,19 @@ class SentencePieceModel:
                 " longer, which no known tokenizer does"
             )
         self._processor = processor = sentencepiece.SentencePieceProcessor()
-        self._convert_errors(lambda: processor.LoadFromSerializedProto(model))
-        ids = range(processor.get_piece_size())
-        if processor.unk_id() not in ids:
-            raise TokenizerError(f"{source}: the model has no unknown piece")
-        self.pieces: list[str] = self._convert_errors(
-            lambda: [processor.id_to_piece(i) for i in ids]
-        )
+        with self._library():
+            processor.LoadFromSerializedProto(model)
+            ids = range(processor.get_piece_size())
+            if processor.unk_id() not in ids:
+                raise TokenizerError(f"{source}: the model has no unknown piece")
+            self.pieces: list[str] = [processor.id_to_piece(i) for i in ids]
         if max(len(piece.encode()) for piece in self.pieces) > MAX_TOKEN_BYTES:
             raise TokenizerError(f"{source}: a piece has more than {MAX_TOKEN_BYTES} bytes")
         self.vocabulary = frozenset(self.pieces)
-        self.unk_piece = self.pieces[processor.unk_id()]
-        self.unk_text: str = self._convert_errors(lambda: processor.decode_pieces([self.unk_piece]))
+        self.unk_id = processor.unk_id()
+        self.unk_piece = self.pieces[self.unk_id]
+        with self._library():
+            self.unk_text: str = processor.decode_pieces([self.unk_piece])
         if len(self.unk_text.encode()) > MAX_TOKEN_BYTES:
             raise TokenizerError(f"{source}: unk_surface has more than {MAX_TOKEN_BYTES} bytes")
         self.control = frozenset(self.pieces[i] for i in ids if processor.is_control(i))
@@ -99,43 +96,27 @@ class SentencePieceModel:
 
     def encode(self, text: str) -> list[str]:
         """Splits text into pieces; a run of unknown characters is a piece without an id."""
-
-        def check_and_encode() -> list[str]:
-            check_normalized_size(self._processor.normalize, text, self.flags.growth, self._source)
+        with self._library():
+            self._check_size(text)
             return self._processor.encode(text, out_type=str)
-
-        return self._convert_errors(check_and_encode)
 
     def encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of the pieces of texts; several texts are encoded in the library's threads."""
-
-        def check_and_encode() -> list[list[int]]:
+        with self._library():
             for text in texts:
-                check_normalized_size(
-                    self._processor.normalize, text, self.flags.growth, self._source
-                )
+                self._check_size(text)
             if len(texts) == 1:
                 return [self._processor.encode(texts[0])]
             return self._processor.encode(list(texts))
 
-        return self._convert_errors(check_and_encode)
+    def _check_size(self, text: str) -> None:
+        check_normalized_size(self._processor.normalize, text, self.flags.growth, self._source)
 
-    def piece_to_id(self, piece: str) -> int:
-        """The id of a piece; the unknown piece's id for any other string."""
-        return self._processor.piece_to_id(piece)
-
-    def fixed_text(self, piece: str) -> str | None:
-        """The text of a control, unknown or foreign piece (whose ``▁`` is not a space), or None."""
-        if piece in self.control:
-            return ""
-        if piece == self.unk_piece:
-            return self.unk_text
-        return None if piece in self.vocabulary else piece
-
-    def _convert_errors(self, action: Callable[[], T]) -> T:
-        """Calls the sentencepiece library; its errors become TokenizerErrors."""
+    @contextmanager
+    def _library(self) -> Generator[None]:
+        """Context of calls of the library, whose errors become TokenizerErrors."""
         try:
-            return action()
+            yield
         except JaxLLMError:
             raise
         except (RuntimeError, OSError, ValueError, TypeError) as failure:  # including invalid UTF-8
@@ -145,11 +126,7 @@ class SentencePieceModel:
 
 
 def read_normalizer_flags(model: bytes, source: str) -> NormalizerFlags:
-    """Reads the normalizer flags of a serialised ModelProto.
-
-    Raises:
-        TokenizerError: the bytes are not a protobuf message.
-    """
+    """Reads the normalizer flags of a serialised ModelProto."""
     add_dummy_prefix = remove_extra_whitespaces = True
     charsmap = b""
     pieces = 0

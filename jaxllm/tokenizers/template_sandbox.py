@@ -5,7 +5,7 @@ output is limited. A template can still waste time and memory of the process: a 
 caller, who chose the model. The server renders in a process with limits (`serve/text_worker.py`),
 since its clients are strangers.
 
-Which text is rendered is decided in `templates.py`.
+Which text is rendered is decided in `chat_templates.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from datetime import datetime
 from functools import cache, lru_cache
 from typing import Any
 
-from jaxllm.common.errors import TemplateError
-from jaxllm.common.messages import shortened
+from jaxllm.common.errors import TemplateError, shortened
 
 MAX_TEMPLATE_BYTES = 64 * 2**10
 MAX_OUTPUT_CHARACTERS = 2**20
@@ -30,10 +29,6 @@ def render_in_sandbox(template: str, variables: Mapping[str, Any], now: float) -
         template: Jinja source, at most 64 KiB.
         variables: JSON values.
         now: time for ``strftime_now``, in seconds since 1970.
-
-    Raises:
-        TemplateError: the template is too large, malformed, writes more than 2**20 characters, or
-            raised an error.
     """
     size = len(template.encode("utf-8", "surrogatepass"))
     if size > MAX_TEMPLATE_BYTES:

@@ -15,7 +15,7 @@ SCRIPT = """
 import contextlib, os, sys
 import jax, jax.numpy as jnp
 import jaxllm
-from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.compiling import CompileClock
 
 jax.jit(lambda x: x + 1)(jnp.arange(3))  # JAX has compiled: it must look for the folder again
 assert str(jaxllm.enable_compile_cache(sys.argv[1])) == sys.argv[1]

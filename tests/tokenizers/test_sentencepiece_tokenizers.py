@@ -10,7 +10,7 @@ import pytest
 
 from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError
 from jaxllm.tokenizers import LlamaTokenizer, T5Tokenizer, Tokenizer, load_tokenizer
-from jaxllm.tokenizers.sentencepiece.model import UNIGRAM, write_model
+from jaxllm.tokenizers.sentencepiece_model import UNIGRAM, write_model
 
 DATA = paths.DATA / "tokenizers"
 CASES = json.loads((DATA / "sentencepiece_cases.json").read_text(encoding="utf-8"))

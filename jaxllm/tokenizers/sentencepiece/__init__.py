@@ -1,4 +1,0 @@
-"""Tokenizers from sentencepiece models.
-
-Internal: `jaxllm.tokenizers.load_tokenizer` makes them.
-"""

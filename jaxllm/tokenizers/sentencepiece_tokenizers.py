@@ -1,0 +1,278 @@
+"""Tokenizers of Llama and T5, based on a sentencepiece model.
+
+The reference is transformers 4.57's slow ``LlamaTokenizer`` and ``T5Tokenizer``. With ``legacy``,
+text after a special token is treated as the start of a text and gets a prefix space; otherwise it
+is encoded unchanged (transformers pull request 24565).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import ClassVar, Self
+
+from jaxllm.common.errors import TokenizerError, UnsupportedError
+from jaxllm.tokenizers.batch import PaddingSide
+from jaxllm.tokenizers.sentencepiece_decoding import SPACE, DecodeRules, SymbolsToText
+from jaxllm.tokenizers.sentencepiece_model import WITHOUT_DUMMY_PREFIX, SentencePieceModel
+from jaxllm.tokenizers.settings import (
+    CLASS_OPTIONS,
+    LLAMA_TOKENS,
+    T5_TOKENS,
+    AddedToken,
+    TokenizerFiles,
+    TokenizerSettings,
+    added_tokens_of_json,
+)
+from jaxllm.tokenizers.slow_tokenizer import SlowTokenizer, with_eos
+from jaxllm.tokenizers.stream_decoder import Stage
+from jaxllm.tokenizers.token_finder import TokenFinder
+
+
+class SentencePieceTokenizer(SlowTokenizer):
+    """Base class: handles the prefix space, and the conversion of pieces to ids and text.
+
+    Args:
+        model: a serialised sentencepiece model.
+        settings: special tokens, flags and chat templates.
+        files: contents of the files that ``save`` writes.
+        source: name of the model's file, for messages; ``model_file`` by default.
+
+    Attributes:
+        model_file: name of the model's file in a folder.
+        default_tokens: named tokens of transformers' class, used where no file names others.
+        default_side: padding side, used where no file names one.
+        options: fields of tokenizer_config.json that act on this class and not on all.
+    """
+
+    model_file: ClassVar[str]
+    default_tokens: ClassVar[Mapping[str, str]]
+    default_side: ClassVar[PaddingSide]
+    options: ClassVar[frozenset[str]] = frozenset({"add_prefix_space", "legacy"})
+    # Attributes of `DecodeRules`; None: as the settings say.
+    space_before_chunk: ClassVar[str | None] = None
+    strip_text: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        model: bytes,
+        settings: TokenizerSettings,
+        files: Mapping[str, bytes],
+        *,
+        source: str | None = None,
+    ) -> None:
+        source = source or self.model_file
+        settings = self._completed(settings.with_defaults(**self.default_tokens))
+        if settings.options.get("sp_model_kwargs"):
+            raise UnsupportedError(
+                "tokenizer_config.json: sp_model_kwargs: sampling is not supported"
+            )
+        if settings.flag("do_lower_case", False):
+            raise UnsupportedError("tokenizer_config.json: do_lower_case is not supported")
+        self.legacy = settings.flag("legacy", True)
+        self.add_prefix_space = settings.flag("add_prefix_space", True)
+        if not self.legacy and not settings.flag("from_slow", False):
+            model += WITHOUT_DUMMY_PREFIX
+        self._model = SentencePieceModel(model, source)
+        self.vocab_size = len(self._model.pieces)
+        super().__init__(
+            *(settings, files, self.default_side),
+            pieces=self._model.pieces,
+            known=self._known_added(settings),
+            source=source,
+        )
+        unk = settings.named.get("unk_token")
+        self._unk_text = self._model.unk_piece if unk is None else unk.content
+        self._unk_length = len(self._model.encode(self._unk_text))
+        self._prefix, self._suffix = self._around_texts()
+
+    @classmethod
+    def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> Self:
+        """Loads a folder that has the file ``model_file``."""
+        files.refuse_options(cls.options, f"a {cls.__name__}")
+        source = str(files.folder / cls.model_file)
+        # tokenizer.json lists the added tokens if no other file does.
+        if "added_tokens_decoder" not in settings.options and "tokenizer.json" in files:
+            settings = replace(settings, added={**settings.added, **added_tokens_of_json(files)})
+        return cls(files.contents[cls.model_file], settings, files.contents, source=source)
+
+    def _completed(self, settings: TokenizerSettings) -> TokenizerSettings:
+        """The settings, with tokens that the class has without being told."""
+        return settings
+
+    def _known_added(self, settings: TokenizerSettings) -> dict[int, AddedToken]:
+        """Added tokens by id, from the settings and from the class."""
+        return dict(settings.added)
+
+    @abstractmethod
+    def _around_texts(self) -> tuple[list[int], list[int]]:
+        """Ids before and after a text."""
+
+    def _remade(self, settings: TokenizerSettings, files: Mapping[str, bytes]) -> Self:
+        return type(self)(self._files[self.model_file], settings, files, source=self._source)
+
+    def _prefixed(self, parts: Sequence[str | AddedToken]) -> list[str | AddedToken]:
+        """Adds the prefix space once, at the start of the text (non-legacy)."""
+        if self.legacy or not any(part != "" for part in parts):
+            return list(parts)
+        texts = [p.replace(SPACE, " ") if isinstance(p, str) else p for p in parts]
+        if not self.add_prefix_space:
+            return texts
+        first = texts[0]
+        return [SPACE + first, *texts[1:]] if isinstance(first, str) else [SPACE, *texts]
+
+    def _items(
+        self, parts: Sequence[str | AddedToken], finder: TokenFinder
+    ) -> list[str | AddedToken]:
+        items = super()._items(self._prefixed(parts), finder)
+        if self.legacy or len(items) < 2 or not isinstance(items[0], str):
+            return items
+        # The prefix space before a special token is no token of its own.
+        second = items[1]
+        is_special = isinstance(second, AddedToken) and second.content in self.special_tokens
+        is_space = is_special and items[0].strip(f"{SPACE} ") == ""
+        return items[1:] if is_space and self._tokenize(items[0]) == [SPACE] else items
+
+    def _ids(
+        self, rows: Sequence[Sequence[str | AddedToken]], finder: TokenFinder
+    ) -> list[list[int]]:
+        if self._has_remapped_pieces:
+            ids_of, unknown = self._ids_by_token, self._model.unk_id
+            return [
+                [ids_of.get(token, unknown) for token in self._split(parts, finder)]
+                for parts in rows
+            ]
+        # The model splits all texts at once.
+        items = [self._items(parts, finder) for parts in rows]
+        texts = [self._model_text(each) for row in items for each in row if isinstance(each, str)]
+        encoded = self._model.encode_ids([text for text, _ in texts]) if texts else []
+        drops = (drop for _, drop in texts)
+        pieces = (p[n:] if len(p) >= n else p for p, n in zip(encoded, drops, strict=True))
+        result = []
+        for row in items:
+            ids: list[int] = []
+            for each in row:
+                is_added = isinstance(each, AddedToken)
+                ids += [self._added_ids[each.content]] if is_added else next(pieces)
+            result.append(ids)
+        return result
+
+    def _tokenize(self, text: str) -> list[str]:
+        text, drop = self._model_text(text)
+        tokens = self._model.encode(text)
+        return tokens[drop:] if len(tokens) >= drop else tokens
+
+    def _model_text(self, text: str) -> tuple[str, int]:
+        """The text that the model splits, and the number of its first pieces to drop.
+
+        Without its dummy prefix sentencepiece strips the leading space of a text. To keep the
+        space, an unknown token is prepended and its pieces are removed again.
+        """
+        if self.legacy or not text.startswith((SPACE, " ")):
+            return text, 0
+        return self._unk_text + text, self._unk_length
+
+    @cached_property
+    def _rules(self) -> DecodeRules:
+        extra = set(self.additional_special_tokens)
+        beyond = {token for token in extra if self._added_ids[token] >= self.vocab_size}
+        plain = self._added_ids.keys() - extra - set(self.special_tokens_map.values())
+        return DecodeRules(
+            model=self._model,
+            special=frozenset(self.special_tokens),
+            separate=frozenset(plain | beyond),
+            add_prefix_space=self.add_prefix_space,
+            space_before_chunk=self.space_before_chunk or ("inner" if self.legacy else "never"),
+            space_after_first_special=self.add_prefix_space and self.space_before_chunk is None,
+            strip_text=self.strip_text,
+        )
+
+    def _decode_stages(self, skip_special_tokens: bool) -> list[Stage]:
+        return [SymbolsToText(self._rules, skip_special_tokens)]
+
+    def _stage_token(self, index: int) -> str | None:
+        token = self._id_to_token(index)
+        return None if token is None else self._rules.symbol(token)
+
+
+class LlamaTokenizer(SentencePieceTokenizer):
+    """LLaMA's tokenizer: BOS before a text, ``BOS a BOS b`` for a pair, byte fallback.
+
+    Options (tokenizer_config.json): ``add_bos_token`` (true), ``add_eos_token`` (false), ``legacy``
+    (true), ``add_prefix_space`` (true).
+    """
+
+    model_file = "tokenizer.model"
+    default_tokens = LLAMA_TOKENS
+    default_side = "left"
+    options = CLASS_OPTIONS
+
+    def _around_texts(self) -> tuple[list[int], list[int]]:
+        return self._marker("bos", default=True), self._marker("eos", default=False)
+
+    def _marker(self, name: str, default: bool) -> list[int]:
+        if not self.settings.flag(f"add_{name}_token", default):
+            return []
+        index = getattr(self, f"{name}_token_id")
+        if index is None:
+            raise TokenizerError(f"tokenizer_config.json: add_{name}_token, but no {name}_token")
+        return [index]
+
+    def _add_special_tokens(self, ids: list[int], pair: list[int] | None) -> list[int]:
+        result = self._prefix + ids + self._suffix
+        return result if pair is None else result + self._prefix + pair + self._suffix
+
+
+class T5Tokenizer(SentencePieceTokenizer):
+    """T5's tokenizer: ``</s>`` after a text, ``<extra_id_n>`` sentinels as the last ids.
+
+    Options (tokenizer_config.json): ``extra_ids`` (100), ``legacy`` (true), ``add_prefix_space``
+    (true). Sentinel n has the id ``len(tokenizer) - 1 - n`` and strips the white space around it.
+    """
+
+    model_file = "spiece.model"
+    default_tokens = T5_TOKENS
+    default_side = "right"
+    space_before_chunk = "always"
+    strip_text = True
+
+    def _completed(self, settings: TokenizerSettings) -> TokenizerSettings:
+        count = _extra_ids(settings)
+        listed = [token for token in settings.extra if "<extra_id_" in token.content]
+        if listed and count > 0 and len(listed) != count:
+            raise TokenizerError(
+                f"tokenizer_config.json: extra_ids is {count}, but additional_special_tokens lists"
+                f" {len(listed)} sentinels"
+            )
+        if listed:
+            return settings
+        sentinels = [AddedToken(f"<extra_id_{n}>", lstrip=True, rstrip=True) for n in range(count)]
+        return replace(settings, extra=(*settings.extra, *sentinels))
+
+    def _known_added(self, settings: TokenizerSettings) -> dict[int, AddedToken]:
+        sentinels = sum("<extra_id_" in token.content for token in settings.extra)
+        last = self.vocab_size - 1 + _extra_ids(settings)
+        return {
+            **{
+                last - n: AddedToken(f"<extra_id_{n}>", lstrip=True, rstrip=True)
+                for n in range(sentinels)
+            },
+            **settings.added,
+        }
+
+    def _around_texts(self) -> tuple[list[int], list[int]]:
+        if self.eos_token_id is None:
+            raise TokenizerError("tokenizer_config.json: T5 needs an eos_token")
+        return [], [self.eos_token_id]
+
+    def _add_special_tokens(self, ids: list[int], pair: list[int] | None) -> list[int]:
+        return with_eos(ids, pair, self.eos_token_id)
+
+
+def _extra_ids(settings: TokenizerSettings) -> int:
+    count = settings.options.get("extra_ids", 100)
+    if type(count) is not int or not 0 <= count <= 2**16:
+        raise TokenizerError(f"tokenizer_config.json: extra_ids is {count!r}, not a count")
+    return count

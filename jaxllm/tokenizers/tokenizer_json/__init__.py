@@ -1,4 +1,0 @@
-"""Tokenizers from tokenizer.json files.
-
-Internal: `jaxllm.tokenizers.load_tokenizer` makes them.
-"""
