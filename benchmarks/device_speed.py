@@ -22,8 +22,7 @@ from jaxllm.training import (
     make_optimizer,
     make_train_step,
 )
-from jaxllm.training.monitor.flops import TokenCounts, model_flops
-from jaxllm.training.monitor.peak import peak_flops
+from jaxllm.training.monitor.flops import TokenCounts, model_flops, peak_flops
 
 FIELDS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 

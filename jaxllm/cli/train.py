@@ -93,7 +93,7 @@ def _run(argv: list[str], program: str) -> int:
     check_flags(options)
     # Imported after option errors, since these imports take seconds.
     from jaxllm.training.run import read_recipe, train
-    from jaxllm.training.run.recipe_file import parse_yaml
+    from jaxllm.training.run.recipe import parse_yaml
 
     values = {name: parse_yaml(text) for name, text in overrides.items()}
     # Orbax also logs the failed saves that it raises.

@@ -32,7 +32,7 @@ from jaxllm.parallel.mesh import row_shards, use_mesh
 from jaxllm.parallel.placement import put, put_tree
 from jaxllm.parallel.sharding import batch_sharding
 from jaxllm.planning.abstract import device_bytes, on_device, shapes_of
-from jaxllm.planning.target import LoweredProgram, Target
+from jaxllm.planning.topology import LoweredProgram, Target
 
 _MAX_SIZE = 2**20
 """Most rows, and most tokens of one; `generate` takes no more."""

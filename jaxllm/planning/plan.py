@@ -20,8 +20,9 @@ from jaxllm.parallel.mesh import make_mesh
 from jaxllm.planning import hlo
 from jaxllm.planning.abstract import abstract_model
 from jaxllm.planning.lower import PROGRAMS, Workload, lower
-from jaxllm.planning.target import LoweredProgram
-from jaxllm.planning.topology import Chip, Topology, find_topology
+from jaxllm.planning.topology import Chip, LoweredProgram, Topology, find_topology
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -274,9 +275,6 @@ def memory_of(compiled: jax.stages.Compiled, program: LoweredProgram) -> dict[st
         "temp_bytes": stats.temp_size_in_bytes,
         "peak_bytes": peak + stats.generated_code_size_in_bytes + unused,
     }
-
-
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def needed_bytes(message: str) -> int | None:

@@ -22,12 +22,13 @@ from jaxllm.models.language_model import head_logits
 from jaxllm.models.losses import token_losses
 from jaxllm.models.model import Model
 from jaxllm.models.t5.model import T5ForConditionalGeneration
-from jaxllm.training.chunked_loss import chunked_row_losses, columns_within
 from jaxllm.training.losses import (
     MAX_LOGITS,
     Batch,
     LossSums,
     causal_inputs_and_labels,
+    chunked_row_losses,
+    columns_within,
     seq2seq_inputs_and_labels,
 )
 

@@ -59,7 +59,7 @@ def test_a_tpu_writes_keys_and_values_with_a_slice(
 ) -> None:
     """A scatter there copies the whole cache before and after the loop."""
     monkeypatch.setattr(slot_placement, "platform_of_arrays", lambda tree: platform)
-    target = importlib.import_module("jaxllm.planning.target")
+    target = importlib.import_module("jaxllm.planning.topology")
     monkeypatch.setattr(target, "platform_of", lambda device: platform)
     model = tiny.make("llama", num_hidden_layers=1)
     decode, _ = lower(model, "batch", prompt=20, new=12, slots=8)

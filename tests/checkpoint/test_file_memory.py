@@ -27,7 +27,7 @@ from jaxllm.tokenizers.tokenizer_json_check import (
     MAX_PREFIXES,
     MAX_VOCABULARY,
 )
-from jaxllm.training.run.recipe_file import MAX_FILE_BYTES as MAX_RECIPE_BYTES
+from jaxllm.training.run.recipe import MAX_FILE_BYTES as MAX_RECIPE_BYTES
 
 Files = Iterator[tuple[str, bytes]]
 

@@ -19,7 +19,7 @@ from tiny_runs import measured, saved, write_recipe
 
 from jaxllm.checkpoint.orbax import RunCheckpoints
 from jaxllm.cli.train import main
-from jaxllm.training.run.recipe_file import read_recipe
+from jaxllm.training.run.recipe import read_recipe
 from jaxllm.training.run.run import train
 
 EVERY = 8

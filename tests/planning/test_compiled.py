@@ -42,7 +42,7 @@ LONG: dict[str, dict[str, Any]] = {
 )
 def test_lowered_decode_steps(platform: str, family: str, monkeypatch: Any) -> None:
     """The loop over tokens is the only one, and no array of keys or values is transposed."""
-    target = importlib.import_module("jaxllm.planning.target")
+    target = importlib.import_module("jaxllm.planning.topology")
     placement = importlib.import_module("jaxllm.batch.slot_placement")
     monkeypatch.setattr(target, "platform_of", lambda device: platform)
     monkeypatch.setattr(placement, "platform_of_arrays", lambda tree: platform)

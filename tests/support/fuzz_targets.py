@@ -30,7 +30,7 @@ from jaxllm.models.registry import model_spec
 from jaxllm.tokenizers import FastTokenizer, Tokenizer, load_tokenizer
 from jaxllm.tokenizers.settings import TokenizerSettings
 from jaxllm.tokenizers.template_sandbox import render_in_sandbox
-from jaxllm.training.run.recipe_file import read_recipe
+from jaxllm.training.run.recipe import read_recipe
 
 TOKENIZERS = DATA / "tokenizers"
 TEXT = "Hello <s>world</s>, 12 345 見<|im_end|>  é\n\t😀 don't " + "a" * 500

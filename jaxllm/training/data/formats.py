@@ -2,25 +2,42 @@
 
 The tokens in the loss depend on their field, never on their ids: if the pad token is also the EOS,
 labels of the EOS must stay, or the model never learns to stop.
+
+A chat template does not mark the assistant's tokens. They are found by rendering the conversation
+up to an answer with the generation prompt, as for generation: the answer is the rest of the full
+rendering. This requires that the template renders a prefix of a conversation the same whatever
+follows, which is checked.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Float32, Int32
 
-from jaxllm.common.errors import DataError
+from jaxllm.common.errors import ConfigError, DataError
+from jaxllm.models.config_checks import is_float32_number
+from jaxllm.models.input_checks import IGNORED
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.byte_level import ids_are_bytes
-from jaxllm.training.data.example import CausalExample, EncodedRow, Example, Seq2SeqExample
+from jaxllm.training.data.config import DataConfig, ModelInfo, eos_of
+from jaxllm.training.data.example import (
+    CausalExample,
+    ClassificationExample,
+    EncodedRow,
+    Example,
+    PreferenceExample,
+    Seq2SeqExample,
+)
 from jaxllm.training.data.rows import Row
 
 PART_CHARACTERS = 1 << 20
 """Longer texts are encoded in parts: the tokenizers library uses a hundred bytes per token."""
+Message = Mapping[str, Any]
 
 
 class Format(Protocol):
@@ -161,3 +178,311 @@ def with_end(ids: list[int], eos: int) -> list[int]:
 
 def int32(ids: list[int]) -> Int32[np.ndarray, " T"]:
     return np.asarray(ids, np.int32)
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """Encodes messages ``{"role": ..., "content": ...}``; a row may have `tools` for the template.
+
+    The loss covers the assistant's messages and the token that ends each. Special tokens are only
+    those that the template writes.
+    """
+
+    tokenizer: Tokenizer
+    eos_token_ids: tuple[int, ...]
+    field: str
+    chat_template: str | None = None
+    train_on: Literal["all", "last"] = "all"
+
+    def __call__(self, row: Row) -> CausalExample:
+        return self.encode(messages_of(row, self.field), row.get("tools"))
+
+    def encode(self, messages: Sequence[Message], tools: Any, first: int = 0) -> CausalExample:
+        """Encodes a conversation; labels are the assistant's messages from number `first` on.
+
+        Raises:
+            DataError: the assistant says nothing there, or the template does not tell what.
+        """
+        answers = [n for n in range(first, len(messages)) if messages[n]["role"] == "assistant"]
+        if not answers:
+            raise DataError(f"{self.field}: no message of the assistant, so nothing to learn")
+        conversation = _Conversation(
+            self.tokenizer, messages, self.chat_template, tools, self.field
+        )
+        ids = int32(conversation.ids)
+        labels = np.full_like(ids, IGNORED)
+        for number in answers if self.train_on == "all" else answers[-1:]:
+            start = conversation.boundary(number, before_answer=True)
+            stop = self._turn_end(conversation, number, start)
+            labels[start:stop] = ids[start:stop]
+        labels[0] = IGNORED
+        return CausalExample(ids, labels)
+
+    def _turn_end(self, conversation: _Conversation, number: int, start: int) -> int:
+        """Position after the token that ends the answer, excluding a following line break."""
+        stop = conversation.boundary(number + 1, before_answer=False)
+        ends = self.tokenizer.special_ids.union(self.eos_token_ids)
+        answer = conversation.ids[start:stop]
+        last = max((n for n, token in enumerate(answer) if token in ends), default=None)
+        if last is None or self.tokenizer.decode(answer[last + 1 :]).strip():
+            raise DataError(
+                f"{self.field}[{number}]: the chat template puts no special token after the "
+                "assistant's message, so the model would not learn to stop; give a chat_template "
+                "that does"
+            )
+        return start + last + 1
+
+
+@dataclass
+class _Conversation:
+    """A rendered conversation and the token positions of its messages."""
+
+    tokenizer: Tokenizer
+    messages: Sequence[Message]
+    template: str | None
+    tools: Any
+    field: str
+
+    def __post_init__(self) -> None:
+        self.ids: list[int] = self._render(len(self.messages), prompt=False, tokenize=True)
+
+    def boundary(self, number: int, *, before_answer: bool) -> int:
+        """Token count of `number` messages, with the generation prompt if `before_answer`."""
+        if number == len(self.messages):
+            return len(self.ids)
+        ids = self._render(number, prompt=before_answer, tokenize=True)
+        if self.ids[: len(ids)] == ids:
+            return len(ids)
+        text = self._render(number, prompt=before_answer, tokenize=False)
+        whole = self._render(len(self.messages), prompt=False, tokenize=False)
+        if not whole.startswith(text):
+            raise DataError(
+                f"{self.field}[{number}]: the chat template writes the messages before this one "
+                "differently when it follows, so the assistant's tokens cannot be told from the "
+                "others; end each row with an answer and set train_on to 'last', or give another "
+                "chat_template"
+            )
+        # A token that spans the boundary belongs to the part after it.
+        return next(
+            n for n, pair in enumerate(zip(ids, self.ids, strict=False)) if pair[0] != pair[1]
+        )
+
+    def _render(self, count: int, *, prompt: bool, tokenize: bool) -> Any:
+        return self.tokenizer.apply_chat_template(
+            self.messages[:count],
+            add_generation_prompt=prompt,
+            tokenize=tokenize,
+            tools=self.tools,
+            chat_template=self.template,
+        )
+
+
+def messages_of(row: Row, field: str) -> Sequence[Message]:
+    """The messages of a row, checked to be objects with a role."""
+    messages = get(row, field, list)
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise DataError(
+                f"{field}[{number}]: expected an object with a role, found {str(message)[:60]!r}"
+            )
+    return messages
+
+
+@dataclass(frozen=True)
+class ClassificationFormat:
+    """Encodes a text and its label according to the model's `problem_type`."""
+
+    tokenizer: Tokenizer
+    field: str
+    label: str
+    labels: Labels
+
+    def __call__(self, row: Row) -> ClassificationExample:
+        ids = encode(self.tokenizer, get(row, self.field, str))
+        if not ids:
+            raise DataError(f"{self.field}: empty, and the tokenizer has no BOS to stand for it")
+        if self.label not in row:
+            raise DataError(f"{self.label}: no such field; the row has {', '.join(map(str, row))}")
+        try:
+            return ClassificationExample(int32(ids), self.labels(row[self.label]))
+        except DataError as failure:
+            raise DataError(f"{self.label}: {failure}") from None
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Converts the label of a row to an array.
+
+    - `single_label_classification`: a class number, or a class name if there are names: int32 [].
+    - `multi_label_classification`: a list of numbers or names (the others are 0), or one float or
+      boolean for each class: float32 [C].
+    - `regression`: a number, or a list of C numbers for C outputs: float32 [] or [C].
+
+    >>> labels = Labels("multi_label_classification", 3, ("red", "green", "blue"))
+    >>> labels(["blue", "red"]).tolist(), labels([0.0, 1.0, 0.5]).tolist()
+    ([1.0, 0.0, 1.0], [0.0, 1.0, 0.5])
+    """
+
+    problem_type: str
+    count: int
+    names: tuple[str, ...] = ()
+
+    def __call__(self, value: Any) -> Int32[np.ndarray, ""] | Float32[np.ndarray, "*C"]:
+        match self.problem_type:
+            case "single_label_classification":
+                return np.asarray(self._number(value), np.int32)
+            case "multi_label_classification":
+                return self._several(value)
+            case _:
+                return self._numbers(value)
+
+    def _number(self, value: Any) -> int:
+        if isinstance(value, str):
+            if not self.names:
+                raise DataError(f"{value!r} is a name: list the classes in label_names")
+            if value not in self.names:
+                raise DataError(f"{value!r} is none of {', '.join(self.names)}")
+            return self.names.index(value)
+        if type(value) is not int or not 0 <= value < self.count:
+            raise DataError(f"expected a class, 0 to {self.count - 1}, found {str(value)[:60]!r}")
+        return value
+
+    def _several(self, value: Any) -> Float32[np.ndarray, " C"]:
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise DataError(f"expected a list of classes, found {str(value)[:60]!r}")
+        if value and all(type(item) in (float, bool) for item in value):
+            if len(value) != self.count or not all(0 <= item <= 1 for item in value):
+                raise DataError(f"expected {self.count} numbers from 0 to 1, found {list(value)}")
+            return np.asarray(value, np.float32)
+        numbers = [self._number(item) for item in value]
+        if len(set(numbers)) != len(numbers):
+            raise DataError(
+                f"{list(value)} lists a class twice; one value for each class is written with "
+                "floats or booleans"
+            )
+        result = np.zeros(self.count, np.float32)
+        result[numbers] = 1.0
+        return result
+
+    def _numbers(self, value: Any) -> Float32[np.ndarray, "*C"]:
+        values = (
+            list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+        )
+        if len(values) != self.count or not all(map(is_float32_number, values)):
+            expected = "a number" if self.count == 1 else f"{self.count} numbers"
+            raise DataError(f"expected {expected}, found {str(value)[:60]!r}")
+        return np.asarray(values if self.count > 1 else values[0], np.float32)
+
+
+def problem_of(model: ModelInfo) -> str:
+    """Problem type of a classifier; the default depends on its number of outputs.
+
+    >>> problem_of(ModelInfo(kind="classification", vocab_size=9, num_labels=1))
+    'regression'
+    """
+    if model.problem_type is not None:
+        return model.problem_type
+    return "regression" if model.num_labels == 1 else "single_label_classification"
+
+
+def labels_of(model: ModelInfo, names: tuple[str, ...]) -> Labels:
+    """Makes the label converter of a model.
+
+    Raises:
+        ConfigError: the number of names is not the model's number of classes.
+    """
+    problem = problem_of(model)
+    if names and problem == "regression":
+        raise ConfigError("label_names: a regression has no classes")
+    if names and len(names) != model.num_labels:
+        raise ConfigError(
+            f"label_names: {len(names)} names, but the model has {model.num_labels} classes "
+            "(num_labels)"
+        )
+    return Labels(problem, model.num_labels, names)
+
+
+AnswerFormat = PromptCompletionFormat | Seq2SeqFormat
+
+
+@dataclass(frozen=True)
+class PreferenceFormat:
+    """Encodes a prompt and two answers to it: texts, or lists of messages.
+
+    Labels are those of the answers: for texts the tokens and the EOS, for messages what the
+    assistant says after the prompt.
+    """
+
+    texts: tuple[AnswerFormat, AnswerFormat]
+    """Formats of the chosen and the rejected text."""
+    chat: ChatFormat | None
+    """Format of messages; None: the model has no conversations (T5)."""
+    prompt: str
+    chosen: str
+    rejected: str
+
+    def __call__(self, row: Row) -> PreferenceExample:
+        if isinstance(row.get(self.chosen), list):
+            return self._conversations(row)
+        chosen, rejected = (encode(row) for encode in self.texts)
+        assert isinstance(chosen, Example)
+        assert isinstance(rejected, Example)
+        return PreferenceExample(chosen, rejected)
+
+    def _conversations(self, row: Row) -> PreferenceExample:
+        if self.chat is None:
+            raise DataError(f"{self.chosen}: messages, which an encoder-decoder cannot take; texts")
+        prompt, *answers = conversations_of(row, self.prompt, self.chosen, self.rejected)
+        chosen, rejected = (
+            self.chat.encode([*prompt, *answer], row.get("tools"), first=len(prompt))
+            for answer in answers
+        )
+        return PreferenceExample(chosen, rejected)
+
+
+def conversations_of(
+    row: Row, prompt: str, chosen: str, rejected: str
+) -> tuple[Sequence[Message], Sequence[Message], Sequence[Message]]:
+    """Messages of prompt, chosen and rejected answer; without a prompt, of what both begin with.
+
+    Raises:
+        DataError: a field is no list of messages, or the answers do not begin with one prompt.
+
+    >>> user, good, bad = ({"role": "user"}, {"role": "assistant", "content": "a"},
+    ...                    {"role": "assistant", "content": "b"})
+    >>> conversations_of({"c": [user, good], "r": [user, bad]}, "p", "c", "r")[0]
+    [{'role': 'user'}]
+    """
+    first, second = messages_of(row, chosen), messages_of(row, rejected)
+    if prompt in row:
+        return messages_of(row, prompt), first, second
+    pairs = zip(first, second, strict=False)
+    shared = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+    if shared == 0:
+        raise DataError(
+            f"{prompt}: no such field, and {chosen} and {rejected} begin with different messages, "
+            "so there is no common prompt"
+        )
+    # Equal conversations have no preference; the last message still is the answer.
+    shared = min(shared, len(first) - 1, len(second) - 1)
+    return first[:shared], first[shared:], second[shared:]
+
+
+def preference_format(
+    config: DataConfig, tokenizer: Tokenizer, model: ModelInfo
+) -> PreferenceFormat:
+    """Makes the format of preference rows for a causal language model or a T5."""
+    eos, prompt = eos_of(tokenizer, model), config.prompt_field
+    chosen, rejected = config.chosen_field, config.rejected_field
+    if model.kind == "seq2seq":
+        targets = (
+            Seq2SeqFormat(tokenizer, eos, prompt, chosen, ""),
+            Seq2SeqFormat(tokenizer, eos, prompt, rejected, ""),
+        )
+        return PreferenceFormat(targets, None, prompt, chosen, rejected)
+    completions = (
+        PromptCompletionFormat(tokenizer, eos, prompt, chosen),
+        PromptCompletionFormat(tokenizer, eos, prompt, rejected),
+    )
+    chat = ChatFormat(tokenizer, model.eos_token_ids, f"{prompt} and answer", config.chat_template)
+    return PreferenceFormat(completions, chat, prompt, chosen, rejected)

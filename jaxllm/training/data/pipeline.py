@@ -8,7 +8,6 @@ from dataclasses import replace
 from jaxllm.common.errors import ConfigError
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data.batches import Batches, Epoch, Shard
-from jaxllm.training.data.chat import ChatFormat
 from jaxllm.training.data.config import (
     DataConfig,
     ModelInfo,
@@ -18,14 +17,16 @@ from jaxllm.training.data.config import (
 )
 from jaxllm.training.data.examples import EncodingProgress, Examples, encode_rows
 from jaxllm.training.data.formats import (
+    ChatFormat,
+    ClassificationFormat,
     Format,
     PromptCompletionFormat,
     Seq2SeqFormat,
     TextFormat,
+    labels_of,
+    preference_format,
 )
-from jaxllm.training.data.labels import ClassificationFormat, labels_of
 from jaxllm.training.data.plan import Planner
-from jaxllm.training.data.preference import preference_format
 from jaxllm.training.data.rows import Row, Rows, SequenceRows, dataset_rows, open_rows
 
 

@@ -2,12 +2,13 @@
 
 from jaxllm.training.evaluation.evaluate import EvalResult, evaluate
 from jaxllm.training.evaluation.generation import (
+    METRICS,
     EvalPrompt,
     EvalSample,
     GenerationResult,
     generate_and_score,
+    score_texts,
 )
-from jaxllm.training.evaluation.generation_metrics import METRICS, score_texts
 
 __all__ = [
     "METRICS",

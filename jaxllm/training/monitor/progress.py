@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from jaxllm.common.compiling import CompileClock
-from jaxllm.training.monitor.peak import Peak
+from jaxllm.training.monitor.flops import Peak
 
 LINE_EVERY = 10
 QUIET_SECONDS = 30.0

@@ -13,8 +13,8 @@ from typing import Any
 from jaxllm.common.errors import MissingExtraError, RunError
 from jaxllm.training.evaluation.generation import EvalSample
 from jaxllm.training.monitor.charts import LEARNING_RATES, Curve, curve, save_plot, svg_chart
+from jaxllm.training.monitor.flops import Peak
 from jaxllm.training.monitor.metrics_log import read_metrics
-from jaxllm.training.monitor.peak import Peak
 from jaxllm.training.monitor.run_card import RunCard, flat, start_rows
 from jaxllm.training.output_files import write_text
 

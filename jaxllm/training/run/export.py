@@ -22,9 +22,9 @@ from jaxllm.saving import save_hf
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.lora import merge_lora
 from jaxllm.training.output_files import replacing_folder, write_text, writing
-from jaxllm.training.run.initial_model import initial_model, trainable_paths
 from jaxllm.training.run.recipe import Recipe
 from jaxllm.training.run.run_folder import CHECKPOINTS, base_of, check_base
+from jaxllm.training.run.setup import initial_model, trainable_paths
 
 MAX_JSON_BYTES = 1 << 26
 Which = int | Literal["best", "last"] | None

@@ -27,11 +27,9 @@ from jaxllm.training.evaluation.generation import (
 )
 from jaxllm.training.losses import Batch
 from jaxllm.training.monitor.flops import TokenCounts
-from jaxllm.training.monitor.metrics_log import MetricsLog, MetricsRow, NoLog
+from jaxllm.training.monitor.metrics_log import MetricsLog, MetricsRow, NoLog, Sink
 from jaxllm.training.monitor.progress import TrainingProgress
-from jaxllm.training.monitor.sinks import Sink
-from jaxllm.training.run.early_stopping import Patience
-from jaxllm.training.run.evaluations import eval_batch_size, measured_on, predicted
+from jaxllm.training.run.evaluations import Patience, eval_batch_size, measured_on, predicted
 from jaxllm.training.run.run_folder import settings_of
 from jaxllm.training.run.setup import Setup
 from jaxllm.training.state import TRAINED, TrainState

@@ -22,8 +22,8 @@ from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data.examples import Examples
 from jaxllm.training.data.rows import find_files
 from jaxllm.training.evaluation.generation import EvalSample
-from jaxllm.training.monitor.metrics_log import MetricsLog, NoLog
-from jaxllm.training.monitor.peak import Peak, peak_flops
+from jaxllm.training.monitor.flops import Peak, peak_flops
+from jaxllm.training.monitor.metrics_log import MetricsLog, NoLog, Sink, TensorBoardSink, WandbSink
 from jaxllm.training.monitor.progress import TrainingProgress
 from jaxllm.training.monitor.report import (
     AFTER,
@@ -34,10 +34,8 @@ from jaxllm.training.monitor.report import (
     write_samples,
 )
 from jaxllm.training.monitor.run_card import DataFile, RunCard, make_run_card, write_run_card
-from jaxllm.training.monitor.sinks import Sink, TensorBoardSink, WandbSink
 from jaxllm.training.output_files import writing
-from jaxllm.training.run.early_stopping import patience_of
-from jaxllm.training.run.evaluations import measured_on
+from jaxllm.training.run.evaluations import measured_on, patience_of
 from jaxllm.training.run.loop import Loop
 from jaxllm.training.run.recipe import DataConfig, Recipe
 from jaxllm.training.run.reference import with_reference

@@ -11,7 +11,7 @@ from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.common.errors import DataError, TemplateError
 from jaxllm.tokenizers import FastTokenizer, tokenizer_from_gguf
 from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
-from jaxllm.training.data.chat import ChatFormat
+from jaxllm.training.data.formats import ChatFormat
 
 DATA = paths.DATA / "tokenizers"
 TEMPLATES = json.loads((DATA / "chat_templates.json").read_text(encoding="utf-8"))

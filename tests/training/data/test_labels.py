@@ -8,7 +8,7 @@ import pytest
 from jaxllm.common.errors import ConfigError, DataError
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.data.config import ModelInfo
-from jaxllm.training.data.labels import ClassificationFormat, Labels, labels_of
+from jaxllm.training.data.formats import ClassificationFormat, Labels, labels_of
 
 SINGLE = Labels("single_label_classification", 3, ("no", "maybe", "yes"))
 SEVERAL = Labels("multi_label_classification", 3, ("no", "maybe", "yes"))

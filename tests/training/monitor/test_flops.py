@@ -18,13 +18,15 @@ from jax.experimental import multihost_utils
 
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.weights import parameters
-from jaxllm.training.monitor import peak as peak_module
+from jaxllm.training.monitor import flops as flops
 from jaxllm.training.monitor.flops import (
+    Peak,
     TokenCounts,
     count_tokens,
+    known_peak,
     model_flops,
+    peak_flops,
 )
-from jaxllm.training.monitor.peak import Peak, known_peak, peak_flops
 
 
 def test_pads_are_no_tokens() -> None:
@@ -148,8 +150,8 @@ def test_processes_of_one_machine_share_its_peak(monkeypatch: pytest.MonkeyPatch
     """Of three processes two are on one machine; the product of each took as long."""
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     machines = np.array([1.0, 1.0, 2.0])
-    monkeypatch.setattr(peak_module, "_machine_number", lambda: 1.0)
-    monkeypatch.setattr(peak_module, "_measured_cpu", lambda device: 5e9)
+    monkeypatch.setattr(flops, "_machine_number", lambda: 1.0)
+    monkeypatch.setattr(flops, "_measured_cpu", lambda device: 5e9)
 
     def gather(sent: np.ndarray) -> np.ndarray:
         value = np.frombuffer(sent.tobytes(), np.float64)[0]
@@ -161,7 +163,7 @@ def test_processes_of_one_machine_share_its_peak(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_unknown_accelerator_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peak_module, "ACCELERATOR_PRODUCT", (64, "bfloat16"))
+    monkeypatch.setattr(flops, "ACCELERATOR_PRODUCT", (64, "bfloat16"))
     monkeypatch.setattr(jax, "device_put", lambda x, device: jnp.asarray(x))
     devices = [SimpleNamespace(platform="gpu", device_kind="Radeon", process_index=0)] * 4
     peak = peak_flops(devices)

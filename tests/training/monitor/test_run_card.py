@@ -15,12 +15,14 @@ import pytest
 
 from jaxllm.common.errors import RunError
 from jaxllm.training.monitor.run_card import (
+    HIDDEN,
     DataFile,
     git_commit,
+    is_secret,
     make_run_card,
+    without_secrets,
     write_run_card,
 )
-from jaxllm.training.monitor.secret_values import HIDDEN, is_secret, without_secrets
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from jaxllm.common.errors import MissingExtraError, RunError
-from jaxllm.training.monitor.metrics_log import MetricsLog
-from jaxllm.training.monitor.sinks import Sink, TensorBoardSink, WandbSink
+from jaxllm.training.monitor.metrics_log import MetricsLog, Sink, TensorBoardSink, WandbSink
 
 
 def events(folder: Path) -> list[Event]:

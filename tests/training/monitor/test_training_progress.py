@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from jaxllm.training.monitor.peak import Peak
+from jaxllm.training.monitor.flops import Peak
 from jaxllm.training.monitor.progress import Throughput, TrainingProgress, clock_time
 
 

@@ -16,7 +16,7 @@ from tiny_runs import write_recipe
 from jaxllm.cli.generate import _parser as parser
 from jaxllm.cli.generate import check_flags
 from jaxllm.cli.train import SWITCHES, VALUED, split_options
-from jaxllm.training.run.recipe_file import parse_yaml, read_recipe
+from jaxllm.training.run.recipe import parse_yaml, read_recipe
 
 DEPLOY = ROOT / "deploy"
 SBATCH, JOBSET = DEPLOY / "train.sbatch", DEPLOY / "train-jobset.yaml"

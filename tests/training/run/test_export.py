@@ -18,9 +18,9 @@ from jaxllm.models.weights import parameters
 from jaxllm.tokenizers import load_tokenizer
 from jaxllm.training.monitor.metrics_log import read_metrics
 from jaxllm.training.run.export import export, load_run, save_label_names
-from jaxllm.training.run.initial_model import initial_model
 from jaxllm.training.run.recipe import Recipe
 from jaxllm.training.run.run import RunResult, train
+from jaxllm.training.run.setup import initial_model
 
 MODELS = {
     "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32},

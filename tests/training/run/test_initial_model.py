@@ -10,7 +10,7 @@ from tiny_runs import recipe
 
 from jaxllm.common.errors import ConfigError
 from jaxllm.models.weights import parameters
-from jaxllm.training.run.initial_model import initial_model, trainable_paths
+from jaxllm.training.run.setup import initial_model, trainable_paths
 
 
 def test_patterns_choose_what_is_trained(tmp_path: Path):

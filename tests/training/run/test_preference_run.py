@@ -14,10 +14,10 @@ from tiny_runs import go_on, measured, plain, preference_fields, saved
 import jaxllm
 from jaxllm.common.errors import ConfigError, DataError, RunError
 from jaxllm.common.validation import from_plain
-from jaxllm.training.run.initial_model import initial_model
 from jaxllm.training.run.recipe import Recipe
 from jaxllm.training.run.reference import FILE
 from jaxllm.training.run.run import train
+from jaxllm.training.run.setup import initial_model
 
 NAMES = {f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")}
 

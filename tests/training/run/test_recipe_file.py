@@ -14,8 +14,7 @@ from tiny_runs import plain, recipe, write_recipe
 from jaxllm.common.errors import ConfigError, MissingFileError
 from jaxllm.common.validation import from_plain, to_plain
 from jaxllm.training.lora import LoraConfig
-from jaxllm.training.run.recipe import Recipe
-from jaxllm.training.run.recipe_file import parse_yaml, read_recipe
+from jaxllm.training.run.recipe import Recipe, parse_yaml, read_recipe
 
 
 def read(path: Path, text: str | bytes, **overrides: Any) -> Recipe:

@@ -22,7 +22,7 @@ RUN = """
 import json, sys
 from pathlib import Path
 from jaxllm.common.compiling import enable_compile_cache
-from jaxllm.training.run.recipe_file import read_recipe
+from jaxllm.training.run.recipe import read_recipe
 from jaxllm.training.run.run import train
 
 recipe, programs, runs = sys.argv[1:]
