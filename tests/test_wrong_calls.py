@@ -59,6 +59,8 @@ MODEL_CALLS = {
     "key: expected": lambda m: m.generate([[1]], do_sample=True, key=[1, [2]]),
     "revision: expected a branch": lambda m: jaxllm.load(GPT2, revision=3),
     "remat: expected True or False, found yes": lambda m: jaxllm.load(GPT2, remat="yes"),
+    "path_or_hub_id: .* integer of thousands of digits": lambda m: jaxllm.load(10**5000),
+    "path_or_hub_id: expected": lambda m: jaxllm.AutoConfig.from_pretrained(10**5000),
     "scores: expected a list": lambda m: jaxllm.compute_transition_scores([[1]], None),
     "scores: expected an array of 3": lambda m: jaxllm.compute_transition_scores([[1]], ["x"]),
     "batch: expected an integer": lambda m: m.init_cache("a", 4),
@@ -67,12 +69,15 @@ MODEL_CALLS = {
     "topology: expected a name": lambda m: jaxllm.plan(GPT2, 3),
     "dropout_key: expected": lambda m: m([[1]], dropout_key=True),
     "output_attentions: expected": lambda m: m([[1]], output_attentions=[]),
+    "logits_to_keep: .* integer of thousands": lambda m: m([[1]], logits_to_keep=10**5000),
     "task: expected a name": lambda m: jaxllm.pipeline([], GPT2),
+    "data=.* integer of thousands of digits": lambda m: jaxllm.make_mesh(data=10**5000),
     "on: expected True or False": lambda m: jaxllm.set_progress("x"),
     "save_directory: expected": lambda m: jaxllm.GenerationConfig().save_pretrained(3),
 }
 
 
+@pytest.mark.in_ci("logits_to_keep: .* integer of thousands")
 @pytest.mark.parametrize("message", MODEL_CALLS)
 def test_of_models(message: str) -> None:
     with pytest.raises(InputError, match=message) as failure:
@@ -161,13 +166,14 @@ TOKENIZER_CALLS = {
     "rows: expected a list of lists": lambda t: t.batch_decode(np.array(None)),
     "tokens: expected a list": lambda t: t.convert_tokens_to_ids(np.array(None)),
     "rows: expected lists": lambda t: t.pad(np.array(None)),
+    "rows: expected lists .* integer of thousands": lambda t: t.pad([10**5000]),
     "unpaired surrogate": lambda t: t.add_tokens("\ud800"),
     "add_tokens: 'x.* has more than 256 bytes": lambda t: t.add_tokens("x" * 257),
     "add_special_tokens: .* found no": lambda t: t.encode("a", add_special_tokens="no"),
     "skip_special_tokens: .* found no": lambda t: t.decode([1], skip_special_tokens="no"),
     "return_attention_mask: .* found no": lambda t: t("a", return_attention_mask="no"),
     "truncation: expected": lambda t: t("a", truncation=np.zeros(0)),
-    "return_tensors: expected": lambda t: t("a", return_tensors=10),
+    "return_tensors: expected": lambda t: t("a", return_tensors=10**5000),
 }
 
 

@@ -101,7 +101,12 @@ def quoted(value: object) -> str:
     >>> quoted("lm_head.weight"), quoted([1, 2])
     ("'lm_head.weight'", '[1, 2]')
     """
-    return repr(shortened(value)) if isinstance(value, str) else shortened(str(value))
+    if isinstance(value, str):
+        return repr(shortened(value))
+    try:
+        return shortened(str(value))
+    except ValueError:  # Python writes at most 4,300 digits
+        return f"({type(value).__name__}, with an integer of thousands of digits)"
 
 
 def shortened(text: str, limit: int = MAX_CHARACTERS) -> str:

@@ -66,7 +66,7 @@ def test_an_integer_that_python_does_not_write_is_an_error_of_its_row(value):
     if isinstance(value, int):  # which is a valid id
         del wrong[1]
     for raw in [*wrong, {"input_ids": value}, {"prompt": value}, {LONG: value}]:
-        with pytest.raises(InputError, match=r"integer of (5001|thousands of) digits|found object"):
+        with pytest.raises(InputError, match=r"integer of thousands of digits|found object"):
             reader.read(RawRow(0, 0, raw))
 
 
