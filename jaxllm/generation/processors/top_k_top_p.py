@@ -53,7 +53,6 @@ def threshold(
     one of the row's values: the largest if the target is 0 or less. If all weights together do not
     reach the target, it is -inf.
     """
-    target = jnp.maximum(target, jnp.finfo(jnp.float32).tiny)
     ordered = ordered_bits(x)
     bits = _bisect(lambda least: jnp.where(ordered >= least, weights, 0.0), target, bits=32)
     return from_ordered_bits(jnp.maximum(bits, jnp.uint32(_MINUS_INFINITY)))
@@ -64,15 +63,16 @@ def _bisect(
     target: Float[Array, " B"],
     bits: int,
 ) -> UInt32[Array, " B"]:
-    """Largest number of ``bits`` bits whose ``weights_from`` add up to at least ``target``, or 0.
+    """Largest number of ``bits`` bits whose ``weights_from`` add up to ``target``, or 0.
 
-    ``weights_from(n)`` are the weights of the entries at or above n, and zeros below.
+    ``weights_from(n)`` are the weights of the entries at or above n, and zeros below. If the target
+    is 0 or less, any weight above 0 reaches it.
     """
 
     def fix_bit(i: Int[Array, ""], number: UInt32[Array, " B"]) -> UInt32[Array, " B"]:
         candidate = number | (jnp.uint32(1 << (bits - 1)) >> i.astype(jnp.uint32))
-        reaches = jnp.sum(weights_from(candidate[:, None]), axis=-1) >= target
-        return jnp.where(reaches, candidate, number)
+        weight = jnp.sum(weights_from(candidate[:, None]), axis=-1)
+        return jnp.where((weight >= target) & (weight > 0), candidate, number)
 
     return lax.fori_loop(0, bits, fix_bit, jnp.zeros(target.shape, jnp.uint32))
 

@@ -169,8 +169,7 @@ class Sample(Strategy[SampleState]):
         """Each row's next token."""
         if not self.sampling:
             return choose_greedy(scores)
-        step = jnp.broadcast_to(state.step, state.keys.shape)
-        token = choose_sample(jax.vmap(jax.random.fold_in)(state.keys, step), scores)
+        token = choose_sample(state.keys, scores, state.step)
         if self.sampled_rows is None:
             return token
         return jnp.where(self.sampled_rows, token, choose_greedy(scores))

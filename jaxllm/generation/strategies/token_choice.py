@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, UInt32
 
-from jaxllm.nn.platform import argmax_of_rows, in_blocks
+from jaxllm.nn.platform import argmax_of_rows, in_blocks, random_bits
 
 
 def choose_greedy(scores: Float[Array, "B V"]) -> Int[Array, " B"]:
@@ -19,7 +19,11 @@ def choose_greedy(scores: Float[Array, "B V"]) -> Int[Array, " B"]:
     return argmax_of_rows(scores)
 
 
-def choose_sample(keys: Key[Array, " B"], scores: Float[Array, "B V"]) -> Int[Array, " B"]:
+def choose_sample(
+    keys: Key[Array, " B"],
+    scores: Float[Array, "B V"],
+    step: Int[Array, ""] | Int[Array, " B"] | None = None,
+) -> Int[Array, " B"]:
     """Draws one token from softmax(scores) for each row, with the row's own key.
 
     The draw has two steps, each among about sqrt(V) items, which needs 450 random numbers at a
@@ -32,13 +36,14 @@ def choose_sample(keys: Key[Array, " B"], scores: Float[Array, "B V"]) -> Int[Ar
     Args:
         keys: typed PRNG keys, one per row. A row's draw depends on its key and scores only.
         scores: ``[B, V]``; a row has at least one finite score, and no NaN or +inf.
+        step: draw with ``fold_in(key, step)``; None: with the key itself.
 
     Returns:
         int32 ``[B]``. A token of score -inf is never chosen. Probabilities are exact up to float32
         rounding; an item whose share of its step is below 2**-33 or so may not be reachable.
     """
     weights = _weights_in_blocks(scores)
-    block, within = _race(keys, weights)
+    block, within = _race(keys, step, weights)
     return (block * weights.shape[2] + within).astype(jnp.int32)
 
 
@@ -60,8 +65,7 @@ def draw_without_replacement(
 
     def draw(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         weights, value, index = carry
-        draw_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, i)
-        block, within = _race(draw_keys, weights)
+        block, within = _race(keys, i, weights)
         row = jnp.arange(batch)
         is_drawn = (weights[row, block, within] > 0) & (i < count)
         item = block * weights.shape[2] + within
@@ -82,22 +86,23 @@ def _weights_in_blocks(scores: Float[Array, "B V"]) -> Float[Array, "B blocks si
 
 
 def _race(
-    keys: Key[Array, " B"], weights: Float[Array, "B blocks size"]
+    keys: Key[Array, " B"],
+    step: Int[Array, ""] | Int[Array, " B"] | None,
+    weights: Float[Array, "B blocks size"],
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """Draws a block and an index in it, each with probability proportional to its weight."""
     _, blocks, size = weights.shape
-    times = jax.vmap(lambda key: _exponential(key, blocks + size))(keys)
+    times = _exponential(random_bits(keys, step, blocks + size))
     block = jnp.argmin(times[:, :blocks] / jnp.sum(weights, axis=-1), axis=-1)
-    within_block = jnp.take_along_axis(weights, block[:, None, None], axis=1)[:, 0]
+    within_block = jnp.take_along_axis(weights, block[:, None, None], 1, mode="clip")[:, 0]
     return block, jnp.argmin(times[:, blocks:] / within_block, axis=-1)
 
 
-def _exponential(key: Key[Array, ""], count: int) -> Float[Array, " count"]:
+def _exponential(bits: UInt32[Array, "B n"]) -> Float[Array, "B n"]:
     """Standard exponential numbers, positive, finite, and fine-grained near 0 (from 2**-33).
 
     Small ones win the race, so the uniform numbers that they come from use all 32 bits;
     ``jax.random.exponential`` uses 23.
     """
-    bits = jax.random.bits(key, (count,), jnp.uint32)
     uniform = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
     return -jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24))

@@ -21,6 +21,7 @@ from jaxllm.nn.platform.quantized_products import (
     times_int4_transposed,
     times_int8_transposed,
 )
+from jaxllm.nn.platform.random_bits import random_bits
 from jaxllm.nn.platform.training import (
     after_gradient,
     entry_of_rows,
@@ -37,6 +38,7 @@ __all__ = [
     "in_blocks",
     "largest_scores",
     "plus_bias",
+    "random_bits",
     "random_uint16",
     "split_heads",
     "steps_between_checks",
