@@ -109,6 +109,10 @@ def with_adapter(model: M, config: PeftConfig, tensors: Mapping[str, np.ndarray]
         if present and linear:
             if isinstance(config.target_modules, tuple) and not targeted:
                 raise CheckpointError(f"{name} has LoRA, but target_modules does not name it")
+            if not config.covers_layer(name):
+                raise CheckpointError(
+                    f"{name} has LoRA, but layers_to_transform excludes its layer"
+                )
             check_base_model(model, name, entry, unused)
             layers |= split_layers(model, config, name, entry, unused)
         elif targeted and linear and not (config.narrowed or name.endswith(config.modules_to_save)):
@@ -358,7 +362,7 @@ def magnitude_of(part: Linear) -> jax.Array:
 def saved_tensors(model: Model[Any]) -> dict[str, np.ndarray]:
     """The weights of modules_to_save, under Hugging Face's names."""
     params = parameters(model)
-    modules = model.checked_card("save_adapter").modules_to_save
+    modules = model.checked_card("save_adapter").lora_modules("save_adapter")
     paths = {path for path in params if path.rpartition(".")[0] in modules}
     check_tied(model, paths)
     tensors = {}

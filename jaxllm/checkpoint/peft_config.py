@@ -57,6 +57,7 @@ class PeftConfig:
     modules_to_save: tuple[str, ...] = ()
     rank_pattern: Mapping[str, int] = dataclasses.field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    layers_to_transform: int | tuple[int, ...] | None = None
     narrowed: bool = False
     """True if exclude_modules or layers_to_transform may exclude some of the targets."""
 
@@ -65,6 +66,14 @@ class PeftConfig:
 
     def alpha_of(self, module: str) -> float:
         return match_pattern(self.alpha_pattern, module, self.lora_alpha)
+
+    def covers_layer(self, module: str) -> bool:
+        """True unless `layers_to_transform` excludes the numbered layer of a module."""
+        number = re.match(r".*\.[^.]*\.(\d+)\.", module)  # PEFT's expression
+        if self.layers_to_transform in (None, ()) or number is None:
+            return True
+        layers = self.layers_to_transform
+        return int(number[1]) in ((layers,) if isinstance(layers, int) else layers)
 
     def targets(self, module: str) -> bool:
         """True if target_modules, a list, names this module (by its Hugging Face name)."""
@@ -102,6 +111,8 @@ def parse_peft_config(raw: Mapping[str, Any]) -> PeftConfig:
             f"{describe_keys(unknown)}: not implemented. To ignore a field all the same: "
             'load_adapter(..., config={"KEY": None})'
         )
+    if raw.get("layers_pattern"):  # names the numbers that count; not followed here
+        fields -= {"layers_to_transform"}
     present = {name: raw[name] for name in sorted(fields) if raw.get(name) is not None}
     values: dict[str, Any] = {
         name: check_patterns(name, value)

@@ -22,6 +22,7 @@ from jaxllm.cli.options import (
     add_compile_cache_flags,
     add_field_flags,
     add_model_flags,
+    check_seed,
     generation_fields,
     keep_programs,
     load_named,
@@ -78,6 +79,7 @@ def _parser(program: str) -> Parser:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    check_seed(arguments.seed)
     fields = GenerationConfig(**generation_fields(arguments))
     check_for_use(fields)  # before loading, which takes minutes
     reporter = Reporter(quiet=arguments.quiet)
@@ -313,7 +315,7 @@ class Conversation:
 
 
 class _Streamer:
-    """Shows tokens as they come; raises StoppedError after the token at which the user stops.
+    """Shows tokens as they come; raises AnswerStoppedError after the token at which the user stops.
 
     The first token is shown with the second: it comes from the prefill, and the decode loop may
     compile for many seconds in between.

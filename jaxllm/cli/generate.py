@@ -36,6 +36,7 @@ from jaxllm.cli.options import (
     add_compile_cache_flags,
     add_field_flags,
     add_model_flags,
+    check_seed,
     generation_fields,
     int_list,
     keep_programs,
@@ -207,8 +208,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     check_flags(arguments)
-    if arguments.seed is not None and not 0 <= arguments.seed < 2**32:  # JAX drops higher bits
-        raise InputError(f"--seed must be from 0 to 2**32 - 1, but is {arguments.seed}")
+    check_seed(arguments.seed)
     if arguments.system is not None and not arguments.chat:
         raise InputError("--system has no effect without --chat")
     if arguments.input is not None:
@@ -314,7 +314,7 @@ def _load(
 
 def _prompt(arguments: argparse.Namespace) -> str:
     text = arguments.prompt if arguments.text is None else arguments.text
-    if text != "-":
+    if text != STREAM:
         return text
     if jax.process_count() > 1:
         raise InputError("-: several processes cannot read one stdin; give the prompt itself")

@@ -13,7 +13,7 @@ from jaxllm import load
 from jaxllm.checkpoint.hub import resolve, smollm2
 from jaxllm.checkpoint.load import compute_dtype_of
 from jaxllm.common.compiling import enable_compile_cache
-from jaxllm.common.errors import InputError, RunError
+from jaxllm.common.errors import InputError, RunError, quoted
 from jaxllm.common.files import expanded
 from jaxllm.common.progress import Reporter
 from jaxllm.generation.settings.config import FIELDS
@@ -116,6 +116,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="a field that replaces config.json's; null: as if the file had none",
     )
+
+
+def check_seed(seed: int | None) -> None:
+    """Raises InputError unless ``--seed`` has at most 32 bits; JAX drops higher ones."""
+    if seed is not None and not 0 <= seed < 2**32:
+        raise InputError(f"--seed must be from 0 to 2**32 - 1, but is {quoted(seed)}")
 
 
 def model_path(arguments: argparse.Namespace) -> str | Path:

@@ -166,7 +166,7 @@ def merge_lora(model: M) -> M:
     if not layers:
         raise InputError("merge_lora: the model has no LoRA")
     model = replace_modules(model, {path: layer.merged() for path, layer in layers.items()})
-    return model if model.card is None else model.with_card(modules_to_save=())
+    return model if model.card is None else model.with_card(modules_to_save=None)
 
 
 def lora_layers(model: Model[Any]) -> dict[str, LoraLinear]:

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Float
 
 from jaxllm.common.arguments import checked, checks_flags
-from jaxllm.common.errors import InputError
+from jaxllm.common.errors import InputError, quoted
 from jaxllm.common.renamed_arguments import CALL, drop_renamed
 from jaxllm.models.config import ModelConfig, check_token_ids
 from jaxllm.models.pretrained import Pretrained
@@ -60,8 +60,30 @@ class Card:
     """End tokens that the files name and that the vocabulary does not have."""
     origin: Origin | None = None
     """Files of the checkpoint that the model was loaded from, if any."""
-    modules_to_save: tuple[str, ...] = ()
-    """Paths of modules that are fully trained beside LoRA, and saved with the adapter."""
+    modules_to_save: tuple[str, ...] | None = None
+    """Paths of modules that are fully trained beside LoRA, and saved with the adapter. None: the
+    card of a model without LoRA."""
+
+    def __post_init__(self) -> None:
+        checked(self.config, (ModelConfig,), "Card", "the config of a model")
+        if self.generation_config is not None and not hasattr(self.generation_config, "to_dict"):
+            raise InputError(
+                "Card: generation_config: expected a GenerationConfig, found "
+                f"{quoted(self.generation_config)}"
+            )
+
+    def lora_modules(self, purpose: str) -> tuple[str, ...]:
+        """Paths of `modules_to_save`.
+
+        Raises:
+            InputError: the card is that of a model without LoRA. The message begins with `purpose`.
+        """
+        if self.modules_to_save is None:
+            raise InputError(
+                f"{purpose}: the card belongs to the model before LoRA was added, and does not say "
+                "which modules are trained in full; use the card of the model with LoRA"
+            )
+        return self.modules_to_save
 
 
 class Carded:
@@ -121,13 +143,20 @@ class Model(Pretrained, Carded, nnx.Module, Generic[C]):
         ``averaged.with_card(model.card)``.
 
         Raises:
-            InputError: the card belongs to a model of another architecture.
+            InputError: the card belongs to a model of another architecture, or its config is not
+                valid or has only what the forward pass reads.
         """
         checked(card, (Card, type(None)), "card", "the card of a model")
         card = self.checked_card("with_card") if card is None else card
         card = dataclasses.replace(card, **fields) if fields else card
         if card.config.forward_part(*self.config_reads) != self.forward_config:
             raise InputError("with_card: the card belongs to a model of another architecture")
+        if card.config == self.forward_config:
+            raise InputError(
+                "with_card: this config lacks what the forward pass does not read, such as special "
+                "tokens; give the whole one, as the original model's card or AutoConfig has it"
+            )
+        card.config.check()
         copied = shallow_copy(self)
         object.__setattr__(copied, "_card", card)
         return copied

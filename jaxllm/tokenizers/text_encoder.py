@@ -131,20 +131,6 @@ class TextEncoder(Vocabulary):
             special_tokens_mask=masks if with_mask else None,
         )
 
-    def encode_with_offsets(
-        self, text: str, text_pair: str | None = None, **options: Unpack[TextOptions]
-    ) -> tuple[list[int], list[Span]]:
-        """Encodes as ``encode``, and returns ids and the span of characters of each.
-
-        A span is (start, end) in its own text; (0, 0) for tokens that were added. Nothing is
-        padded, and ``max_length`` acts with ``truncation`` only.
-
-        Raises:
-            UnsupportedError: the tokenizer has no offsets (sentencepiece, ByT5).
-        """
-        rows: Any = self._encode_rows([text], [text_pair], with_spans=True, **options)
-        return rows.input_ids[0], rows.offset_mapping[0]
-
     def _encode_spans(self, text: str, split_special_tokens: bool) -> tuple[list[int], list[Span]]:
         raise UnsupportedError(
             f"return_offsets_mapping: a {type(self).__name__} has no offsets, as in transformers;"

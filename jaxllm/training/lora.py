@@ -31,7 +31,7 @@ def is_trainable(path: str, modules_to_save: Iterable[str] = ()) -> bool:
 
 def partition(model: Model[Any]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """Splits the parameters of a model with LoRA into (trained, frozen), by path."""
-    saved = model.checked_card("partition").modules_to_save
+    saved = model.checked_card("partition").lora_modules("partition")
     params = parameters(model)
     trained = {path: x for path, x in params.items() if is_trainable(path, saved)}
     return trained, {path: x for path, x in params.items() if path not in trained}

@@ -18,9 +18,10 @@ from test_config_fields import ACTS, DROPOUT, OTHERS
 
 import jaxllm
 from jaxllm.checkpoint.peft import save_adapter
-from jaxllm.common.errors import InputError
+from jaxllm.common.errors import ConfigError, InputError
 from jaxllm.models.build_options import Options
-from jaxllm.models.model import model_shapes
+from jaxllm.models.lora import LoraConfig
+from jaxllm.models.model import Card, model_shapes
 from jaxllm.models.registry import model_spec
 from jaxllm.nn.rope_config import ROPE_TYPES
 from jaxllm.training.lora import add_lora
@@ -230,3 +231,18 @@ def test_settings_that_are_assigned_are_no_part_of_the_structure():
     assert signature(model) == before
     assert model.card.generation_config.max_new_tokens == 2
     assert model.config.eos_token_ids == (9,)
+
+
+def test_a_card_that_does_not_fit_is_refused(tmp_path):
+    """The card of the model before LoRA would leave out what was trained, and a config without
+    special tokens would generate without an end and be saved as invalid."""
+    base = tiny.make("llama")
+    tuned = add_lora(base, LoraConfig(rank=2, modules_to_save=("embed_tokens",)), key=0)
+    trained = jax.tree.map(lambda x: x, tuned)
+    with pytest.raises(InputError, match="save_adapter: the card belongs to the model before LoRA"):
+        save_adapter(tmp_path, trained.with_card(base.card))
+    save_adapter(tmp_path, trained.with_card(tuned.card))
+    bare = jax.tree.map(lambda x: x, base)
+    for config in (bare.config, 3):
+        with pytest.raises((InputError, ConfigError), match="config"):
+            bare.with_card(Card(config))

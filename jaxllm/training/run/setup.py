@@ -133,7 +133,7 @@ def trainable_paths(recipe: Recipe, model: Model[Any]) -> Callable[[str], bool] 
         ConfigError: a pattern of `trainable` matches no parameter.
     """
     if recipe.lora is not None:
-        saved = model.checked_card("lora").modules_to_save
+        saved = model.checked_card("lora").lora_modules("lora")
         return lambda path: is_trainable(path, saved)
     if not recipe.trainable:
         return None

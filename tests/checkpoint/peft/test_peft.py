@@ -378,6 +378,12 @@ def test_narrowed_targets(folder):
     assert len(lora_layers(load_adapter(base_of("llama_lora"), folder))) == 3
 
 
+def test_an_adapter_of_an_excluded_layer(folder):
+    change(folder, layers_to_transform=[0])  # PEFT would leave out what the file has of layer 1
+    with pytest.raises(CheckpointError, match="layers_to_transform excludes its layer"):
+        load_adapter(base_of("llama_lora"), folder)
+
+
 def test_missing_files(folder):
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(UnsupportedError, match="unpickling"):
