@@ -53,6 +53,10 @@ from jaxllm.nn.attention import implementation_for
 from jaxllm.parallel.mesh import check_heads
 from jaxllm.parallel.sharding import parameter_path
 
+_NEW_HEAD = (
+    ". For a classifier with a new head, load the language model and call "
+    "jaxllm.training.with_classifier(model, num_labels=...)"
+)
 MAX_JSON_BYTES = 16 * 2**20
 
 
@@ -330,12 +334,6 @@ def check_depth(spec: ModelSpec, source: WeightSource, where: Path) -> None:
             raise CheckpointError(
                 f"{where}: {name}: {layers}, but there are only {tensors} tensors in the weights"
             )
-
-
-_NEW_HEAD = (
-    ". For a classifier with a new head, load the language model and call "
-    "jaxllm.training.with_classifier(model, num_labels=...)"
-)
 
 
 def check_parameter_names(

@@ -75,10 +75,10 @@ def load_adapter(
     folder = expanded(folder)
     check_plain(model)
     adapter = read_peft_config(folder / CONFIG, config)
-    if adapter.task_type not in (None, task_of(model)):
+    if adapter.task_type not in (None, task_type(model)):
         raise UnsupportedError(
             f"{folder / CONFIG}: task_type: {adapter.task_type!r}, but the model's is "
-            f"{task_of(model)!r}"
+            f"{task_type(model)!r}"
         )
     path = folder / WEIGHTS_FILE
     if not path.is_file() and path.with_suffix(".bin").is_file():
@@ -120,7 +120,7 @@ def with_adapter(model: M, config: PeftConfig, tensors: Mapping[str, np.ndarray]
     saved: dict[str, jax.Array] = {}
     for name in config.modules_to_save:
         matching = [e for e in base_entries(model) if e.tensor.rpartition(".")[0].endswith(name)]
-        if not matching and not (task_of(model) == "SEQ_CLS" and name in CLASSIFIER_NAMES):
+        if not matching and not (task_type(model) == "SEQ_CLS" and name in CLASSIFIER_NAMES):
             raise CheckpointError(
                 f"modules_to_save: {name!r} is no module with weights in this model"
             )
@@ -288,7 +288,7 @@ def save_adapter(
     saved = saved_tensors(model)
     tensors |= {PREFIX + name: x for name, x in saved.items()}
     config = {
-        "task_type": task_of(model),
+        "task_type": task_type(model),
         "base_model_name_or_path": base_model or (card.origin.file if card.origin else None),
         "lora_dropout": dropout_rate,
         "use_rslora": rslora,
@@ -348,11 +348,11 @@ def fuse(parts: Sequence[Linear]) -> Adapter:
     magnitude = None
     if first.lora_magnitude is not None:
         # Rows of a part without LoRA keep their norms.
-        magnitude = np.concatenate([np.asarray(magnitude_of(part)) for part in parts])
+        magnitude = np.concatenate([np.asarray(dora_magnitude(part)) for part in parts])
     return Adapter(a, b, magnitude, int(alpha) if alpha == int(alpha) else alpha)
 
 
-def magnitude_of(part: Linear) -> jax.Array:
+def dora_magnitude(part: Linear) -> jax.Array:
     """DoRA's magnitude of each row; the row's norm for a layer without DoRA."""
     if isinstance(part, LoraLinear) and part.lora_magnitude is not None:
         return part.lora_magnitude[...]
@@ -401,7 +401,7 @@ def weight_entries(model: Model[Any]) -> dict[str, Entry]:
     }
 
 
-def task_of(model: Model[Any]) -> str:
+def task_type(model: Model[Any]) -> str:
     """PEFT's task type of a model."""
     if isinstance(model, SequenceClassifier):
         return "SEQ_CLS"

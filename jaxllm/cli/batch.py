@@ -41,9 +41,9 @@ from jaxllm.batch.job.ray_engine import RayEngine
 from jaxllm.batch.job.streamed_job import StreamedJob
 from jaxllm.batch.scored_rows import SCORE_KEYS, RowScorer
 from jaxllm.checkpoint.hub import resolve
-from jaxllm.cli.devices import RAY, local_mesh
-from jaxllm.cli.generate import STREAM
+from jaxllm.cli.devices import DEFAULT_RESOURCES, RAY, local_mesh
 from jaxllm.cli.options import (
+    STREAM,
     generation_fields,
     keep_programs,
     load_named,
@@ -65,7 +65,6 @@ from jaxllm.serve.http.batch_requests import BatchRequests
 NO_SUCCESS = 1
 """Exit code of a job in which no row succeeded."""
 _MAX_CONSTRAINT_BYTES = 2**20
-DEFAULT_RESOURCES: Mapping[str, float] = {"CPU": 1}
 
 
 def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
@@ -255,7 +254,7 @@ def load_engine(
 
     Args:
         constraint: of `constraint`.
-        are_requests: the rows are those of an OpenAI batch file.
+        are_requests: the rows are requests of an OpenAI batch file.
     """
     model, tokenizer = load_named(arguments, mesh, reporter)
     path = model_path(arguments)

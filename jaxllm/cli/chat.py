@@ -365,13 +365,13 @@ def continued_ids(
     Args:
         messages: all messages; the last one is the user's.
         ids: the last prompt and its answer; empty at the first message.
-        ends: end tokens, one of which the template writes after an answer.
+        ends: end tokens; the template writes one of them after an answer.
     """
     whole: list[int] = tokenizer.apply_chat_template(messages)
     if not ids:
         return whole
     earlier: list[int] = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=False)
-    # An end token before the answer is that of the user's message.
+    # An end token before the answer ends the user's message.
     start = len(tokenizer.apply_chat_template(messages[:-2]))
     places = [place for place in range(start, len(earlier)) if earlier[place] in ends]
     if whole[: len(earlier)] != earlier or not places:

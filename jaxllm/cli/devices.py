@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import jax
@@ -25,10 +25,11 @@ LEAVE_SECONDS = 5
 NOTICE_SECONDS = 10
 """Time after which a process says that it waits for others."""
 
-
 PROCESS_OPTIONS = ("coordinator", "num_processes", "process_id", "distributed")
 """Options of `add_process_flags`."""
 RAY = "ray"
+DEFAULT_RESOURCES: Mapping[str, float] = {"CPU": 1}
+"""What a worker or actor takes of a cluster by default."""
 
 
 def add_device_flags(parser: argparse.ArgumentParser) -> None:

@@ -33,6 +33,7 @@ from jaxllm.cli.devices import (
     mesh_from_arguments,
 )
 from jaxllm.cli.options import (
+    STREAM,
     add_compile_cache_flags,
     add_field_flags,
     add_model_flags,
@@ -67,9 +68,6 @@ examples:
   generate.py --input rows.jsonl --output out.jsonl --engine ray --actors 4 --actor-resources GPU=1
 """
 
-
-STREAM = "-"
-"""Name of stdin and of stdout."""
 _ONE_PROMPT = ("text", "prompt", "input_ids", "assistant_model")
 _BATCH = (
     *("output", "resume", "slots", "memory", "whole_digest"),

@@ -22,6 +22,8 @@ from jaxllm.generation.settings.fields import Field
 from jaxllm.models.quantize import FORMATS, KEEP
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
+STREAM = "-"
+"""Name of stdin and of stdout."""
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 
 

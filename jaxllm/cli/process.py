@@ -68,7 +68,8 @@ class Parser(argparse.ArgumentParser):
 def reject(arguments: argparse.Namespace, names: Sequence[str], reason: str) -> None:
     """Raises InputError if one of some options is given."""
     for name in names:
-        if getattr(arguments, name) is not None and getattr(arguments, name) is not False:
+        value = getattr(arguments, name)
+        if value is not None and value is not False:  # 0 is a value
             shown = "PROMPT" if name == "text" else "--" + name.replace("_", "-")
             raise InputError(f"{shown}: {reason}")
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxllm.cli.devices import (
+    DEFAULT_RESOURCES,
     PROCESS_OPTIONS,
     RAY,
     add_process_flags,
@@ -124,7 +125,7 @@ def _run_on_ray(recipe: Recipe, options: argparse.Namespace) -> int:
 
     workers = RayWorkers(
         options.workers,
-        options.worker_resources or {"CPU": 1},
+        options.worker_resources or DEFAULT_RESOURCES,
         address=options.address,
         restarts=DEFAULT_RESTARTS if options.restarts is None else options.restarts,
         topology=options.topology,

@@ -25,7 +25,7 @@ from jaxllm.common.errors import (
 _GIT_LFS = b"version https://git-lfs.github.com/spec/"
 # The target of a link in a Hugging Face cache, copied as text: "../../blobs/<hash>".
 _CACHE_LINK = re.compile(rb"(\.\.[/\\]){1,4}blobs[/\\][0-9a-f]{40,64}\s*")
-_MAX_BYTES = 1024
+_MAX_PLACEHOLDER_BYTES = 1024
 LOCK_FILE = "writer.lock"
 
 
@@ -90,7 +90,7 @@ def read_text(path: Path, *, max_bytes: int, error: type[JaxLLMError]) -> str:
 
 def check_not_placeholder(path: Path, data: bytes, error: type[JaxLLMError]) -> None:
     """Raises `error` if a file's content is a git-lfs pointer or the text of a cache's link."""
-    if len(data) > _MAX_BYTES:
+    if len(data) > _MAX_PLACEHOLDER_BYTES:
         return
     if data.startswith(_GIT_LFS):
         raise error(

@@ -41,6 +41,10 @@ from jaxllm.tokenizers.stream_decoder import Stage, decoder_stages
 from jaxllm.tokenizers.tokenizer import Tokenizer
 from jaxllm.tokenizers.tokenizer_json_check import check_tokenizer_json
 
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3_PATTERN = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _WORDS_TAIL
+QWEN2_PATTERN = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _WORDS_TAIL
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 _CLASSES: Mapping[str, tuple[Mapping[str, str], tuple[str, ...]]] = {
     "LlamaTokenizer": (LLAMA_TOKENS, ("add_bos_token", "add_eos_token")),
@@ -431,12 +435,6 @@ class Qwen2Tokenizer(GPT2Tokenizer):
 
 CLASSES = {each.__name__: each for each in (GPT2Tokenizer, RobertaTokenizer, Qwen2Tokenizer)}
 """Classes that are read from vocab.json and merges.txt, by their names in transformers."""
-
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-LLAMA3_PATTERN = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _WORDS_TAIL
-QWEN2_PATTERN = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _WORDS_TAIL
 
 
 def split_before_bytes(

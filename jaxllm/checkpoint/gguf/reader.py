@@ -360,7 +360,7 @@ class Blocks:
 
 
 def unpack(data: np.ndarray, rows: int, ggml_type: GGMLQuantizationType) -> Blocks:
-    """Unpacks the bytes of a matrix; its dequantized values are those of the gguf package.
+    """Unpacks the bytes of a matrix to the same values as the gguf package.
 
     Args:
         data: the tensor's bytes, uint8.

@@ -99,7 +99,7 @@ def load_weights(
 
 
 def compute_dtype(dtypes: Sequence[np.dtype], quantized: Mapping[str, Any] | None) -> np.dtype:
-    """The default compute dtype for parameters of these dtypes; that of a quantized model."""
+    """The default compute dtype for parameters of these dtypes, also in a quantized model."""
     if quantized is not None:
         return default_dtype([jnp.dtype(quantized["dtype"])])
     common = max(set(dtypes), key=dtypes.count)
