@@ -36,7 +36,7 @@ def cluster() -> Iterator[Any]:
 def start(cluster: Any, folder: Path, *flags: object, model: Path = MODEL) -> subprocess.Popen:
     """The command with an actor on each node."""
     command = [
-        *(sys.executable, ROOT / "generate.py", "--model", model, "--seed", 7),
+        *(sys.executable, ROOT / "generate.py", "--model", model),
         *("--slots", SLOTS, *flags),
         *("--engine", "ray", "--address", cluster.address),
         *("--actors", 2, "--actor-resources", f"CPU={CPUS}"),
@@ -55,7 +55,8 @@ def finish(process: subprocess.Popen) -> str:
 
 def write_rows(folder: Path, count: int, new: int) -> list[dict[str, Any]]:
     """Greedy and sampled rows, some with a seed, and one that is wrong."""
-    rows = uneven_rows(count, new=new, seed=5)
+    # With seed 5, two best tokens of a row differ by 1e-6, less than rounding.
+    rows = uneven_rows(count, new=new, seed=6)
     for i, row in enumerate(rows):
         if i % 2:
             row |= {"do_sample": True, "temperature": 0.8}
@@ -88,7 +89,7 @@ def check(output: Path, model_path: Path, rows: list[dict[str, Any]]) -> dict[st
 def test_1003_rows_over_two_actors(cluster, tmp_path):
     jaxllm.save_hf(tmp_path / "model", tiny.make("llama", vocab_size=64))
     rows = write_rows(tmp_path, 1003, new=32)
-    files = ("--input", tmp_path / "rows.jsonl", "--output", tmp_path / "out.jsonl")
+    files = ("--input", tmp_path / "rows.jsonl", "--output", tmp_path / "out.jsonl", "--seed", 7)
     finish(start(cluster, tmp_path, *files, model=tmp_path / "model"))
     report = check(tmp_path / "out.jsonl", tmp_path / "model", rows)
     assert (report["rows"], report["errors"]) == (1003, {"InputError": 1})
@@ -105,9 +106,9 @@ def test_files_and_tasks_are_those_of_one_process(cluster, tmp_path):
     lines = [json.dumps({"custom_id": str(i), **request}) for i in range(70)]  # two batches
     (tmp_path / "requests.jsonl").write_text("\n".join(lines))
     for input_name, output_name, flags in (
-        ("rows.csv", "out.parquet", ["--max-new-tokens", 4, "--do-sample"]),
+        ("rows.csv", "out.parquet", ["--max-new-tokens", 4, "--do-sample", "--seed", 7]),
         ("rows.csv", "scores.jsonl", ["--score"]),
-        ("requests.jsonl", "answers.jsonl", ["--context", 32]),
+        ("requests.jsonl", "answers.jsonl", ["--context", 32, "--seed", 7]),
     ):
         finish(
             start(
@@ -115,7 +116,7 @@ def test_files_and_tasks_are_those_of_one_process(cluster, tmp_path):
                 *("--input", tmp_path / input_name, "--output", tmp_path / output_name, *flags),
             )
         )  # fmt: skip
-        command = ["--model", MODEL, "--seed", 7, "--input", tmp_path / input_name, "--quiet"]
+        command = ["--model", MODEL, "--input", tmp_path / input_name, "--quiet"]
         command += ["--slots", SLOTS]
         command += ["--output", tmp_path / f"one-{output_name}", *flags]
         assert main(list(map(str, command))) == 0
@@ -182,7 +183,7 @@ def test_a_stage_of_ray_data(cluster, tmp_path):
 @pytest.mark.slow
 def test_an_error_of_an_actor_is_that_of_the_command(cluster, tmp_path):
     write_rows(tmp_path, 20, new=4)
-    files = ("--input", tmp_path / "rows.jsonl", "--output", tmp_path / "out.jsonl")
+    files = ("--input", tmp_path / "rows.jsonl", "--output", tmp_path / "out.jsonl", "--seed", 7)
     process = start(cluster, tmp_path, *files, "--mesh", "tensor=2")
     _, err = process.communicate(timeout=300)
     assert process.returncode == 2, err
@@ -194,7 +195,7 @@ def test_an_error_of_an_actor_is_that_of_the_command(cluster, tmp_path):
 def test_an_actor_and_a_node_are_lost(cluster, tmp_path):
     """Last: the cluster has one node after it."""
     rows = write_rows(tmp_path, 3000, new=100)
-    files = ("--input", tmp_path / "rows.jsonl", "--output", tmp_path / "out.jsonl")
+    files = ("--input", tmp_path / "rows.jsonl", "--output", tmp_path / "out.jsonl", "--seed", 7)
     process = start(cluster, tmp_path, *files)
     journal = tmp_path / "out.jsonl.parts" / "rows.jsonl"
 

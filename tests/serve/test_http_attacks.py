@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -116,7 +117,11 @@ def attack(server: RunningServer, parts: list[bytes], end: str, read: int) -> No
         for part in parts:
             connection.sendall(part)
         if end == "half":
-            connection.shutdown(socket.SHUT_WR)
+            try:
+                connection.shutdown(socket.SHUT_WR)
+            except OSError as error:  # the server has refused the request and is gone already
+                if error.errno != errno.ENOTCONN:
+                    raise
         if read:
             connection.recv(read)
         if end == "reset":

@@ -59,7 +59,8 @@ def test_accumulated_steps_equal_one_step(family):
             np.testing.assert_allclose(metrics[name], first[name], rtol=1e-6)
         for path, x in params.items():
             change = float(jnp.abs(full[path] - before[path]).max())
-            assert change > 0, path
+            # A bias of the keys adds one number to all scores of a query, which softmax ignores.
+            assert change > 0 or path.endswith("attn.k.bias"), path
             # Gradients are summed in another order; weights are rounded to 2**-24 of their size.
             rounding = 2**-16 * change + 2**-23 * float(jnp.abs(x).max())
             np.testing.assert_allclose(x, full[path], rtol=0, atol=rounding, err_msg=path)

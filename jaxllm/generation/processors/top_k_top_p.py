@@ -206,7 +206,7 @@ def _smallest(x: Float[Array, "B n"], where: Bool[Array, "B n"]) -> Float[Array,
 
 def _count(mask: Bool[Array, "B n"]) -> Float[Array, " B"]:
     # In float32, exact below 2**24: XLA's CPU compiler has a ready kernel for such sums.
-    return jnp.sum(jnp.where(mask, 1.0, 0.0), axis=-1)
+    return jnp.sum(jnp.where(mask, jnp.float32(1), jnp.float32(0)), axis=-1)
 
 
 def _mask_of(columns: Int[Array, "B n"], width: int) -> Bool[Array, "B width"]:

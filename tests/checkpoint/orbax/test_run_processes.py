@@ -79,9 +79,12 @@ def run(folder: Path, count: int, step: int, task: str = "train") -> list[str]:
     outputs = [process.communicate(timeout=300) for process in processes]
     for process, (_, stderr) in zip(processes, outputs, strict=True):
         assert process.returncode == 0, stderr
-    # The library of collectives prints its own greetings.
-    lines = [[x for x in stdout.splitlines() if "[Gloo]" not in x] for stdout, _ in outputs]
-    return ["\n".join(kept) for kept in lines]
+    # The library of collectives prints its own greetings, sometimes broken into two lines.
+    greetings = ("[Gloo]", "connected peer ranks")
+    return [
+        "\n".join(x for x in stdout.splitlines() if not any(part in x for part in greetings))
+        for stdout, _ in outputs
+    ]
 
 
 @pytest.mark.slow

@@ -215,6 +215,23 @@ def test_cuts_work_row_by_row_under_vmap():
         np.testing.assert_array_equal(np.asarray(by_p[i]), np.asarray(jit_top_p(x[i], p[i], 1)))
 
 
+def test_masks_in_64_bit_mode():
+    """Python numbers are float64 then, and the branches of a condition must still agree."""
+    x = np.random.default_rng(3).normal(size=(2, 131)).astype(np.float32)
+    x[1] = np.round(x[1])
+
+    def masks():
+        by_k = jax.jit(top_k_mask)(x, jnp.array([7, 130], jnp.int32))
+        by_p = jax.jit(top_p_mask, static_argnums=2)
+        return by_k, by_p(x, np.float32(0.9), 1), by_p(x, np.float32(0.9), 3)
+
+    expected = masks()
+    with jax.enable_x64(True):
+        actual = masks()
+    for mask, other in zip(expected, actual, strict=True):
+        np.testing.assert_array_equal(mask, other)
+
+
 @pytest.mark.slow
 def test_top_p_at_the_size_of_a_vocabulary():
     rng = np.random.default_rng(0)

@@ -178,11 +178,14 @@ def test_caches_are_donated_and_never_copied(name, batch, kind):
 @pytest.mark.slow
 def test_inside_the_callers_jit():
     ids, mask = repeating_prompts()
-    fields = {"max_new_tokens": 8, "eos_token_id": None}
+    fields = {"max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 0}
     expected = jaxllm.generate(model("s_llama"), ids, mask, **fields).sequences
+
+    card = model("s_llama_draft").card
 
     @jax.jit
     def call(net, draft, ids, mask):
+        draft = draft.with_card(card)  # settings of a draft come from its generation_config.json
         return jaxllm.generate(
             net, ids, mask, assistant_model=draft, num_assistant_tokens=4, **fields
         )
