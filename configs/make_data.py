@@ -17,7 +17,6 @@ from typing import Any
 
 Row = dict[str, Any]
 
-FOLDER = Path(__file__).with_name("data")
 LIBRARY = Path(sysconfig.get_path("stdlib"))
 SEED = 0
 
@@ -248,14 +247,18 @@ SETS = {
 }
 
 
-def main() -> None:
-    FOLDER.mkdir(exist_ok=True)
+def write_data(folder: Path) -> dict[Path, int]:
+    """Writes all sets into a folder; returns the number of rows of each file."""
+    folder.mkdir(exist_ok=True)
+    counts: dict[Path, int] = {}
     for name, make in SETS.items():
         for part, rows in zip(("train", "eval"), make(), strict=True):
-            path = FOLDER / f"{name}_{part}.jsonl"
+            path = folder / f"{name}_{part}.jsonl"
             path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-            print(f"{path}: {len(rows):,} rows, {path.stat().st_size:,} bytes")
+            counts[path] = len(rows)
+    return counts
 
 
 if __name__ == "__main__":
-    main()
+    for path, count in write_data(Path(__file__).with_name("data")).items():
+        print(f"{path}: {count:,} rows, {path.stat().st_size:,} bytes")

@@ -11,56 +11,32 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.common.public_names import set_lookup
 
 if TYPE_CHECKING:
-    from jaxllm.auto import (
-        AutoConfig,
-        AutoModel,
-        AutoModelForCausalLM,
-        AutoModelForSeq2SeqLM,
-        AutoModelForSequenceClassification,
-        AutoTokenizer,
-    )
-    from jaxllm.batch import BatchGenerator, BatchOutput
+    from jaxllm.batch import BatchGenerator
     from jaxllm.batch.texts import generate_texts
     from jaxllm.common.compiling import enable_compile_cache
     from jaxllm.common.errors import JaxLLMError
     from jaxllm.common.progress import set_progress
-    from jaxllm.generation.call.output import GenerateOutput
     from jaxllm.generation.generate import generate, stream
-    from jaxllm.generation.scoring.score import ScoreOutput, score
-    from jaxllm.generation.scoring.transition_scores import compute_transition_scores
+    from jaxllm.generation.scoring.score import score
     from jaxllm.generation.settings.config import GenerationConfig
     from jaxllm.loading import load, load_orbax
     from jaxllm.parallel.mesh import make_mesh
-    from jaxllm.pipelines import Pipeline, pipeline
-    from jaxllm.planning import abstract_model, lower, plan
+    from jaxllm.pipelines import pipeline
+    from jaxllm.planning import plan
     from jaxllm.saving import push_to_hub, save_hf, save_orbax
-    from jaxllm.serve import AsyncEngine
+    from jaxllm.training.run import train
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "AsyncEngine",
-    "AutoConfig",
-    "AutoModel",
-    "AutoModelForCausalLM",
-    "AutoModelForSeq2SeqLM",
-    "AutoModelForSequenceClassification",
-    "AutoTokenizer",
     "BatchGenerator",
-    "BatchOutput",
-    "GenerateOutput",
     "GenerationConfig",
     "JaxLLMError",
-    "Pipeline",
-    "ScoreOutput",
-    "abstract_model",
-    "compute_transition_scores",
     "enable_compile_cache",
     "generate",
     "generate_texts",
     "load",
     "load_orbax",
-    "lower",
     "make_mesh",
     "pipeline",
     "plan",
@@ -70,30 +46,17 @@ __all__ = [
     "score",
     "set_progress",
     "stream",
+    "train",
 ]
 _MODULE_OF = {
-    "AsyncEngine": "serve",
-    "AutoConfig": "auto",
-    "AutoModel": "auto",
-    "AutoModelForCausalLM": "auto",
-    "AutoModelForSeq2SeqLM": "auto",
-    "AutoModelForSequenceClassification": "auto",
-    "AutoTokenizer": "auto",
     "BatchGenerator": "batch",
-    "BatchOutput": "batch",
-    "GenerateOutput": "generation.call.output",
     "GenerationConfig": "generation.settings.config",
     "JaxLLMError": "common.errors",
-    "Pipeline": "pipelines",
-    "ScoreOutput": "generation.scoring.score",
-    "abstract_model": "planning",
-    "compute_transition_scores": "generation.scoring.transition_scores",
     "enable_compile_cache": "common.compiling",
     "generate": "generation.generate",
     "generate_texts": "batch.texts",
     "load": "loading",
     "load_orbax": "loading",
-    "lower": "planning",
     "make_mesh": "parallel.mesh",
     "pipeline": "pipelines",
     "plan": "planning",
@@ -103,6 +66,7 @@ _MODULE_OF = {
     "score": "generation.scoring.score",
     "set_progress": "common.progress",
     "stream": "generation.generate",
+    "train": "training.run",
 }
 
 
@@ -118,21 +82,21 @@ def __getattr__(name: str) -> Any:
 
 
 def _successor(name: str) -> str:
-    """What to write instead of a name of transformers; empty for another name.
+    """What to write instead of a name of another package or module; empty for another name.
 
     >>> _successor("GPT2Tokenizer"), _successor("FlaxT5EncoderModel"), _successor("path")
-    (': use jaxllm.AutoTokenizer', ': use jaxllm.models.T5EncoderModel', '')
+    (': use jaxllm.auto.AutoTokenizer', ': use jaxllm.models.T5EncoderModel', '')
     >>> _successor("LogitsProcessorList"), _successor("BertModel")
     (': use jaxllm.generation.LogitsProcessorList', '')
     """
     if name.endswith(("Tokenizer", "TokenizerFast")):
-        return ": use jaxllm.AutoTokenizer"
+        return ": use jaxllm.auto.AutoTokenizer"
     plain = name.removeprefix("Flax")
     if plain in __all__:
         return f": use jaxllm.{plain}"
     if not name[:1].isupper():
         return ""
-    for package in ("models", "generation", "tokenizers"):
+    for package in ("auto", "models", "generation", "tokenizers"):
         if plain in import_module(f"{__name__}.{package}").__all__:
             return f": use jaxllm.{package}.{plain}"
     return ""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from os import PathLike
 from typing import Any, ClassVar
 
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.checkpoint.load import gguf_in, named_spec, open_checkpoint, read_config_file, read_spec
+from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError
 from jaxllm.common.renamed_arguments import (
     FROM_PRETRAINED,
@@ -19,9 +21,18 @@ from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder_only import CausalLM
 from jaxllm.models.model import BaseModel
 from jaxllm.models.pretrained import pretrained
-from jaxllm.models.registry import FAMILIES
+from jaxllm.models.registry import FAMILIES, model_spec
 from jaxllm.models.t5 import T5ForConditionalGeneration
 from jaxllm.tokenizers import Tokenizer, load_tokenizer
+
+
+def read_config(config: ModelConfig | Mapping[str, Any] | str | PathLike[str]) -> Any:
+    """A config as it is, or read from the object in a config.json or from a model's path."""
+    if isinstance(config, Mapping):
+        return model_spec(config).config
+    if isinstance(config, str | PathLike):
+        return AutoConfig.from_pretrained(config)
+    return checked(config, (ModelConfig,), "config", "a model's config, a dict or a path")
 
 
 class _Auto:
@@ -49,11 +60,16 @@ class _Auto:
         return pretrained(cls.model_class, path_or_hub_id, called=cls, **options)
 
     @classmethod
-    def from_config(cls, config: ModelConfig, **options: Any) -> Any:
+    def from_config(
+        cls, config: ModelConfig | Mapping[str, Any] | str | PathLike[str], **options: Any
+    ) -> Any:
         """Makes a model of the config's family with random weights.
+
+        `config` may also be the object in a config.json, or the path or Hub id of a model.
 
         `options` are those of the class's `from_config`: `seed`, `dtype`, `param_dtype`, ...
         """
+        config = read_config(config)
         classes = [
             each
             for family in FAMILIES.values()

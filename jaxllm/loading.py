@@ -16,14 +16,18 @@ from jaxllm.checkpoint.hub import resolve
 from jaxllm.checkpoint.load import Checkpoint, load_model, open_checkpoint
 from jaxllm.checkpoint.load_parameters import LoadProgress
 from jaxllm.checkpoint.orbax.model import load_weights
+from jaxllm.checkpoint.peft import load_adapter
 from jaxllm.common.arguments import checked, checked_function, checked_path, checks_flags
 from jaxllm.common.errors import CheckpointError, ConfigError, InputError, warn
 from jaxllm.common.files import is_there
 from jaxllm.common.progress import progress_phase
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.config import GENERATION_KEYS, ModelConfig
+from jaxllm.models.lora import merge_lora
 from jaxllm.models.model import Model
+from jaxllm.models.quantize import KEEP, quantize_model
 from jaxllm.parallel.mesh import check_mesh
+from jaxllm.parallel.placement import put_tree
 from jaxllm.parallel.processes import in_all_processes
 from jaxllm.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
@@ -45,13 +49,15 @@ def load(
     quantize: str | None = None,
     quantize_embeddings: bool = True,
     allow_nonfinite: bool = False,
+    adapter: str | PathLike[str] | None = None,
     progress: LoadProgress | None = None,
 ) -> tuple[Any, Tokenizer | None]:
     """Loads a model and its tokenizer.
 
     Args:
         path_or_hub_id: a Hugging Face folder (config.json, one or many safetensors), a .gguf file,
-            or a Hub id such as ``"HuggingFaceTB/SmolLM2-135M-Instruct"``.
+            a Hub id such as ``"HuggingFaceTB/SmolLM2-135M-Instruct"``, or ``"smollm2"``, the
+            bundled model.
         dtype: compute dtype: float32, bfloat16 or float16. None: the checkpoint's own, but float32
             on a CPU, where half precision is many times slower.
         param_dtype: dtype of the weights. None: as in the file (float32 on a CPU that computes in
@@ -75,6 +81,8 @@ def load(
             docs/quantization.md. None: as floats.
         quantize_embeddings: with `quantize`, also the token embedding and the LM head, as int8.
         allow_nonfinite: accept NaN and infinite weights.
+        adapter: folder with a LoRA adapter of PEFT, which is merged into the weights. To keep its
+            parameters apart, for more training, use `jaxllm.checkpoint.load_adapter` instead.
         progress: called as ``progress(tensor_name, bytes_done, bytes_total)``.
 
     Returns:
@@ -95,7 +103,12 @@ def load(
         "quantize_embeddings": quantize_embeddings,
         "allow_nonfinite": allow_nonfinite,
     }
+    checked(adapter, (str, PathLike, type(None)), "adapter", "the folder of an adapter")
     _check_options(config, mesh, options, progress)
+    if adapter is not None:
+        if quantize == KEEP:
+            raise InputError("quantize='keep': blocks of a file cannot take up an adapter")
+        options["quantize"] = None  # the merged weights are quantized
 
     def read() -> tuple[Any, GenerationConfig, Tokenizer | None]:
         return _read(
@@ -113,7 +126,14 @@ def load(
         model, generation_config, tokenizer = (
             in_all_processes(read, CheckpointError) if shared else read()
         )
-    return with_settings(model, generation_config, tokenizer), tokenizer
+    model = with_settings(model, generation_config, tokenizer)
+    if adapter is not None:
+        model = merge_lora(load_adapter(model, adapter))
+        if quantize is not None:
+            model = quantize_model(model, quantize, embeddings=quantize_embeddings)
+        if mesh is not None:
+            model = put_tree(model, mesh)
+    return model, tokenizer
 
 
 def _read(

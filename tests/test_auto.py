@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,16 +16,18 @@ from paths import DATA
 
 import jaxllm
 from jaxllm import models
+from jaxllm.checkpoint.hub import resolve
 from jaxllm.errors import CheckpointError, ConfigError, InputError, UnsupportedError
+from jaxllm.models.registry import FAMILIES
 from jaxllm.models.weights import parameters
 from jaxllm.tokenizers import AddedToken
 
 REFERENCE = DATA / "reference"
 FOLDERS = {"llama": "tiny-llama", "gpt2": "tiny-gpt2", "t5": "tiny-t5"}
 CLASSES = {
-    "llama": (jaxllm.AutoModelForCausalLM, models.LlamaForCausalLM),
-    "gpt2": (jaxllm.AutoModelForCausalLM, models.GPT2LMHeadModel),
-    "t5": (jaxllm.AutoModelForSeq2SeqLM, models.T5ForConditionalGeneration),
+    "llama": (jaxllm.auto.AutoModelForCausalLM, models.LlamaForCausalLM),
+    "gpt2": (jaxllm.auto.AutoModelForCausalLM, models.GPT2LMHeadModel),
+    "t5": (jaxllm.auto.AutoModelForSeq2SeqLM, models.T5ForConditionalGeneration),
 }
 
 
@@ -44,14 +47,14 @@ def test_auto_and_family_classes_load_a_checkpoint(family):
         same_weights(model, expected)
         assert model.dtype == "bfloat16"
     assert model.num_parameters() == sum(x.size for x in parameters(expected).values())
-    assert jaxllm.AutoConfig.from_pretrained(folder) == model.config
+    assert jaxllm.auto.AutoConfig.from_pretrained(folder) == model.config
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("family", FOLDERS)
 def test_models_without_a_head_give_the_last_hidden_state(family, tmp_path):
     folder = REFERENCE / FOLDERS[family]
-    model = jaxllm.AutoModel.from_pretrained(folder)
+    model = jaxllm.auto.AutoModel.from_pretrained(folder)
     full, _ = jaxllm.load(folder)
     ids = tiny.ids()
     if family == "t5":
@@ -60,7 +63,7 @@ def test_models_without_a_head_give_the_last_hidden_state(family, tmp_path):
         expected = full(ids, output_hidden_states=True).hidden_states[-1]
     np.testing.assert_array_equal(model(ids).last_hidden_state, expected)
     model.save_pretrained(tmp_path)
-    same_weights(jaxllm.AutoModel.from_pretrained(tmp_path), model)
+    same_weights(jaxllm.auto.AutoModel.from_pretrained(tmp_path), model)
     listed = json.loads((tmp_path / "config.json").read_text())["architectures"]
     assert listed == [type(model).__name__]
 
@@ -69,17 +72,17 @@ def test_models_without_a_head_give_the_last_hidden_state(family, tmp_path):
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", *FOLDERS])
 def test_models_of_a_config(family):
     config = tiny.make(family).config
-    auto = jaxllm.AutoModelForSeq2SeqLM if family == "t5" else jaxllm.AutoModelForCausalLM
+    auto = jaxllm.auto.AutoModelForSeq2SeqLM if family == "t5" else jaxllm.auto.AutoModelForCausalLM
     model = auto.from_config(config, seed=3)
     same_weights(model, type(model).from_config(config, seed=3))
     first, other = model.embedding.weight, type(model).from_config(config, seed=4).embedding.weight
     assert not np.array_equal(first, other)
-    assert jaxllm.AutoModel.from_config(config).dtype == np.float32
+    assert jaxllm.auto.AutoModel.from_config(config).dtype == np.float32
 
 
 def test_classifiers(tmp_path):
     tiny.make("llama", architecture="LlamaForSequenceClassification").save_pretrained(tmp_path)
-    auto = jaxllm.AutoModelForSequenceClassification
+    auto = jaxllm.auto.AutoModelForSequenceClassification
     model = auto.from_pretrained(tmp_path, config={"problem_type": "regression"})
     assert isinstance(model, models.LlamaForSequenceClassification)
     assert model.config.problem_type == "regression"
@@ -88,21 +91,21 @@ def test_classifiers(tmp_path):
 def test_a_config_needs_no_weights(tmp_path):
     config = json.loads((REFERENCE / "tiny-t5" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
-    expected = jaxllm.AutoConfig.from_pretrained(REFERENCE / "tiny-t5")
-    assert jaxllm.AutoConfig.from_pretrained(tmp_path) == expected
+    expected = jaxllm.auto.AutoConfig.from_pretrained(REFERENCE / "tiny-t5")
+    assert jaxllm.auto.AutoConfig.from_pretrained(tmp_path) == expected
     with pytest.raises(ConfigError, match=r"config\.json: d_ff"):
-        jaxllm.AutoConfig.from_pretrained(tmp_path, d_ff=-1)
+        jaxllm.auto.AutoConfig.from_pretrained(tmp_path, d_ff=-1)
 
 
 def test_a_whole_config_replaces_the_files(tmp_path):
     folder = REFERENCE / "tiny-gpt2"
-    config = jaxllm.AutoConfig.from_pretrained(folder, resid_pdrop=0.5)
+    config = jaxllm.auto.AutoConfig.from_pretrained(folder, resid_pdrop=0.5)
     config = dataclasses.replace(config, attn_pdrop=0.25)
     model = models.GPT2LMHeadModel.from_pretrained(folder, config=config)
     assert model.config == config
     model.save_pretrained(tmp_path)
     model.save_pretrained(tmp_path)  # replaces it
-    assert jaxllm.AutoConfig.from_pretrained(tmp_path) == config
+    assert jaxllm.auto.AutoConfig.from_pretrained(tmp_path) == config
     with pytest.raises(ConfigError, match="read by a GPT2Config, not a LlamaConfig"):
         models.GPT2LMHeadModel.from_pretrained(folder, config=models.LlamaConfig())
 
@@ -143,10 +146,12 @@ CALLS = {
     "past_key_values": lambda model: model(tiny.ids(), past_key_values=()),
     "prng_key": lambda model: model.generate(tiny.ids(), prng_key=jax.random.key(0)),
     "_do_init": lambda model: type(model).from_pretrained("x", _do_init=False),
-    "torch_dtype": lambda model: jaxllm.AutoModelForCausalLM.from_pretrained("x", torch_dtype=1),
+    "torch_dtype": lambda model: jaxllm.auto.AutoModelForCausalLM.from_pretrained(
+        "x", torch_dtype=1
+    ),
     "input_shape": lambda model: type(model).from_config(model.config, input_shape=(1, 1)),
-    "do_lower_case": lambda m: jaxllm.AutoTokenizer.from_pretrained("x", do_lower_case=True),
-    "cache_dir": lambda model: jaxllm.AutoConfig.from_pretrained("x", cache_dir="y"),
+    "do_lower_case": lambda m: jaxllm.auto.AutoTokenizer.from_pretrained("x", do_lower_case=True),
+    "cache_dir": lambda model: jaxllm.auto.AutoConfig.from_pretrained("x", cache_dir="y"),
     "return_dict": lambda model: model(tiny.ids(), return_dict=False),
     "max_shard_size": lambda model: model.save_pretrained("x", max_shard_size="1GB"),
 }
@@ -163,9 +168,9 @@ def test_arguments_that_ask_for_what_happens_anyway():
     folder = REFERENCE / "tiny-gpt2"
     off = {"cache_dir": None, "use_auth_token": None, "trust_remote_code": True}
     config = models.GPT2Config.from_pretrained(folder, **off)
-    assert config == jaxllm.AutoConfig.from_pretrained(folder)
-    assert len(jaxllm.AutoTokenizer.from_pretrained(folder, use_fast=False, **off)) == 512
-    auto = jaxllm.AutoModelForCausalLM
+    assert config == jaxllm.auto.AutoConfig.from_pretrained(folder)
+    assert len(jaxllm.auto.AutoTokenizer.from_pretrained(folder, use_fast=False, **off)) == 512
+    auto = jaxllm.auto.AutoModelForCausalLM
     model = auto.from_pretrained(folder, config=config, seed=42, from_pt=True, **off)
     same_weights(model, auto.from_pretrained(folder))
     same_weights(auto.from_config(config, seed=3, **off), auto.from_config(config, seed=3))
@@ -190,9 +195,9 @@ def test_weights_are_not_set_from_outside():
     {
         "FlaxLogitsProcessorList": "jaxllm.generation.LogitsProcessorList",
         "T5ForConditionalGeneration": "jaxllm.models.T5ForConditionalGeneration",
-        "T5TokenizerFast": "jaxllm.AutoTokenizer",
+        "T5TokenizerFast": "jaxllm.auto.AutoTokenizer",
         "BatchEncoding": "jaxllm.tokenizers.BatchEncoding",
-        "FlaxAutoModelForCausalLM": "jaxllm.AutoModelForCausalLM",
+        "FlaxAutoModelForCausalLM": "jaxllm.auto.AutoModelForCausalLM",
     }.items(),
 )
 def test_names_of_transformers_say_where_theirs_is(name, hint):
@@ -204,18 +209,18 @@ def test_names_of_transformers_say_where_theirs_is(name, hint):
 def test_fields_of_the_config_are_not_arguments():
     with pytest.raises(InputError, match=r'does not take resid_pdrop: .* config={"resid_pdrop"'):
         models.GPT2LMHeadModel.from_pretrained(REFERENCE / "tiny-gpt2", resid_pdrop=0.0)
-    config = jaxllm.AutoConfig.from_pretrained(REFERENCE / "tiny-gpt2")
+    config = jaxllm.auto.AutoConfig.from_pretrained(REFERENCE / "tiny-gpt2")
     with pytest.raises(InputError, match=r"^AutoModelForCausalLM.from_pretrained\(\) does not"):
-        jaxllm.AutoModelForCausalLM.from_pretrained("x", resid_pdrop=0.0)
+        jaxllm.auto.AutoModelForCausalLM.from_pretrained("x", resid_pdrop=0.0)
     with pytest.raises(InputError, match=r"use GPT2LMHeadModel.from_config\(config, seed=0\)"):
         models.GPT2LMHeadModel(config, seed=0)
     with pytest.raises(InputError, match="does not take rngs"):
-        jaxllm.AutoModelForCausalLM.from_config(config, rngs=0)
+        jaxllm.auto.AutoModelForCausalLM.from_config(config, rngs=0)
 
 
 def test_configs_have_the_common_names_of_fields():
-    gpt2 = jaxllm.AutoConfig.from_pretrained(REFERENCE / "tiny-gpt2", revision="main")
-    t5 = jaxllm.AutoConfig.from_pretrained(REFERENCE / "tiny-t5")
+    gpt2 = jaxllm.auto.AutoConfig.from_pretrained(REFERENCE / "tiny-gpt2", revision="main")
+    t5 = jaxllm.auto.AutoConfig.from_pretrained(REFERENCE / "tiny-t5")
     assert (gpt2.hidden_size, gpt2.num_hidden_layers) == (gpt2.n_embd, gpt2.n_layer)
     assert (t5.hidden_size, t5.num_attention_heads) == (t5.d_model, t5.num_heads)
     assert models.GPT2Config(**gpt2.to_dict()) == gpt2
@@ -229,9 +234,9 @@ def test_other_families_and_attributes():
         model.params  # noqa: B018
     assert not hasattr(model, "nothing")
     with pytest.raises(UnsupportedError, match="'t5' has no CausalLM; it has T5ForCond"):
-        jaxllm.AutoModelForCausalLM.from_pretrained(REFERENCE / "tiny-t5")
+        jaxllm.auto.AutoModelForCausalLM.from_pretrained(REFERENCE / "tiny-t5")
     with pytest.raises(UnsupportedError, match="a T5Config has no CausalLM"):
-        jaxllm.AutoModelForCausalLM.from_config(model.config)
+        jaxllm.auto.AutoModelForCausalLM.from_config(model.config)
     with pytest.raises(UnsupportedError, match="has no MistralForCausalLM"):
         models.MistralForCausalLM.from_pretrained(REFERENCE / "tiny-llama")
 
@@ -241,17 +246,17 @@ def test_a_tokenizer_with_options(tmp_path):
     template = "{{ messages[0].content }}"
     options = {"padding_side": "left", "model_max_length": 7, "chat_template": template}
     pad = AddedToken("<|pad|>")
-    tokenizer = jaxllm.AutoTokenizer.from_pretrained(folder, pad_token=pad, **options)
-    plain = jaxllm.AutoTokenizer.from_pretrained(folder)
+    tokenizer = jaxllm.auto.AutoTokenizer.from_pretrained(folder, pad_token=pad, **options)
+    plain = jaxllm.auto.AutoTokenizer.from_pretrained(folder)
     assert (plain.padding_side, plain.chat_template) == ("right", None)
     tokenizer.save_pretrained(tmp_path)
-    for each in (tokenizer, jaxllm.AutoTokenizer.from_pretrained(tmp_path)):
+    for each in (tokenizer, jaxllm.auto.AutoTokenizer.from_pretrained(tmp_path)):
         assert {name: getattr(each, name) for name in options} == options
         assert (each.pad_token, each.pad_token_id) == ("<|pad|>", len(plain))
     with pytest.raises(
         UnsupportedError, match=r"add_prefix_space: without effect on a tokenizer\.json"
     ):
-        jaxllm.AutoTokenizer.from_pretrained(folder, add_prefix_space=True)
+        jaxllm.auto.AutoTokenizer.from_pretrained(folder, add_prefix_space=True)
 
 
 @pytest.mark.ci
@@ -272,3 +277,31 @@ def test_push_to_hub(monkeypatch, tmp_path):
     again, tokenizer_again = jaxllm.load(tmp_path)
     same_weights(again, model)
     assert tokenizer_again.encode("a b") == tokenizer.encode("a b")
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama"])
+def test_a_model_is_made_of_a_config_a_dict_or_a_path(name):
+    path = REFERENCE / name
+    config = jaxllm.auto.AutoConfig.from_pretrained(path)
+    raw = json.loads((path / "config.json").read_text())
+    made = [jaxllm.auto.AutoModelForCausalLM.from_config(each) for each in (config, raw, path)]
+    assert made[0].config == made[1].config == made[2].config
+    again = type(made[0]).from_config(raw)
+    assert again.config.model_type == raw["model_type"]
+    with pytest.raises(InputError, match=r"^config: expected a model's config, a dict or a path"):
+        type(made[0]).from_config(3)
+
+
+def test_configs_know_their_model_type():
+    for name, family in FAMILIES.items():
+        raw = {"model_type": name}
+        expected = "t5" if name == "mt5" else name
+        assert family.config.from_dict(raw).model_type == expected
+
+
+def test_the_bundled_model_has_a_name(smollm2_gguf, tmp_path, monkeypatch):
+    assert resolve("smollm2") == smollm2_gguf
+    assert jaxllm.auto.AutoConfig.from_pretrained("smollm2").model_type == "llama"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").mkdir()
+    assert resolve("smollm2") == Path("smollm2")  # a folder of this name goes first

@@ -51,7 +51,7 @@ LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in 
 # jaxllm.generation has the names of the watermarks, imported on first use.
 # A field names the module that a call imports when it sets the field.
 GATHERS = {
-    "jaxllm": {"jaxllm.batch", "jaxllm.planning", "jaxllm.serve"},
+    "jaxllm": {"jaxllm.batch", "jaxllm.planning", "jaxllm.training.run"},
     "jaxllm.generation": {"jaxllm.contrib"},
     "jaxllm.generation.settings.config": {"jaxllm.contrib"},
 }

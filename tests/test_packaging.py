@@ -71,4 +71,5 @@ def test_the_wheel_holds_everything(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("jaxllm/")}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "jaxllm").rglob("*.py")}
-    assert packed == sources | {"jaxllm/py.typed"}
+    recipes = {f"jaxllm/recipes/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
+    assert packed == sources | recipes | {"jaxllm/py.typed", "jaxllm/recipes/make_data.py"}

@@ -21,7 +21,7 @@ TEXTS = ["Hello", "Nice to meet you.", "a b"]
 
 
 @pytest.fixture(scope="module")
-def writer() -> jaxllm.Pipeline:
+def writer() -> jaxllm.pipelines.Pipeline:
     return jaxllm.pipeline("text-generation", REFERENCE / "tiny-gpt2", batch_size=2)
 
 
@@ -50,7 +50,7 @@ def test_rows_of_all_batches_draw_different_numbers(writer):
 def test_chats_are_answered(writer):
     chat = [{"role": "user", "content": "Hello"}]
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    tokenizer = jaxllm.AutoTokenizer.from_pretrained(
+    tokenizer = jaxllm.auto.AutoTokenizer.from_pretrained(
         REFERENCE / "tiny-gpt2", chat_template=template
     )
     pipe = jaxllm.pipeline("text-generation", writer.model, tokenizer)

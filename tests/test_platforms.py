@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     jaxllm.save_hf(
         path / "model", tiny.make("llama", vocab_size=len(tokenizer), **special), tokenizer
     )
-    jaxllm.AutoTokenizer.from_pretrained(path / "model", chat_template=TEMPLATE).save(
+    jaxllm.auto.AutoTokenizer.from_pretrained(path / "model", chat_template=TEMPLATE).save(
         path / "model"
     )
     rows = ({"prompt": text} for text in ("Hello", "Hi", "Hey"))

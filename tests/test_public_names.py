@@ -27,18 +27,21 @@ PACKAGES += [
 ]
 
 DOCUMENTED = {
-    "jaxllm": "AsyncEngine BatchGenerator GenerationConfig JaxLLMError abstract_model"
-    " compute_transition_scores generate load load_orbax lower make_mesh plan save_hf save_orbax"
-    " score stream",
+    "jaxllm": "BatchGenerator GenerationConfig JaxLLMError generate generate_texts load load_orbax"
+    " make_mesh pipeline plan save_hf save_orbax score stream train",
+    "jaxllm.auto": "AutoConfig AutoModelForCausalLM AutoModelForSeq2SeqLM AutoTokenizer",
     "jaxllm.checkpoint": "RunCheckpoints load_adapter save_adapter smollm2",
     "jaxllm.checkpoint.orbax": "RunCheckpoints",
     "jaxllm.checkpoint.peft": "load_adapter save_adapter",
     "jaxllm.evaluate": "perplexity",
+    "jaxllm.planning": "abstract_model lower plan",
+    "jaxllm.serve": "AsyncEngine",
     "jaxllm.flax_classes": "AutoTokenizer FlaxAutoModelForCausalLM FlaxAutoModelForSeq2SeqLM"
     " FlaxT5ForConditionalGeneration shift_tokens_right",
     "jaxllm.generation": "DisjunctiveConstraint HostLogitsProcessor LogitsProcessorList"
     " MaxTimeCriteria PhrasalConstraint TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper"
-    " WatermarkDetector WatermarkLogitsProcessor WatermarkingConfig grammar",
+    " WatermarkDetector WatermarkLogitsProcessor WatermarkingConfig compute_transition_scores"
+    " grammar",
     "jaxllm.models.gpt2": "GPT2LMHeadModel",
     "jaxllm.models.t5": "T5Config T5ForConditionalGeneration",
     "jaxllm.parallel": "make_mesh use_mesh",
@@ -68,9 +71,9 @@ def test_public_packages(package: str) -> None:
 @pytest.mark.parametrize(
     ("name", "successor"),
     [
-        ("GPT2TokenizerFast", "jaxllm.AutoTokenizer"),
+        ("GPT2TokenizerFast", "jaxllm.auto.AutoTokenizer"),
         ("FlaxT5ForConditionalGeneration", "jaxllm.models.T5ForConditionalGeneration"),
-        ("FlaxAutoModelForCausalLM", "jaxllm.AutoModelForCausalLM"),
+        ("FlaxAutoModelForCausalLM", "jaxllm.auto.AutoModelForCausalLM"),
     ],
 )
 def test_names_of_transformers_say_what_to_write(name: str, successor: str) -> None:

@@ -309,7 +309,7 @@ def server(name: str, rows: Rows, sides: list[bool]) -> None:
 
     async def main() -> None:
         options: dict[str, Any] = {"slots": 2, "context": 16, "kept_prefixes": 0, "warm_up": False}
-        async with jaxllm.AsyncEngine(model(name), **options) as engine:
+        async with jaxllm.serve.AsyncEngine(model(name), **options) as engine:
             together = await asyncio.gather(*(answer(engine, row) for row in rows))
             for row, expected in zip(rows, together, strict=True):
                 close(await answer(engine, row), expected)

@@ -22,7 +22,7 @@ GPT2, T5 = (DATA / "reference" / name for name in ("tiny-gpt2", "tiny-t5"))
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return jaxllm.AutoTokenizer.from_pretrained(T5)
+    return jaxllm.auto.AutoTokenizer.from_pretrained(T5)
 
 
 MODEL_CALLS = {
@@ -45,11 +45,11 @@ MODEL_CALLS = {
     "seed: expected an integer": lambda m: type(m).from_config(m.config, seed="a"),
     "dtype, param_dtype: .*zz": lambda m: type(m).from_config(m.config, dtype="zz"),
     "config: expected a config.json object": lambda model: models.model_spec("x"),
-    "source: expected a path, found 3": lambda model: jaxllm.abstract_model(3),
-    "device: expected a device": lambda model: jaxllm.abstract_model(GPT2, device="cpu"),
-    "mesh: ": lambda model: jaxllm.abstract_model(GPT2, mesh="x"),
+    "source: expected a path, found 3": lambda model: jaxllm.planning.abstract_model(3),
+    "device: expected a device": lambda model: jaxllm.planning.abstract_model(GPT2, device="cpu"),
+    "mesh: ": lambda model: jaxllm.planning.abstract_model(GPT2, mesh="x"),
     "tokenizer: expected a tok.* 3": lambda model: jaxllm.BatchGenerator(model, 3),
-    "tokenizer: expected a tok": lambda model: jaxllm.AsyncEngine(model, 3),
+    "tokenizer: expected a tok": lambda model: jaxllm.serve.AsyncEngine(model, 3),
     "rows: ": lambda m: jaxllm.BatchGenerator(m).generate(None),
     "announce: expected a function": lambda m: jaxllm.BatchGenerator(m, announce=True),
     "generation_config: .*names of fields": lambda m: m.generate([[1]], generation_config={1: 2}),
@@ -60,9 +60,11 @@ MODEL_CALLS = {
     "revision: expected a branch": lambda m: jaxllm.load(GPT2, revision=3),
     "remat: expected True or False, found yes": lambda m: jaxllm.load(GPT2, remat="yes"),
     "path_or_hub_id: .* integer of thousands of digits": lambda m: jaxllm.load(10**5000),
-    "path_or_hub_id: expected": lambda m: jaxllm.AutoConfig.from_pretrained(10**5000),
-    "scores: expected a list": lambda m: jaxllm.compute_transition_scores([[1]], None),
-    "scores: expected an array of 3": lambda m: jaxllm.compute_transition_scores([[1]], ["x"]),
+    "path_or_hub_id: expected": lambda m: jaxllm.auto.AutoConfig.from_pretrained(10**5000),
+    "scores: expected a list": lambda m: jaxllm.generation.compute_transition_scores([[1]], None),
+    "scores: expected an array of 3": lambda m: jaxllm.generation.compute_transition_scores(
+        [[1]], ["x"]
+    ),
     "batch: expected an integer": lambda m: m.init_cache("a", 4),
     "capacity: expected an integer": lambda m: m.init_cache(1, -4),
     "cache: expected what init_cache returns": lambda m: m([[1]], cache=3),
@@ -138,8 +140,8 @@ def test_bytes_as_a_model() -> None:
         lambda path: tiny.cached("gpt2").save_pretrained(path),
         jaxllm.load,
         jaxllm.load_orbax,
-        jaxllm.abstract_model,
-        jaxllm.AutoTokenizer.from_pretrained,
+        jaxllm.planning.abstract_model,
+        jaxllm.auto.AutoTokenizer.from_pretrained,
     ],
 )
 def test_a_long_path_of_a_model(call: Callable[[str], object]) -> None:
@@ -185,7 +187,7 @@ def test_of_tokenizers(message: str, tokenizer) -> None:
 
 def test_a_long_token_with_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     """A subclass of Tokenizer may have longer tokens than jaxllm reads from files."""
-    tokenizer = jaxllm.AutoTokenizer.from_pretrained(T5)
+    tokenizer = jaxllm.auto.AutoTokenizer.from_pretrained(T5)
     tokens = [*tokenizer.token_bytes()[:-1], b"x" * 2000]
     monkeypatch.setattr(tokenizer, "token_bytes", lambda: tokens)
     with pytest.raises(InputError, match="a token of 2000 bytes, but a grammar takes at most 1024"):

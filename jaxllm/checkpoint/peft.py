@@ -18,12 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.checkpoint.hub import hub_name
 from jaxllm.checkpoint.peft_config import CLASSIFIER_NAMES, PeftConfig, read_peft_config
 from jaxllm.checkpoint.safetensors import USE_SAFETENSORS, SafetensorsFile, write_safetensors
 from jaxllm.checkpoint.source import FLOATS, find_nonfinite
+from jaxllm.common.arguments import checked
 from jaxllm.common.errors import (
     CheckpointError,
     InputError,
+    MissingFileError,
     NonFiniteError,
     UnsupportedError,
     listed,
@@ -72,8 +75,13 @@ def load_adapter(
         CheckpointError: tensors are missing, unexpected or ill-shaped.
         NonFiniteError: a tensor holds NaN or infinity.
     """
-    folder = expanded(folder)
-    check_plain(model)
+    folder = expanded(checked(folder, (str, PathLike), "folder", "the folder of an adapter"))
+    check_plain(checked(model, (Model,), "model", "a model"))
+    if not (folder / CONFIG).exists() and (folder / "checkpoints").is_dir():
+        raise MissingFileError(
+            f"{folder}: holds a training run, not an adapter; write its adapter to a new folder "
+            f"with `jaxllm export {folder} OUT --adapter`"
+        )
     adapter = read_peft_config(folder / CONFIG, config)
     if adapter.task_type not in (None, task_type(model)):
         raise UnsupportedError(
@@ -90,7 +98,8 @@ def load_adapter(
     try:
         return with_adapter(model, adapter, tensors)
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+        base = f" (an adapter for {adapter.base})" if adapter.base else ""
+        raise CheckpointError(f"{path}{base}: {error}") from None
 
 
 def with_adapter(model: M, config: PeftConfig, tensors: Mapping[str, np.ndarray]) -> M:
@@ -261,6 +270,7 @@ def save_adapter(
         UnsupportedError: modules_to_save has a tied embedding, which PEFT would untie.
     """
     card = model.checked_card("save_adapter")
+    base = base_model or (card.origin.file if card.origin else None)
     folder = expanded(folder)
     if not overwrite and any((folder / name).exists() for name in (CONFIG, WEIGHTS_FILE)):
         raise CheckpointError(
@@ -289,7 +299,7 @@ def save_adapter(
     tensors |= {PREFIX + name: x for name, x in saved.items()}
     config = {
         "task_type": task_type(model),
-        "base_model_name_or_path": base_model or (card.origin.file if card.origin else None),
+        "base_model_name_or_path": None if base is None else hub_name(base),
         "lora_dropout": dropout_rate,
         "use_rslora": rslora,
         "use_dora": dora,

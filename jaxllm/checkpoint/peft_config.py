@@ -58,6 +58,8 @@ class PeftConfig:
     rank_pattern: Mapping[str, int] = dataclasses.field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict)
     layers_to_transform: int | tuple[int, ...] | None = None
+    base: str | None = None
+    """base_model_name_or_path, for messages."""
     narrowed: bool = False
     """True if exclude_modules or layers_to_transform may exclude some of the targets."""
 
@@ -103,7 +105,7 @@ def parse_peft_config(raw: Mapping[str, Any]) -> PeftConfig:
     """`read_peft_config` for the parsed JSON."""
     check_kind(raw)
     hints = typing.get_type_hints(PeftConfig)
-    fields = hints.keys() - {"narrowed"}
+    fields = hints.keys() - {"base", "narrowed"}
     known = {*fields, *INERT_ADAPTER_KEYS, *NARROWING, "peft_type", "bias", "init_lora_weights"}
     unknown = unknown_keys(raw, known, OFF_ADAPTER_KEYS)
     if unknown:
@@ -120,7 +122,12 @@ def parse_peft_config(raw: Mapping[str, Any]) -> PeftConfig:
         else coerce(name, value, hints[name])
         for name, value in present.items()
     }
-    config = PeftConfig(**values, narrowed=any(raw.get(n) not in (None, "", []) for n in NARROWING))
+    base = raw.get("base_model_name_or_path")
+    config = PeftConfig(
+        **values,
+        base=base if isinstance(base, str) else None,
+        narrowed=any(raw.get(n) not in (None, "", []) for n in NARROWING),
+    )
     check_size(config, "r")
     check_rate(config, "lora_dropout")
     if not config.target_modules:

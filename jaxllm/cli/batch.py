@@ -48,7 +48,6 @@ from jaxllm.cli.options import (
     keep_programs,
     load_named,
     model_options,
-    model_path,
 )
 from jaxllm.cli.process import signals
 from jaxllm.common.compiling import CompileClock
@@ -152,7 +151,8 @@ def job_identity(arguments: argparse.Namespace, platform: str) -> dict[str, Any]
     Args:
         platform: of the devices that answer the rows.
     """
-    path = model_path(arguments)
+    path, whole = arguments.model, bool(arguments.whole_digest)
+    adapter = arguments.adapter and checkpoint_digests(arguments.adapter, whole=whole)
     task = {name: getattr(arguments, name) for name in ("context", "score", "embed")}
     task = {name: value for name, value in task.items() if value}
     task |= constraint(arguments)  # an empty schema is one too: any JSON value
@@ -165,8 +165,9 @@ def job_identity(arguments: argparse.Namespace, platform: str) -> dict[str, Any]
         "--system": arguments.system,
         **{f"--{name}": value for name, value in task.items()},
         **{"--" + name.replace("_", "-"): value for name, value in fields},
-        "--whole-digest": bool(arguments.whole_digest),
-        **checkpoint_digests(resolve(path), whole=bool(arguments.whole_digest)),
+        "--whole-digest": whole,
+        **checkpoint_digests(resolve(path), whole=whole),
+        **{f"adapter: {part}": digest for part, digest in (adapter or {}).items() if digest},
         **jax_settings(),
         ENVIRONMENT: versions() | ({} if arguments.engine == RAY else devices()),
     }
@@ -257,7 +258,7 @@ def load_engine(
         are_requests: the rows are requests of an OpenAI batch file.
     """
     model, tokenizer = load_named(arguments, mesh, reporter)
-    path = model_path(arguments)
+    path = arguments.model
     rows: dict[str, Any] = {
         "batch_size": arguments.slots,
         "chat": arguments.chat,
@@ -311,10 +312,11 @@ def ray_engine(
     """
     # An actor has another working directory.
     absolute: dict[str, Any] = {"dtype": dtype}
-    if arguments.model is not None and Path(arguments.model).exists():
+    if Path(arguments.model).exists():
         absolute["model"] = str(Path(arguments.model).absolute())
-    if arguments.compile_cache is not None:
-        absolute["compile_cache"] = arguments.compile_cache.absolute()
+    for name in ("adapter", "compile_cache"):
+        if (path := getattr(arguments, name)) is not None:
+            absolute[name] = path.absolute()
     load = partial(
         load_in_actor,
         argparse.Namespace(**{**vars(arguments), **absolute}),

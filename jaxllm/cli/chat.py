@@ -17,22 +17,23 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxllm import GenerateOutput, GenerationConfig, generate
+from jaxllm import GenerationConfig, generate
 from jaxllm.cli.options import (
     add_compile_cache_flags,
     add_field_flags,
+    add_model,
     add_model_flags,
     check_seed,
     generation_fields,
     keep_programs,
     load_named,
-    model_path,
     parse_value,
 )
 from jaxllm.cli.process import Parser, one_line, run_parsed, signals
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.common.progress import Reporter, set_progress
+from jaxllm.generation import GenerateOutput
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.call.past_key_values import PastKeyValues
 from jaxllm.generation.settings.consistency import check_for_use
@@ -66,9 +67,7 @@ def _parser(program: str) -> Parser:
         description="Talk with a model in the terminal. Its KV cache is kept between messages.",
         epilog=f"in the chat:\n{HELP}",
     )
-    parser.add_argument(
-        "model", nargs="?", help="folder, .gguf or Hub id (default: the bundled SmolLM2)"
-    )
+    add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message")
     parser.add_argument("--seed", type=int, help="for --do-sample (default: random)")
     parser.add_argument("--quiet", action="store_true", help="only answers, and errors on stderr")
@@ -84,9 +83,9 @@ def _run(arguments: argparse.Namespace) -> int:
     check_for_use(fields)  # before loading, which takes minutes
     reporter = Reporter(quiet=arguments.quiet)
     keep_programs(arguments, reporter)
-    path = model_path(arguments)
+    path = arguments.model
     model, tokenizer = load_named(arguments, None, reporter)
-    model = checked_generative(model, str(path))
+    model = checked_generative(model, path)
     if model.is_encoder_decoder:
         raise UnsupportedError(f"{path}: a {type(model).__name__} cannot chat")
     if tokenizer is None or tokenizer.chat_template is None:

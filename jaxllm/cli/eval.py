@@ -14,6 +14,7 @@ from pathlib import Path
 from jaxllm.cli.devices import local_mesh, mesh_sizes
 from jaxllm.cli.options import (
     add_compile_cache_flags,
+    add_model,
     add_model_flags,
     keep_programs,
     load_named,
@@ -56,7 +57,7 @@ def _parser(program: str) -> Parser:
         "tasks of lm-evaluation-harness, as a table.",
         epilog=_EXAMPLES,
     )
-    parser.add_argument("model", metavar="MODEL", help="folder, .safetensors, .gguf or Hub id")
+    add_model(parser)
     job = parser.add_mutually_exclusive_group(required=True)
     job.add_argument("--perplexity", type=expanded, metavar="FILE", help="of this UTF-8 text")
     job.add_argument(
@@ -161,7 +162,7 @@ def _run_tasks(arguments: argparse.Namespace, reporter: Reporter) -> int:
         batch_size="auto" if arguments.batch_size is None else arguments.batch_size,
         max_length=arguments.context,
         seed=arguments.seed or 0,
-        name=str(arguments.model),
+        name=arguments.model,
         reporter=reporter,
     )
     results = run_tasks(
@@ -196,4 +197,4 @@ def _load(arguments: argparse.Namespace, reporter: Reporter) -> tuple[Generative
     model, tokenizer = load_named(arguments, local_mesh(arguments), reporter)
     if tokenizer is None:
         raise UnsupportedError(f"{arguments.model}: has no tokenizer, which a text needs")
-    return checked_generative(model, str(arguments.model)), tokenizer
+    return checked_generative(model, arguments.model), tokenizer

@@ -36,13 +36,13 @@ from jaxllm.cli.options import (
     STREAM,
     add_compile_cache_flags,
     add_field_flags,
+    add_model,
     add_model_flags,
     check_seed,
     generation_fields,
     int_list,
     keep_programs,
     load_named,
-    model_path,
 )
 from jaxllm.cli.process import Parser, reject, run_parsed
 from jaxllm.common.compiling import CompileClock
@@ -94,9 +94,7 @@ def _parser(program: str) -> Parser:
     parser.add_argument("--input-ids", type=_token_ids, help="token ids instead of a prompt: 1,2,3")
     parser.add_argument("--chat", action="store_true", help="apply the chat template to the prompt")
     parser.add_argument("--system", help="a system message before the prompt, with --chat")
-    parser.add_argument(
-        "--model", help="folder, .safetensors, .gguf or Hub id (default: the bundled SmolLM2)"
-    )
+    add_model(parser, "--model")
     parser.add_argument(
         "--assistant-model", metavar="MODEL", help="a smaller draft model with the same vocabulary"
     )
@@ -300,7 +298,7 @@ def _load(
 ) -> tuple[GenerativeModel, Tokenizer | None, GenerativeModel | None]:
     """Loads model, tokenizer and assistant model."""
     model, tokenizer = load_named(arguments, mesh, reporter)
-    model = checked_generative(model, str(model_path(arguments)))
+    model = checked_generative(model, arguments.model)
     assistant = None
     options = {"dtype": arguments.dtype, "param_dtype": arguments.param_dtype, "mesh": mesh}
     if arguments.assistant_model is not None:

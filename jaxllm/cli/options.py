@@ -10,7 +10,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxllm import load
-from jaxllm.checkpoint.hub import resolve, smollm2
+from jaxllm.checkpoint.hub import BUNDLED, resolve
 from jaxllm.checkpoint.load import compute_dtype_of
 from jaxllm.common.compiling import enable_compile_cache
 from jaxllm.common.errors import InputError, RunError, quoted
@@ -91,8 +91,22 @@ def int_list(text: str) -> list[int]:
     return [int(part) for part in text.strip().removeprefix("[").removesuffix("]").split(",")]
 
 
+def add_model(parser: argparse.ArgumentParser, name: str = "model") -> None:
+    """Adds the model itself: as ``--model``, or as the command's argument ``model``."""
+    text = f"folder, .safetensors, .gguf or Hub id (default: {BUNDLED}, the bundled model)"
+    options: dict[str, Any] = {} if name.startswith("--") else {"nargs": "?"}
+    parser.add_argument(name, metavar="MODEL", default=BUNDLED, help=text, **options)
+
+
+def add_adapter_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--adapter", type=expanded, metavar="FOLDER", help="a LoRA adapter of PEFT for the model"
+    )
+
+
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the options that say how a model is read, for `load_named`."""
+    add_adapter_flag(parser)
     parser.add_argument("--dtype", choices=DTYPE_NAMES, help="compute dtype")
     parser.add_argument("--param-dtype", choices=DTYPE_NAMES, help="dtype of the weights")
     parser.add_argument(
@@ -126,19 +140,15 @@ def check_seed(seed: int | None) -> None:
         raise InputError(f"--seed must be from 0 to 2**32 - 1, but is {quoted(seed)}")
 
 
-def model_path(arguments: argparse.Namespace) -> str | Path:
-    """The model that was named, or the bundled one."""
-    return smollm2() if arguments.model is None else arguments.model
-
-
 def model_options(arguments: argparse.Namespace, platform: str) -> dict[str, Any]:
     """The options of `add_model_flags`, by which a resumed job knows that the model is the same.
 
     All of them change results. Except for the dtypes, those that are not used are left out. The
     compute dtype is the one that is chosen if none is given, which depends on the platform.
     """
-    path = resolve(model_path(arguments))
+    path = resolve(arguments.model)
     options = {
+        "--adapter": None if arguments.adapter is None else str(arguments.adapter.absolute()),
         "--quantize": arguments.quantize,
         "--float-embeddings": not arguments.quantize_embeddings,
         "--allow-nonfinite": arguments.allow_nonfinite,
@@ -155,17 +165,17 @@ def model_options(arguments: argparse.Namespace, platform: str) -> dict[str, Any
 def load_named(
     arguments: argparse.Namespace, mesh: Mesh | None, reporter: Reporter
 ) -> tuple[Any, Tokenizer | None]:
-    """Loads the model that was named, or the bundled one, as the options of `add_model_flags` say.
+    """Loads the model of `add_model` as the options of `add_model_flags` say.
 
     Raises:
         JaxLLMError: as `jaxllm.load`.
     """
     if not arguments.quantize_embeddings and arguments.quantize is None:
         raise InputError("--float-embeddings has no effect without --quantize")
-    path = model_path(arguments)
-    with reporter.phase(f"loading {Path(path).absolute().name}") as update:
+    with reporter.phase(f"loading {Path(arguments.model).absolute().name}") as update:
         return load(
-            path,
+            arguments.model,
+            adapter=arguments.adapter,
             dtype=arguments.dtype,
             param_dtype=arguments.param_dtype,
             quantize=arguments.quantize,

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from jaxllm.cli.devices import mesh_sizes
-from jaxllm.cli.options import DTYPE_NAMES
+from jaxllm.cli.options import DTYPE_NAMES, add_model
 from jaxllm.cli.process import Parser, run_parsed
 from jaxllm.common.progress import Reporter
 from jaxllm.models.quantize import FORMATS
@@ -37,11 +37,11 @@ def main(argv: Sequence[str] | None = None, program: str = "jaxllm plan") -> int
 def _parser(program: str) -> Parser:
     parser = Parser(
         program,
-        "MODEL",
+        "[MODEL]",
         description=__doc__,
         epilog=_EXAMPLES,
     )
-    parser.add_argument("model", metavar="MODEL", help="folder with config.json, or a .gguf file")
+    add_model(parser)
     parser.add_argument(
         "--topology",
         default="v5e:2x2",

@@ -15,6 +15,7 @@ from jaxllm.cli.devices import local_mesh, mesh_sizes
 from jaxllm.cli.options import (
     add_compile_cache_flags,
     add_field_flags,
+    add_model,
     add_model_flags,
     generation_fields,
     keep_programs,
@@ -49,11 +50,11 @@ def main(argv: Sequence[str] | None = None, program: str = "jaxllm serve") -> in
 def _parser(program: str) -> Parser:
     parser = Parser(
         program,
-        "MODEL",
+        "[MODEL]",
         description="Serve a checkpoint over HTTP, with OpenAI's interface.",
         epilog=_EXAMPLES,
     )
-    parser.add_argument("model", metavar="MODEL", help="folder, .safetensors, .gguf or Hub id")
+    add_model(parser)
     parser.add_argument("--served-model-name", metavar="NAME", help="its name in requests")
     add_model_flags(parser)
     parser.add_argument(

@@ -32,7 +32,10 @@ from jaxllm.common.errors import InputError, RunError
 if TYPE_CHECKING:
     from jaxllm.training.run import Recipe
 
-SWITCHES = ("--resume", "--quiet", "--no-compile-cache", "--debug", "--help", "--distributed")
+SWITCHES = (
+    *("--list", "--resume", "--quiet", "--no-compile-cache", "--debug", "--help"),
+    "--distributed",
+)
 VALUED = (
     *("--coordinator", "--num-processes", "--process-id"),
     *("--engine", "--address", "--workers", "--worker-resources"),
@@ -61,7 +64,10 @@ def _parser(program: str) -> Parser:
             "docs/finetuning.md lists the fields."
         ),
     )
-    parser.add_argument("recipe", help="a YAML file, such as those in configs/")
+    parser.add_argument(
+        "recipe", nargs="?", help="a YAML file, or the name of a recipe of the package"
+    )
+    parser.add_argument("--list", action="store_true", help="list the recipes of the package")
     parser.add_argument("--resume", action="store_true", help="resume the run in output_dir")
     parser.add_argument("--quiet", action="store_true", help="show nothing")
     parser.add_argument(
@@ -92,14 +98,23 @@ def _run(argv: list[str], program: str) -> int:
     own, overrides = split_options(argv)
     options = _parser(program).parse_args(own)
     check_flags(options)
+    if options.list:
+        from jaxllm.training.run.named_recipes import description, recipes
+
+        for name, path in recipes().items():
+            print(f"{name:22} {description(path)}")
+        return 0
+    if options.recipe is None:
+        raise InputError("name a recipe: a YAML file, or one of those that --list prints")
     # Imported after option errors, since these imports take seconds.
     from jaxllm.training.run import read_recipe, train
+    from jaxllm.training.run.named_recipes import find_recipe
     from jaxllm.training.run.recipe import parse_yaml
 
     values = {name: parse_yaml(text) for name, text in overrides.items()}
     # Orbax also logs the failed saves that it raises.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
-    recipe = read_recipe(Path(options.recipe), values)
+    recipe = read_recipe(find_recipe(options.recipe), values)
     if options.engine == RAY:
         return _run_on_ray(recipe, options)
     join_processes(options)

@@ -19,8 +19,10 @@ from jaxtyping import Float
 
 from jaxllm import load
 from jaxllm.checkpoint.hub import resolve
+from jaxllm.cli.options import add_adapter_flag, add_model
 from jaxllm.cli.process import Parser, run_parsed
 from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.optional_packages import require
 from jaxllm.models.model import Model
 from jaxllm.models.t5 import T5EncoderModel
 
@@ -92,7 +94,8 @@ def main(argv: Sequence[str] | None = None, program: str = "jaxllm verify") -> i
 
 def _parser(program: str) -> Parser:
     parser = Parser(program, description="Compare a checkpoint's logits with transformers'.")
-    parser.add_argument("model", help="folder, .gguf file or Hub id")
+    add_model(parser)
+    add_adapter_flag(parser)
     parser.add_argument("--prompt", action="append", help="a prompt; may be repeated")
     parser.add_argument(
         "--tolerance",
@@ -113,11 +116,19 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.tolerance > 0:
         raise InputError(f"--tolerance must be above 0, but is {arguments.tolerance}")
     torch, transformers = _import_reference()
+    peft = (
+        None if arguments.adapter is None else require("peft", extra="verify", purpose="adapters")
+    )
 
     path, precision = resolve(arguments.model), arguments.reference_dtype
     with jax.default_matmul_precision("highest"):
-        model, tokenizer = load(path, dtype="float32", param_dtype="float32")
+        model, tokenizer = load(
+            path, dtype="float32", param_dtype="float32", adapter=arguments.adapter
+        )
         reference = _load_reference(path, type(model).__name__, transformers)
+        if peft is not None:
+            adapted = peft.PeftModel.from_pretrained(reference, str(arguments.adapter))
+            reference = adapted.merge_and_unload()
         if getattr(model.config, "reorder_and_upcast_attn", False):
             precision = (
                 "float32"  # this option casts to float32, which torch cannot mix with float64

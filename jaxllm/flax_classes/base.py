@@ -119,8 +119,8 @@ class FlaxPreTrainedModel:
     ) -> Any:
         """Loads a checkpoint: the model, or ``(model, params)`` with ``_do_init=False``.
 
-        `options` are those of `jaxllm.AutoModel.from_pretrained`. The weights are float32, unless
-        `param_dtype` is given.
+        `options` are those of `jaxllm.auto.AutoModel.from_pretrained`. The weights are float32,
+        unless `param_dtype` is given.
         """
         return loaded(cls, cls.model_class, path_or_hub_id, dtype, _do_init, options)
 

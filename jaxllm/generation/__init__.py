@@ -25,25 +25,31 @@ if TYPE_CHECKING:
         WatermarkingConfig,
         WatermarkLogitsProcessor,
     )
+    from jaxllm.generation.scoring.score import ScoreOutput
+    from jaxllm.generation.scoring.transition_scores import compute_transition_scores
 
-_WATERMARKS = (
-    "SynthIDTextWatermarkLogitsProcessor",
-    "SynthIDTextWatermarkingConfig",
-    "WatermarkDetector",
-    "WatermarkLogitsProcessor",
-    "WatermarkingConfig",
-)
+_IMPORTED_ON_USE = {
+    "ScoreOutput": "jaxllm.generation.scoring.score",
+    "SynthIDTextWatermarkLogitsProcessor": "jaxllm.contrib.watermark",
+    "SynthIDTextWatermarkingConfig": "jaxllm.contrib.watermark",
+    "WatermarkDetector": "jaxllm.contrib.watermark",
+    "WatermarkLogitsProcessor": "jaxllm.contrib.watermark",
+    "WatermarkingConfig": "jaxllm.contrib.watermark",
+    "compute_transition_scores": "jaxllm.generation.scoring.transition_scores",
+}
 
 __all__ = [
     "DisjunctiveConstraint",
     "GenerateOutput",
     "GenerationConfig",
     "PhrasalConstraint",
+    "ScoreOutput",
     "SynthIDTextWatermarkLogitsProcessor",
     "SynthIDTextWatermarkingConfig",
     "WatermarkDetector",
     "WatermarkLogitsProcessor",
     "WatermarkingConfig",
+    "compute_transition_scores",
     "generate",
     "grammar",
     "register_processor",
@@ -56,8 +62,8 @@ __all__ += stopping.__all__
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WATERMARKS:
-        return getattr(importlib.import_module("jaxllm.contrib.watermark"), name)
+    if name in _IMPORTED_ON_USE:
+        return getattr(importlib.import_module(_IMPORTED_ON_USE[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

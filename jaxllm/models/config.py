@@ -127,6 +127,11 @@ class ModelConfig(metaclass=_ConfigType):
         return {**dict.fromkeys(tokens), "num_labels": 0, "problem_type": None}
 
     @property
+    def model_type(self) -> str:
+        """The family's name in config.json; ``"t5"`` for mT5 too, whose configs are T5's."""
+        raise NotImplementedError
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         eos = self.eos_token_id
         return () if eos is None else (eos,) if isinstance(eos, int) else eos
@@ -158,8 +163,8 @@ class ModelConfig(metaclass=_ConfigType):
 
     @classmethod
     def from_pretrained(cls, path_or_hub_id: str | PathLike[str], **fields: Any) -> Self:
-        """Reads a checkpoint's config: ``jaxllm.AutoConfig.from_pretrained``, of this class."""
-        config = public("AutoConfig").from_pretrained(path_or_hub_id, **fields)
+        """Reads a checkpoint's config, as `jaxllm.auto.AutoConfig`, which must be of this class."""
+        config = public("auto").AutoConfig.from_pretrained(path_or_hub_id, **fields)
         if not isinstance(config, cls):
             raise ConfigError(
                 f"{path_or_hub_id}: has a {type(config).__name__}, not a {cls.__name__}"

@@ -58,6 +58,10 @@ class GPT2Config(cfg.DecoderOnlyConfig):
     bos_token_id: int | None = 50256
     eos_token_id: int | tuple[int, ...] | None = 50256
 
+    @property
+    def model_type(self) -> str:
+        return "gpt2"
+
     def forward_values(self) -> dict[str, Any]:
         inner = 4 * self.n_embd if self.n_inner is None else self.n_inner
         return super().forward_values() | {"n_inner": inner, "reorder_and_upcast_attn": False}

@@ -27,6 +27,10 @@ class LlamaConfig(RotaryConfig):
     mlp_bias: bool = False
     pretraining_tp: int = 1
 
+    @property
+    def model_type(self) -> str:
+        return "llama"
+
     def forward_values(self) -> dict[str, Any]:
         return super().forward_values() | {"pretraining_tp": 0}
 

@@ -24,6 +24,10 @@ class MistralConfig(RotaryConfig):
     eos_token_id: int | tuple[int, ...] | None = 2
     sliding_window: int | None = 4096
 
+    @property
+    def model_type(self) -> str:
+        return "mistral"
+
     def forward_values(self) -> dict[str, Any]:
         return super().forward_values() | {"sliding_window": None}  # the layers have it
 

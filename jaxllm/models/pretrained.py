@@ -70,7 +70,7 @@ class Pretrained:
     @classmethod
     def from_config(
         cls,
-        config: ModelConfig,
+        config: ModelConfig | Mapping[str, Any] | str | PathLike[str],
         *,
         seed: int = 0,
         dtype: DTypeLike = "float32",
@@ -83,7 +83,8 @@ class Pretrained:
         """Makes a model with random weights.
 
         Args:
-            config: config of the model's family.
+            config: config of the model's family, the object in a config.json, or the path or Hub id
+                of a model with such a config; only its config is read.
             seed: seed of the weights.
             dtype, param_dtype: dtypes of the computation and of the weights.
             attn_implementation, remat, scan_layers: as in `jaxllm.load`.
@@ -93,7 +94,7 @@ class Pretrained:
         if unknown:
             raise InputError(f"{where} does not take {', '.join(sorted(unknown))}")
         if not isinstance(config, ModelConfig):
-            raise InputError(f"config: expected a model's config, found {type(config).__name__}")
+            config = public("auto").read_config(config)
         checked(seed, (int, np.integer), "seed", "an integer")
         try:
             dtypes = jnp.dtype(dtype), jnp.dtype(param_dtype)
@@ -159,7 +160,8 @@ class Generates:
         """Generates token ids: ``jaxllm.generate(model, ...)``, whose arguments these are.
 
         Returns:
-            `jaxllm.GenerateOutput`; its `sequences` are int32 [B * num_return_sequences, L].
+            `jaxllm.generation.GenerateOutput`, whose `sequences` are int32
+            [B * num_return_sequences, L].
         """
         fields = drop_renamed("generate()", fields, GENERATE)
         return public("generate")(self, input_ids, attention_mask, generation_config, key, **fields)

@@ -42,6 +42,10 @@ class Qwen2Config(RotaryConfig):
         sliding = layer >= self.max_window_layers if types is None else types[layer] == SLIDING
         return self.sliding_window if sliding else None
 
+    @property
+    def model_type(self) -> str:
+        return "qwen2"
+
     def forward_values(self) -> dict[str, Any]:
         # The layers have their windows.
         windows = {"sliding_window": None, "max_window_layers": 0, "layer_types": None}

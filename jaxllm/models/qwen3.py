@@ -19,6 +19,10 @@ class Qwen3Config(Qwen2Config):
     head_dim: int = 128
     attention_bias: bool = False
 
+    @property
+    def model_type(self) -> str:
+        return "qwen3"
+
 
 class Qwen3Backbone(RotaryModel[Qwen3Config]):
     """Qwen3 backbone: Llama's blocks with RMSNorm of each head's query and key (QK norm)."""

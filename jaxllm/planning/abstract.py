@@ -15,6 +15,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
+from jaxllm.checkpoint.hub import BUNDLED, smollm2
 from jaxllm.checkpoint.load import float_dtype, named_spec, read_config_file
 from jaxllm.common.arguments import checked, checked_path, checks_flags
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError, quoted
@@ -41,7 +42,7 @@ def abstract_model(
 ) -> Any:
     """A model of `jax.ShapeDtypeStruct` parameters: no weights are read or allocated.
 
-    `jaxllm.lower` compiles the library's programs for it.
+    `jaxllm.planning.lower` compiles the library's programs for it.
 
     Args:
         source: a folder with config.json, the path of a config.json or of a .gguf file (only its
@@ -93,7 +94,7 @@ def read_source(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[Mappin
     """The object in a config.json, and its path for errors."""
     if isinstance(source, Mapping):
         return source, "config"
-    path = checked_path(source, "source")
+    path = smollm2() if source == BUNDLED else checked_path(source, "source")
     if path.suffix.lower() == ".gguf":
         with GGUFFile(path) as file:
             return HFView(file).config, str(path)

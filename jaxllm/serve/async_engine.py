@@ -53,7 +53,7 @@ class AsyncEngine:
 
     ::
 
-        async with jaxllm.AsyncEngine(model, tokenizer) as engine:
+        async with jaxllm.serve.AsyncEngine(model, tokenizer) as engine:
             async with engine.submit({"prompt": "Once upon", "max_new_tokens": 20}) as stream:
                 async for chunk in stream:
                     print(chunk.tokens)

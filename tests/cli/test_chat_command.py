@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
     model = tiny.make("llama", vocab_size=len(tokenizer), max_position_embeddings=512, **special)
     jaxllm.save_hf(path, model, tokenizer)
-    jaxllm.AutoTokenizer.from_pretrained(path, chat_template=TEMPLATE).save(path)
+    jaxllm.auto.AutoTokenizer.from_pretrained(path, chat_template=TEMPLATE).save(path)
     return path
 
 
@@ -107,7 +107,7 @@ def test_the_models_own_tokens_are_kept(tmp_path: Path) -> None:
     vocabulary = (DATA / "tokenizers" / "fast" / "gpt2.json").read_bytes()
     (tmp_path / "tokenizer.json").write_bytes(vocabulary)
     options = {"eos_token": "<|endoftext|>", "chat_template": TEMPLATE}
-    tokenizer = jaxllm.AutoTokenizer.from_pretrained(tmp_path, **options)
+    tokenizer = jaxllm.auto.AutoTokenizer.from_pretrained(tmp_path, **options)
     end = tokenizer.eos_token_id
     user, assistant = ({"role": role, "content": "Hello"} for role in ("user", "assistant"))
     prompt = tokenizer.apply_chat_template([user])

@@ -11,6 +11,7 @@ from jaxllm.cli.options import add_model_flags, model_options
 
 MODEL = ROOT / "tests" / "data" / "conformance" / "models" / "s_llama_tok"
 VALUES = {
+    "--adapter": "adapter",
     "--dtype": "bfloat16",
     "--param-dtype": "bfloat16",
     "--quantize": "int8",

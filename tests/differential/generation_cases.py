@@ -99,7 +99,7 @@ def run(combination: Combination) -> Outcome:
     transitions = []
     if combination.area == "transition scores":
         for normalize in (False, True):
-            scores = jaxllm.compute_transition_scores(
+            scores = jaxllm.generation.compute_transition_scores(
                 out.sequences, out.scores, out.beam_indices, normalize_logits=normalize
             )
             transitions.append(np.asarray(scores))
@@ -116,7 +116,7 @@ def run(combination: Combination) -> Outcome:
     )
 
 
-def generate(combination: Combination, **changes: Any) -> jaxllm.GenerateOutput:
+def generate(combination: Combination, **changes: Any) -> jaxllm.generation.GenerateOutput:
     """The call of jaxllm."""
     ids, mask = combination.padded()
     fields = {**combination.fields, **combination.assistant, **changes}

@@ -25,7 +25,7 @@ STRATEGIES = {
 }
 
 
-def generated(family: str, **fields) -> tuple[jaxllm.GenerateOutput, np.ndarray]:
+def generated(family: str, **fields) -> tuple[jaxllm.generation.GenerateOutput, np.ndarray]:
     """The output, and the new tokens."""
     fields = {"max_new_tokens": NEW, **NO_EOS, **fields}
     out = jaxllm.generate(tiny.cached(family), *padded(PROMPTS), **fields)

@@ -8,7 +8,7 @@ import pytest
 from compiling import compiled_as_users
 from tiny import make
 
-from jaxllm import lower
+from jaxllm.planning import lower
 
 SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 50, "top_p": 0.9}
 

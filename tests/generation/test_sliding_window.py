@@ -39,7 +39,7 @@ def logits_in_a_band(net, family: str, row: int, new: np.ndarray) -> np.ndarray:
     return banded(net, [*text, *new[:-1].tolist()], WINDOW, source)[len(text) - 1 :]
 
 
-def generated(family: str, **fields) -> tuple[jaxllm.GenerateOutput, np.ndarray]:
+def generated(family: str, **fields) -> tuple[jaxllm.generation.GenerateOutput, np.ndarray]:
     """The output, and the new tokens."""
     out = jaxllm.generate(tiny.cached(family), **inputs(family), **FIELDS, **fields)
     return out, np.asarray(out.sequences)[:, -NEW:]

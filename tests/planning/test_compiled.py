@@ -94,7 +94,9 @@ def test_compiled_training_steps_and_prefills_hold_no_array_of_tokens_x_tokens_o
     device = find_topology(topology).devices[0]
 
     def squares(implementation: str) -> set[str]:
-        model = jaxllm.abstract_model(config, device=device, attn_implementation=implementation)
+        model = jaxllm.planning.abstract_model(
+            config, device=device, attn_implementation=implementation
+        )
         found = set()
         for name in ("train", "prefill"):
             (program,) = lower(model, name, batch=2, prompt=LENGTH, new=8)
@@ -134,7 +136,7 @@ def test_a_training_step_returns_the_state_in_its_shards(topology: str) -> None:
     """The compiler of GPUs returned it whole on every device where nothing was said."""
     found = find_topology(topology)
     mesh = topology_mesh(found, {"fsdp": 8})
-    model = jaxllm.abstract_model(tiny.CONFIGS["llama"], mesh=mesh)
+    model = jaxllm.planning.abstract_model(tiny.CONFIGS["llama"], mesh=mesh)
     (program,) = lower(model, "train", batch=8, prompt=16)
     compiled = program.compile()
     state, _ = compiled.output_shardings

@@ -87,7 +87,7 @@ def test_the_lowered_programs_are_those_that_generate_runs(family: str) -> None:
 
 @pytest.fixture(scope="module")
 def llama() -> Any:
-    return jaxllm.abstract_model(tiny.CONFIGS["llama"], dtype="float32")
+    return jaxllm.planning.abstract_model(tiny.CONFIGS["llama"], dtype="float32")
 
 
 def test_an_abstract_model_has_the_shapes_of_a_real_one(llama: Any) -> None:
@@ -102,7 +102,7 @@ def is_array(x: object) -> bool:
 
 
 def test_an_abstract_model_of_a_gguf_header(smollm2_gguf: Path) -> None:
-    model = jaxllm.abstract_model(smollm2_gguf)
+    model = jaxllm.planning.abstract_model(smollm2_gguf)
     assert sum(x.size for x in jax.tree.leaves(model)) == 134_515_008
 
 
@@ -222,7 +222,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=why):
             jaxllm.plan(config, "cpu", **{"program": "decode", argument: value})
     with pytest.raises(InputError, match="model: expected a model, found llama"):
-        jaxllm.lower("llama")
+        jaxllm.planning.lower("llama")
     with pytest.raises(InputError, match="devices: expected devices of JAX"):
         jaxllm.make_mesh(devices=["cpu"])
     with pytest.raises(InputError, match="positions"):

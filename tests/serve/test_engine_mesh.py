@@ -11,7 +11,7 @@ import tiny
 from batch_tools import uneven_rows
 from small_tokenizers import small_tokenizer
 from tiny_meshes import mesh
-from jaxllm import AsyncEngine
+from jaxllm.serve import AsyncEngine
 from jaxllm.common.compiling import CompileClock
 from jaxllm.generation import grammar
 from jaxllm.parallel.placement import put_tree

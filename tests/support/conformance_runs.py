@@ -42,7 +42,7 @@ def embeddings(case: dict) -> np.ndarray:
     return (base + rule["amp"] * wave).astype(np.float32)
 
 
-def run(case: dict, **more) -> jaxllm.GenerateOutput:
+def run(case: dict, **more) -> jaxllm.generation.GenerateOutput:
     """`generate` with exactly what the case says, and `more`."""
     inputs = {name: np.array(value) for name, value in case["inputs"].items()}
     if "array_inputs" in case:
@@ -51,7 +51,7 @@ def run(case: dict, **more) -> jaxllm.GenerateOutput:
     return jaxllm.generate(model(case["model"]), **arguments)
 
 
-def problems(case: dict, out: jaxllm.GenerateOutput) -> list[str]:
+def problems(case: dict, out: jaxllm.generation.GenerateOutput) -> list[str]:
     """Differences from the reference; scores agree within 1e-4."""
     actual = {"sequences": out.sequences.tolist()}
     if out.sequences_scores is not None:

@@ -88,6 +88,10 @@ class T5Config(cfg.ModelConfig):
         name = self.feed_forward_proj.removeprefix("gated-")
         return "gelu_new" if self.feed_forward_proj == "gated-gelu" else name
 
+    @property
+    def model_type(self) -> str:
+        return "umt5" if self.bias_per_layer else "t5"
+
     def forward_values(self) -> dict[str, Any]:
         return super().forward_values() | {
             "num_decoder_layers": self.decoder_layers,

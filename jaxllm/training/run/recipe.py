@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import re
 from collections.abc import Hashable, Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ from jaxllm.training.losses import TokenLoss
 from jaxllm.training.optimizers import OptimizerConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-BUNDLED, BYTES = "smollm2", "bytes"
+BYTES = "bytes"
 CHANGEABLE = (
     *("output_dir", "max_steps", "eval_data", "evaluation", "early_stopping", "checkpoints.every"),
     *("checkpoints.keep", "mesh", "log_every", "tensorboard", "wandb", "skip_limit"),
@@ -33,6 +34,12 @@ CHANGEABLE = (
 checkpoint."""
 MAX_FILE_BYTES = 1 << 20
 TAG = "tag:yaml.org,2002:"
+PATHS = {
+    "data": ("path", "dataset"),
+    "eval_data": ("path", "dataset"),
+    "model": ("path", "tokenizer"),
+}
+"""Fields of a recipe that may be paths."""
 KINDS = ("null", "bool", "int", "float", "str", "seq", "map")
 # PyYAML's errors, and those of Python's constructors for values that contradict their tags.
 NOT_YAML = (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError, TypeError)
@@ -274,6 +281,9 @@ class Recipe:
 def read_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """Reads a recipe; `overrides` replace fields under dotted names (``optimizer.name``).
 
+    Paths of data and models in the file are relative to its folder, those in `overrides` and
+    `output_dir` to the working directory.
+
     An override null drops a section or field of the file that cannot be null, so that it has its
     default. ``eval_data: null`` switches evaluation off: the file's `evaluation`, `early_stopping`
     and the metric of its `checkpoints` have no effect then.
@@ -282,7 +292,7 @@ def read_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recip
         MissingFileError: the file does not exist.
         ConfigError: the file is not YAML, or a field is unknown, missing or wrong.
     """
-    raw = read_yaml(path)
+    raw = with_paths_from(path.parent, read_yaml(path))
     if overrides is not None and overrides.get("eval_data", raw) is None:
         raw.pop("evaluation", None)
         raw.pop("early_stopping", None)
@@ -301,6 +311,33 @@ def read_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recip
         options = ", ".join(f"--{name}" for name in overrides or {})
         source = f"{path} (with {options})" if options else str(path)
         raise ConfigError(f"{source}: {error}") from None
+
+
+def with_paths_from(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a recipe, with its relative paths joined to the recipe's folder.
+
+    Names that may be Hub ids are paths only where the folder holds them.
+
+    >>> with_paths_from(Path("configs"), {"data": {"path": "data/*.jsonl"}, "max_steps": 3})
+    {'data': {'path': 'configs/data/*.jsonl'}, 'max_steps': 3}
+    """
+
+    def joined(section: str, name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [joined(section, name, each) for each in value]
+        if not isinstance(value, str) or value.startswith("~"):
+            return value
+        path = folder / value
+        is_data = name == "path" and section != "model"
+        return str(path) if is_data or os.path.lexists(path) else value
+
+    found = dict(raw)
+    for section, names in PATHS.items():
+        if isinstance(fields := found.get(section), dict):
+            found[section] = fields | {
+                n: joined(section, n, fields[n]) for n in names if n in fields
+            }
+    return found
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import jax
 from rich.console import Console
 
 from jaxllm.checkpoint.orbax import RunCheckpoints
-from jaxllm.common.errors import RunError
+from jaxllm.common.errors import InputError, RunError
 from jaxllm.common.validation import to_plain
 from jaxllm.models.model import Model
 from jaxllm.parallel.environment import changed_environment
@@ -37,7 +39,8 @@ from jaxllm.training.monitor.run_card import DataFile, RunCard, make_run_card, w
 from jaxllm.training.output_files import writing
 from jaxllm.training.run.evaluations import measured_on, patience_of
 from jaxllm.training.run.loop import Loop
-from jaxllm.training.run.recipe import DataConfig, Recipe
+from jaxllm.training.run.named_recipes import find_recipe
+from jaxllm.training.run.recipe import DataConfig, Recipe, read_recipe
 from jaxllm.training.run.reference import with_reference
 from jaxllm.training.run.run_folder import (
     CHECKPOINTS,
@@ -74,7 +77,8 @@ class RunResult:
 
 
 def train(
-    recipe: Recipe,
+    recipe: Recipe | str | PathLike[str],
+    overrides: Mapping[str, Any] | None = None,
     *,
     resume: bool = False,
     quiet: bool = False,
@@ -84,8 +88,15 @@ def train(
 
     Every process calls this, with a shared folder; the first process writes.
 
+    ::
+
+        result = jaxllm.train("smollm2_lora_chat", {"output_dir": "runs/chat", "max_steps": 12})
+
     Args:
-        recipe: the run writes to its `output_dir`.
+        recipe: a recipe, its YAML file, or the name of one that comes with the package. The run
+            writes to its `output_dir`.
+        overrides: fields that replace those of the file, under dotted names such as
+            ``"optimizer.learning_rate"``.
         resume: resume the run in that folder, or start one if there is none.
         quiet: show nothing; damaged checkpoints are warnings of the logger "jaxllm".
         stop: called after every step; if it returns a signal number, the run saves and ends.
@@ -95,6 +106,10 @@ def train(
             consecutive batches have no finite gradient.
         JaxLLMError: as the parts of the recipe raise.
     """
+    if not isinstance(recipe, Recipe):
+        recipe = read_recipe(find_recipe(os.fspath(recipe)), overrides)
+    elif overrides is not None:
+        raise InputError("overrides: only for a recipe that is read from a file")
     folder = folder_of(recipe)
     leads = jax.process_index() == 0
     console = Console(stderr=True, quiet=quiet or not leads, highlight=False, soft_wrap=True)

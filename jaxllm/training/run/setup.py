@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxllm.checkpoint.gguf.reader import GGUFFile
-from jaxllm.checkpoint.hub import resolve, smollm2
+from jaxllm.auto import AutoTokenizer
 from jaxllm.checkpoint.load import LoadProgress
-from jaxllm.common.errors import ConfigError
+from jaxllm.common.errors import ConfigError, MissingFileError
 from jaxllm.loading import load
 from jaxllm.models.build_options import Options
 from jaxllm.models.model import Card, Model
@@ -27,7 +26,7 @@ from jaxllm.nn.attention import implementation_for
 from jaxllm.parallel.mesh import make_mesh, row_shards
 from jaxllm.parallel.placement import put_tree, row_share
 from jaxllm.parallel.sharding import tree_shardings
-from jaxllm.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_gguf
+from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.classifier import with_classifier
 from jaxllm.training.data import Batches, Epoch, ModelInfo, epoch_batches, make_batches
@@ -40,7 +39,7 @@ from jaxllm.training.monitor.flops import ModelFlops, model_flops
 from jaxllm.training.monitor.metrics_log import tensorboard_package, wandb_package
 from jaxllm.training.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from jaxllm.training.run.evaluations import check_metric, eval_batch_size, eval_prompts
-from jaxllm.training.run.recipe import BUNDLED, BYTES, ModelSource, Recipe
+from jaxllm.training.run.recipe import BYTES, ModelSource, Recipe
 from jaxllm.training.state import Params, TrainState
 from jaxllm.training.step import Step, make_train_step
 
@@ -91,7 +90,7 @@ def loaded_model(
     """Loads the checkpoint at `source.path`."""
     assert source.path is not None
     return load(
-        smollm2() if source.path == BUNDLED else source.path,
+        source.path,
         dtype=source.dtype,
         architecture=source.architecture,
         config=source.overrides,
@@ -116,14 +115,9 @@ def new_model(source: ModelSource, seed: int) -> tuple[Model[Any], None]:
     return model.with_card(Card(spec.config)), None
 
 
-def named_tokenizer(name: str) -> Tokenizer | None:
-    """Loads a tokenizer by name: bytes, the bundled model's, or that of a folder or Hub id."""
-    if name == BYTES:
-        return byte_tokenizer()
-    if name == BUNDLED:
-        with GGUFFile(smollm2()) as file:
-            return tokenizer_from_gguf(file.metadata)
-    return load_tokenizer(resolve(name, None))
+def named_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of bytes for ``"bytes"``, otherwise that of a model's path or Hub id."""
+    return byte_tokenizer() if name == BYTES else AutoTokenizer.from_pretrained(name)
 
 
 def trainable_paths(recipe: Recipe, model: Model[Any]) -> Callable[[str], bool] | None:
@@ -299,9 +293,12 @@ def check_files_and_packages(recipe: Recipe) -> None:
         DataError, MissingFileError: a path names no files.
         MissingExtraError: a package is not installed.
     """
-    for data in (recipe.data, recipe.eval_data):
+    for name, data in (("data", recipe.data), ("eval_data", recipe.eval_data)):
         if data is not None and data.path is not None:
-            find_files(data.path)
+            try:
+                find_files(data.path)
+            except MissingFileError as error:
+                raise MissingFileError(f"{name}.path: {error}") from None
     if recipe.tensorboard:
         tensorboard_package()
     if recipe.wandb is not None:

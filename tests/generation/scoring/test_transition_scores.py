@@ -20,7 +20,7 @@ DATA = np.load(paths.DATA / "transition_scores" / "reference.npz")
 def test_equals_the_reference(case, kind):
     beams = DATA.get(f"{case}/beam_indices")
     scores = tuple(DATA[f"{case}/scores"])
-    actual = jaxllm.compute_transition_scores(
+    actual = jaxllm.generation.compute_transition_scores(
         DATA[f"{case}/sequences"], scores, beams, normalize_logits=kind == "normalized"
     )
     np.testing.assert_allclose(actual, DATA[f"{case}/{kind}"], atol=1e-5)
@@ -35,7 +35,7 @@ def test_the_data_have_beams_that_end_early():
 def test_cut_to_the_longest_beam():
     sequences, scores = np.array([[9, 1, 0], [9, 1, 1]]), np.arange(12.0).reshape(3, 2, 2)
     beams = np.array([[1, -1, -1], [0, 1, -1]])
-    actual = jaxllm.compute_transition_scores(sequences, tuple(scores), beams)
+    actual = jaxllm.generation.compute_transition_scores(sequences, tuple(scores), beams)
     np.testing.assert_array_equal(actual, [[3.0, 0.0], [1.0, 7.0]])
 
 
@@ -44,17 +44,17 @@ def test_scores_of_a_generate_call():
     """Greedy scores of generate() are the best of each step; the same inside jit."""
     out = jaxllm.generate(tiny.cached("llama"), tiny.ids(), max_new_tokens=4, output_scores=True)
     assert out.scores is not None
-    actual = jaxllm.compute_transition_scores(out.sequences, out.scores)
+    actual = jaxllm.generation.compute_transition_scores(out.sequences, out.scores)
     np.testing.assert_array_equal(actual, np.max(np.stack(out.scores, axis=1), axis=-1))
-    inside = jax.jit(jaxllm.compute_transition_scores)(out.sequences, out.scores)
+    inside = jax.jit(jaxllm.generation.compute_transition_scores)(out.sequences, out.scores)
     np.testing.assert_array_equal(inside, actual)
 
 
 def test_errors():
     sequences, scores = np.zeros((2, 3), int), (np.zeros((4, 5)),) * 2
     with pytest.raises(InputError, match="beam_indices: 4 rows for 2 sequences"):
-        jaxllm.compute_transition_scores(sequences, scores)
+        jaxllm.generation.compute_transition_scores(sequences, scores)
     with pytest.raises(InputError, match="output_scores=True"):
-        jaxllm.compute_transition_scores(sequences, ())
+        jaxllm.generation.compute_transition_scores(sequences, ())
     with pytest.raises(InputError, match="3 tokens, but there are 2 steps"):
-        jaxllm.compute_transition_scores(sequences, scores, np.zeros((2, 3), int))
+        jaxllm.generation.compute_transition_scores(sequences, scores, np.zeros((2, 3), int))

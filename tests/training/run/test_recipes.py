@@ -14,6 +14,7 @@ from paths import ROOT
 from jaxllm.cli.train import main
 from jaxllm.common.errors import ConfigError
 from jaxllm.training.monitor.report import BEFORE
+from jaxllm.training.run.named_recipes import find_recipe
 from jaxllm.training.run.recipe import Evaluation, read_recipe
 
 CONFIGS = ROOT / "configs"
@@ -33,16 +34,19 @@ def maker() -> ModuleType:
 
 
 @pytest.fixture
-def little_data(maker: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with the first rows of every set, to stand in as one does in the repository."""
-    folder = tmp_path / "configs" / "data"
+def little_data(maker: ModuleType, tmp_path: Path) -> Path:
+    """A copy of the recipes, beside the first rows of every set."""
+    configs = tmp_path / "configs"
+    folder = configs / "data"
     folder.mkdir(parents=True)
+    for recipe in RECIPES:
+        shutil.copy(recipe, configs)
     for name, make in maker.SETS.items():
         for part, rows in zip(("train", "eval"), make(), strict=True):
             few = [{k: v[:2000] if k == "text" else v for k, v in r.items()} for r in rows[:ROWS]]
             path = folder / f"{name}_{part}.jsonl"
             path.write_text("".join(json.dumps(row) + "\n" for row in few))
-    monkeypatch.chdir(tmp_path)
+    return configs
 
 
 def test_there_are_six():
@@ -53,8 +57,9 @@ def test_there_are_six():
 def test_each_is_read_and_names_data_that_is_made(path: Path, maker: ModuleType):
     recipe = read_recipe(path)
     assert recipe.eval_data is not None
+    folder = CONFIGS / "data"
     data_sets = {
-        f"configs/data/{name}_{part}.jsonl" for name in maker.SETS for part in ("train", "eval")
+        str(folder / f"{name}_{part}.jsonl") for name in maker.SETS for part in ("train", "eval")
     }
     assert {recipe.data.path, recipe.eval_data.path} <= data_sets
     # A recipe ends where its schedule does.
@@ -110,7 +115,6 @@ def test_labels_of_the_classifier_are_the_packages(maker: ModuleType):
     assert recipe.model.num_labels == len(maker.PACKAGES)
 
 
-@pytest.mark.usefixtures("little_data")
 @pytest.mark.parametrize(
     "name",
     [
@@ -118,8 +122,8 @@ def test_labels_of_the_classifier_are_the_packages(maker: ModuleType):
         for path in RECIPES
     ],
 )
-def test_each_runs(name: str, tmp_path: Path):
-    recipe, out = CONFIGS / f"{name}.yaml", tmp_path / "run"
+def test_each_runs(name: str, little_data: Path, tmp_path: Path):
+    recipe, out = little_data / f"{name}.yaml", tmp_path / "run"
     command = [str(recipe), "--output-dir", str(out), "--max-steps", "2", "--quiet"]
     assert main([*command, "--no-compile-cache"]) == 0
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -136,8 +140,50 @@ def test_without_its_data_a_recipe_says_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     shutil.copy(CONFIGS / "t5_task.yaml", tmp_path)
-    monkeypatch.chdir(tmp_path)
-    assert main(["t5_task.yaml", "--output-dir", "run", "--no-compile-cache"]) == 2
+    monkeypatch.chdir(tmp_path.parent)
+    recipe = f"{tmp_path.name}/t5_task.yaml"
+    assert main([recipe, "--output-dir", "run", "--no-compile-cache"]) == 2
     said = capsys.readouterr().err
-    assert "configs/data/numbers_train.jsonl: no such file" in said
+    assert f"data.path: {tmp_path.name}/data/numbers_train.jsonl: no such file" in said
     assert len(said.splitlines()) == 1  # told before the model is made
+
+
+def test_paths_of_a_recipe_are_relative_to_it_and_overrides_to_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "recipe.yaml").write_text(
+        "model: {path: model, tokenizer: org/name}\n"
+        "data: {format: text, path: [a.txt, /b.txt, ~/c.txt]}\n"
+        "eval_data: {format: text, dataset: org/name}\n"
+        "output_dir: runs\n"
+    )
+    recipe = read_recipe(tmp_path / "recipe.yaml")
+    assert recipe.model.path == str(tmp_path / "model")
+    assert recipe.data.path == (str(tmp_path / "a.txt"), "/b.txt", "~/c.txt")
+    assert recipe.eval_data is not None
+    assert recipe.model.tokenizer == recipe.eval_data.dataset == "org/name"  # on the Hub
+    assert recipe.output_dir == "runs"
+    assert read_recipe(tmp_path / "recipe.yaml", {"data.path": "x"}).data.path == "x"
+
+
+def test_a_recipe_of_the_package_is_found_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("JAXLLM_CACHE_DIR", str(tmp_path))
+    assert main(["--list"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed] == [path.stem for path in RECIPES]
+    path = find_recipe("t5_task")
+    assert path.is_relative_to(tmp_path)
+    data = read_recipe(path).data.path
+    assert isinstance(data, str)
+    assert Path(data).read_text().count("\n") == 9_500
+    changed = Path(data).stat().st_mtime_ns
+    assert find_recipe("t5_task") == path
+    assert Path(data).stat().st_mtime_ns == changed
+    monkeypatch.chdir(tmp_path)
+    Path("t5_task").touch()
+    assert find_recipe("t5_task") == Path("t5_task")  # a file goes first
+    assert main(["t5_tas", "--output-dir", "run"]) == 2
+    assert "no recipe of this name; is it t5_task?" in capsys.readouterr().err
