@@ -56,7 +56,20 @@ def test_every_page_is_in_the_index() -> None:
     pages = {path.stem for path in DOCS.glob("*.md")} - {"index"}
     notebooks = {f"notebooks/{path.stem}" for path in (DOCS / "notebooks").glob("*.ipynb")}
     listed = set(re.findall(r"^([\w/-]+)$", index, re.MULTILINE))
-    assert listed == pages | notebooks | {"api/index"}
+    assert listed == pages | notebooks | {"api/index", "decisions/index"}
+
+
+def test_every_decision_is_listed_and_pointers_to_docs_exist() -> None:
+    """The list has a sentence on each record, and comments name pages that are there."""
+    folder = DOCS / "decisions"
+    records = {path.name for path in folder.glob("*.md")} - {"index.md"}
+    index = (folder / "index.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^- \[.+\]\((.+?)\)", index, re.MULTILINE)) == sorted(records)
+    sources = [*(ROOT / "jaxllm").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    comments = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    named = set(re.findall(r"(?<![\w/])docs/[\w/-]+\.md", comments))
+    assert named
+    assert [page for page in sorted(named) if not (ROOT / page).exists()] == []
 
 
 def test_adding_a_family_shows_qwen2_as_it_is() -> None:

@@ -1,8 +1,8 @@
 """Products of each head's queries and keys, and of its attention weights and values.
 
 A decode step has few queries for each head, too few for a matrix unit. The plain products are those
-of `KV`; here is what a TPU's compiler turns into faster ones, with the same results. Figures:
-docs/plan.md.
+of `KV`; here is what a TPU's compiler turns into faster ones, with the same results.
+docs/decisions/tpu-decode-step.md explains them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def cache_has_head_axis(head_dim: int) -> bool:
     # PERF(tpu): a cache of narrow heads has its slots in the lanes. Then the heads of a row are one
     # matrix, which `scores_across_heads` multiplies. With a merged axis of rows and heads XLA would
     # put that axis in the lanes if there are few slots, and copy the cache before and after the
-    # loop; docs/plan.md.
+    # loop; docs/decisions/tpu-decode-step.md.
     return head_dim < LANES
 
 

@@ -38,7 +38,8 @@ class RMSNorm(nnx.Module):
             return (self(x),) * count
 
         # PERF(tpu): each product of a decode step has its own normalisation inside it. One for all
-        # would be a further operation, which costs as much as a small product; docs/plan.md.
+        # would be a further operation, which costs as much as a small product;
+        # docs/decisions/tpu-decode-step.md.
         if x.shape[1] > 1:
             return shared(x)
         separate = functools.partial(self.separately, count=count)
@@ -83,7 +84,8 @@ class LayerNorm(nnx.Module):
         y = x.astype(jnp.float32)
         if self.one_pass and y.ndim == 3 and y.shape[1] > 1:
             # PERF(tpu): the second of two passes waits for the first, and in the backward pass
-            # again. Both sums of one pass are part of the product before it; docs/plan.md.
+            # again. Both sums of one pass are part of the product before it;
+            # docs/decisions/tpu-training-step.md.
             mean, squares = (jnp.mean(z, axis=-1, keepdims=True) for z in (y, jnp.square(y)))
             variance = jnp.maximum(squares - jnp.square(mean), 0)
             y = (y - mean) * jax.lax.rsqrt(variance + self.eps)

@@ -26,7 +26,7 @@ from jaxllm.nn.platform import (
 from jaxllm.parallel.sharding import all_gather_fsdp
 
 GROUP_SIZE = 32
-"""Entries of a row that share a multiplier in `Int4Matrix`; docs/quantization.md has the choice."""
+"""Entries of a row that share a multiplier in `Int4Matrix`: docs/decisions/quantized-products.md"""
 MAX_MULTIPLIER = 15
 
 

@@ -150,7 +150,8 @@ def rotate(
 ) -> Float[Array, "B T N H"]:
     """Applies RoPE: rotates each pair (x[i], x[i + H/2]) by its angle, in float32."""
     # PERF(tpu): slices and negations of heads are small copies, a sixth of a decode step of
-    # SmolLM2; docs/plan.md. A matrix for larger heads would cost more than the copies do.
+    # SmolLM2; docs/decisions/tpu-decode-step.md. A matrix for larger heads would cost more than the
+    # copies do.
     if x.shape[1] > 1 or math.prod(x.shape[2:]) > MAX_PRODUCT_WIDTH or heads_are_sharded():
         return rotate_halves(x, cos, sin)
     return jax.lax.platform_dependent(x, cos, sin, tpu=rotate_by_product, default=rotate_halves)

@@ -79,7 +79,7 @@ def test_compiled_decode_steps(topology: str, family: str) -> None:
     decode, step, _ = found.programs
     assert (decode.name, step.name) == ("decode", "batch.decode")
     assert decode.inner_loops == step.inner_loops == 0
-    if family != "t5":  # fewer slots than lanes are moved: docs/plan.md
+    if family != "t5":  # fewer slots than lanes: docs/decisions/tpu-decode-step.md
         assert decode.cache_copies == step.cache_copies == 0
     if topology == "h100":
         assert max(decode.kernels, step.kernels) <= MOST_KERNELS[family]

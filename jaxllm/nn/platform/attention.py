@@ -41,7 +41,7 @@ def attend_cache(
     splits = kv.capacity >= MIN_SPLIT_SLOTS and q.shape[1] <= MAX_SPLIT_QUERIES
     tuned: dict[str, Callable[..., Array]] = {}
     if attends_in_kernel(q, kv, bias):
-        # PERF(cpu): all cores, and the visible slots only; docs/performance.md.
+        # PERF(cpu): all cores, and the visible slots only; docs/decisions/cpu-kernels.md.
         tuned["cpu"] = attend_in_kernel(everything, scale)
     elif used_slots is not None and splits:
         tuned["cpu"] = functools.partial(attend_used_slots, attend, used_slots)
@@ -64,7 +64,7 @@ def attend_one_query(
     before they multiply the values."""
     # PERF(gpu): XLA makes one kernel of scale, mask and softmax if the scores keep the axes of
     # their product and nothing is left to do after that of the values, and otherwise four;
-    # docs/plan.md.
+    # docs/decisions/gpu-decode-step.md.
     batch, _, heads, _ = q.shape
     kv_heads = math.prod(kv.leading_shape) // batch
     group = heads // kv_heads

@@ -15,7 +15,7 @@ MAX_ROWS_APART = 8
 def split_heads(x: Float[Array, "B T D"], heads: int) -> Float[Array, "B T N H"]:
     """Splits the output of a projection into heads."""
     # PERF(tpu): without the barrier XLA computes the product of a decode step with the heads as its
-    # first axis, and copies it; docs/plan.md.
+    # first axis, and copies it; docs/decisions/tpu-decode-step.md.
     if x.shape[1] == 1:
         barrier = jax.lax.optimization_barrier
         x = jax.lax.platform_dependent(x, tpu=barrier, default=lambda x: x)
@@ -27,7 +27,7 @@ def largest_scores(scores: Float[Array, "B N T S"]) -> Float[Array, "B N T 1"]:
     largest = scores.max(axis=-1, keepdims=True)
     # PERF(tpu): without the barrier XLA computes the softmax of a decode step within one operation,
     # in which every entry of a row searches the row for its largest. With many rows that is still
-    # faster than an operation more; docs/plan.md.
+    # faster than an operation more; docs/decisions/tpu-decode-step.md.
     if scores.shape[2] == 1 and len(scores) <= MAX_ROWS_APART:
         barrier = jax.lax.optimization_barrier
         largest = jax.lax.platform_dependent(largest, tpu=barrier, default=lambda x: x)
@@ -37,15 +37,16 @@ def largest_scores(scores: Float[Array, "B N T S"]) -> Float[Array, "B N T 1"]:
 def writes_one_slot(platform: str) -> bool:
     """True if rows of different lengths are written to one cache slot of all (`RotatedCache`)."""
     # PERF(tpu): XLA keeps a cache with heads of 64 in a layout that a scatter cannot write, so it
-    # would copy the whole cache before and after the loop; docs/plan.md. On a CPU a step reads only
-    # the slots that are in use, which are the first ones without rotation.
+    # would copy the whole cache before and after the loop; docs/decisions/tpu-decode-step.md. On a
+    # CPU a step reads only the slots that are in use, which are the first ones without rotation.
     return platform == "tpu"
 
 
 def steps_between_checks(platform: str) -> int:
     """Decode steps that a loop runs before it checks again whether a row is unfinished."""
     # PERF(gpu): XLA copies the condition of a loop of unknown length to the host, which waits for
-    # the step's kernels before it launches those of the next one; docs/plan.md.
+    # the step's kernels before it launches those of the next one;
+    # docs/decisions/gpu-decode-step.md.
     return 4 if platform in ("gpu", "cuda", "rocm") else 1
 
 

@@ -33,7 +33,7 @@ def few_times_transposed(x: Float[Array, "B I"], w: Float[Array, "O I"]) -> Floa
     def in_xla(x: Array, w: Array) -> Array:
         return jax.lax.dot_general(x, w, TRANSPOSED)
 
-    # PERF(cpu): XLA's product takes 1.2 to 1.6 times as long; docs/performance.md.
+    # PERF(cpu): XLA's product takes 1.2 to 1.6 times as long; docs/decisions/cpu-kernels.md.
     return jax.lax.platform_dependent(x, w, cpu=cpu_kernels.product, default=in_xla)
 
 
@@ -56,7 +56,7 @@ def _plus_bias_jvp(
 ) -> tuple[Array, Array]:
     of_y, of_bias = tangents
     # PERF(tpu): its gradient, a sum over tokens, is a product too. On the vector unit the sum takes
-    # twice as long as the product with the weights; docs/plan.md.
+    # twice as long as the product with the weights; docs/decisions/tpu-training-step.md.
     by_product = functools.partial(rows_by_product, shape=of_y.shape)
     broadcast = functools.partial(jnp.broadcast_to, shape=of_y.shape)
     return plus_bias(*primals), of_y + jax.lax.platform_dependent(

@@ -19,7 +19,7 @@ def times_int8_transposed(
     """Matrix product ``x W^T`` of a matrix ``W[o] = scale[o] * values[o]``, in x's dtype."""
     # PERF(cpu): a product of int8 by int8 is 1.5 to 2.5 times as fast as one of float32, while a
     # float32 copy of the values takes longer than the product saves. TPU and GPU convert int8
-    # within the product, so that int8 is what they read; docs/quantization.md.
+    # within the product, so that int8 is what they read; docs/decisions/quantized-products.md.
     rows = x.reshape(-1, x.shape[-1])
     on_cpu = times_converted
     if len(rows) <= MAX_INT8_ROWS:
@@ -98,7 +98,7 @@ def times_int4_transposed(
     # rows the sums would take more memory than a copy of the weights.
     in_groups = sum_of_groups if len(rows) <= groups.shape[2] // 2 else as_one_matrix
     # PERF(cpu): a kernel reads int4; XLA's product of int8 by int8 is the fastest that it has;
-    # docs/quantization.md.
+    # docs/decisions/quantized-products.md.
     on_cpu = as_one_matrix
     few = len(rows) <= cpu_kernels.MAX_ROWS and groups.shape[2] == cpu_kernels.INT4_GROUP
     if few and cpu_kernels.usable(rows, scale):
@@ -161,7 +161,7 @@ def times_blocks_transposed(
         return times_transposed(rows, dequantized_blocks(groups, scales, offsets).astype(x.dtype))
 
     # PERF(cpu): products of single groups are many times slower than a float32 copy;
-    # docs/quantization.md.
+    # docs/decisions/quantized-products.md.
     in_groups = sum_of_blocks if len(rows) <= size // 2 else as_one_matrix
     y = jax.lax.platform_dependent(
         rows, groups, scales, offsets, cpu=as_one_matrix, default=in_groups

@@ -17,7 +17,7 @@ def random_uint16(key: Array, shape: tuple[int, ...]) -> UInt16[Array, ...]:
     others than other platforms.
     """
     # PERF(tpu): the two numbers of a word beside each other would be 2 of 128 entries of a tile;
-    # writing them took six times as long as drawing; docs/plan.md.
+    # writing them took six times as long as drawing; docs/decisions/tpu-training-step.md.
     return jax.lax.platform_dependent(
         key,
         tpu=functools.partial(split_in_halves, shape=shape),
@@ -53,7 +53,7 @@ def entry_of_rows(x: Float[Array, "*B V"], index: Int[Array, "*B"]) -> Float[Arr
         return jnp.take_along_axis(x, index[..., None], axis=-1)[..., 0]
 
     # PERF(tpu): a gather needs an array of x, where a sum over x is part of the pass that computes
-    # it: logits then stay in bfloat16; docs/plan.md.
+    # it: logits then stay in bfloat16; docs/decisions/tpu-training-step.md.
     def selected(x: Array, index: Array) -> Array:
         is_entry = jnp.arange(x.shape[-1]) == index[..., None]
         return jnp.sum(jnp.where(is_entry, x, 0), axis=-1)
