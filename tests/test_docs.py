@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
+from pages import run_python, run_shell, shell_blocks
 from paths import ROOT
 from test_public_names import PACKAGES
 
@@ -85,3 +87,16 @@ def test_adding_a_family_shows_qwen2_as_it_is() -> None:
     used = registry.FAMILIES["qwen2"]
     for name in ("config", "classes", "structure", "aliases", "parts"):
         assert getattr(family, name) == getattr(used, name)
+
+
+@pytest.mark.ci
+def test_the_quickstart_runs(
+    smollm2_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, printed = run_python(DOCS / "quickstart.md")
+    answer, streamed, count = printed.splitlines()
+    assert answer == streamed == "The capital of France is Paris."
+    assert count == "4"
+    (commands,) = shell_blocks(DOCS / "quickstart.md")
+    assert run_shell(commands, tmp_path).startswith("The capital of France is Paris.")

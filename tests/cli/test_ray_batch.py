@@ -122,11 +122,17 @@ def test_files_and_tasks_are_those_of_one_process(cluster, tmp_path):
         assert main(list(map(str, command))) == 0
     tables = [pyarrow.parquet.read_table(tmp_path / f"{n}out.parquet") for n in ("", "one-")]
     assert tables[0] == tables[1]
-    assert (tmp_path / "scores.jsonl").read_text() == (tmp_path / "one-scores.jsonl").read_text()
-    answers, alone = (
-        [json.loads(line) for line in (tmp_path / f"{n}answers.jsonl").read_text().splitlines()]
-        for n in ("", "one-")
-    )
+
+    def rows(name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+
+    # An actor has another number of threads, so sums may be rounded differently.
+    for actual, expected in zip(rows("scores.jsonl"), rows("one-scores.jsonl"), strict=True):
+        assert actual == {
+            name: pytest.approx(value, rel=1e-6) if "log" in name else value
+            for name, value in expected.items()
+        }
+    answers, alone = rows("answers.jsonl"), rows("one-answers.jsonl")
     assert [line["custom_id"] for line in answers] == [str(i) for i in range(70)]
     texts, wanted = (
         [line["response"]["body"]["choices"][0]["text"] for line in each]
