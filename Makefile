@@ -37,7 +37,7 @@ TEST_KERNELS := $(shell $(PYTHON) -c "import shutil, sysconfig; \
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 15
 
-demo: $(PACKAGE) $(MODEL) ## Install everything and let SmolLM2-135M answer a question
+demo: $(PACKAGE) $(MODEL) $(TEST_KERNELS) ## Install everything and let SmolLM2-135M answer a question
 	$(BIN)/python generate.py --chat "What is the capital of France?"
 
 test: $(DEV) $(MODEL) $(TEST_KERNELS) ## Run the tests

@@ -21,6 +21,7 @@ from jaxllm.cli.process import (
 # Each command's module has `main(argv, program) -> int`, and is imported on use.
 COMMANDS = {
     "chat": ("jaxllm.cli.chat", "talk with a model in the terminal"),
+    "doctor": ("jaxllm.cli.doctor", "show what this installation has and lacks"),
     "eval": ("jaxllm.cli.eval", "the perplexity of a text, or tasks of lm-evaluation-harness"),
     "export": ("jaxllm.cli.export", "write the model of a training run for transformers or PEFT"),
     "generate": ("jaxllm.cli.generate", "continue a prompt, or answer a question"),

@@ -15,6 +15,7 @@ from jaxllm.checkpoint.load import compute_dtype_of
 from jaxllm.common.compiling import enable_compile_cache
 from jaxllm.common.errors import InputError, RunError, quoted
 from jaxllm.common.files import expanded
+from jaxllm.common.hardware import device_report
 from jaxllm.common.progress import Reporter
 from jaxllm.generation.settings.config import FIELDS
 from jaxllm.generation.settings.field_checks import boolean
@@ -172,6 +173,8 @@ def load_named(
     """
     if not arguments.quantize_embeddings and arguments.quantize is None:
         raise InputError("--float-embeddings has no effect without --quantize")
+    for line in device_report():
+        reporter.say(line)
     with reporter.phase(f"loading {Path(arguments.model).absolute().name}") as update:
         return load(
             arguments.model,

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from jaxllm.checkpoint.orbax import RunCheckpoints
 from jaxllm.common.errors import InputError, RunError
+from jaxllm.common.hardware import device_report
 from jaxllm.common.validation import to_plain
 from jaxllm.models.model import Model
 from jaxllm.parallel.environment import changed_environment
@@ -117,6 +118,8 @@ def train(
     def say(line: str) -> None:
         console.print(line, markup=False, style="dim")
 
+    for line in device_report():
+        say(line)
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(open_checkpoints(recipe, folder, console.quiet, say))
         setup, base, saved = start_or_resume(recipe, folder, checkpoints, resume, say)
