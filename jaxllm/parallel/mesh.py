@@ -24,7 +24,7 @@ def make_mesh(
     data: int = -1,
     fsdp: int = 1,
     tensor: int = 1,
-    devices: Sequence[jax.Device] | None = None,  # pyright: ignore
+    devices: Sequence[Any] | None = None,  # of jax.Device, whose type pyright cannot find
 ) -> Mesh:
     """A mesh with the axes `data`, `fsdp` and `tensor`.
 
