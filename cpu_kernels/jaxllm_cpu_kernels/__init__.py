@@ -13,8 +13,19 @@ NAMES = ("jaxllm_linear", "jaxllm_linear_int8", "jaxllm_linear_int4", "jaxllm_at
 
 def handlers() -> dict[str, Any]:
     """The kernels' handlers for `jax.ffi.register_ffi_target`, by name."""
+    library = _library()
+    return {name: jax.ffi.pycapsule(getattr(library, name)) for name in NAMES}
+
+
+def instruction_set() -> str:
+    """Instructions that the kernels use on this processor: AVX-512, AVX2 or portable."""
+    name = _library().jaxllm_instruction_set
+    name.restype = ctypes.c_char_p
+    return name().decode()
+
+
+def _library() -> ctypes.CDLL:
     spec = importlib.util.find_spec("jaxllm_cpu_kernels._kernels")
     if spec is None or spec.origin is None:
         raise ImportError("jaxllm_cpu_kernels: the library is not built; install the package again")
-    library = ctypes.CDLL(spec.origin)
-    return {name: jax.ffi.pycapsule(getattr(library, name)) for name in NAMES}
+    return ctypes.CDLL(spec.origin)

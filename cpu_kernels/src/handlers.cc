@@ -87,6 +87,14 @@ ffi::Error attention_handler(F32 q, F32 k, F32 v, ffi::Buffer<ffi::PRED> visible
 }  // namespace
 }  // namespace jaxllm
 
+extern "C" const char* jaxllm_instruction_set() {
+#if defined(__x86_64__)
+  if (&jaxllm::kernels() == &jaxllm::avx512_kernels) return "AVX-512";
+  if (&jaxllm::kernels() == &jaxllm::avx2_kernels) return "AVX2";
+#endif
+  return "portable";
+}
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jaxllm_linear, jaxllm::linear_handler,
     ffi::Ffi::Bind().Arg<jaxllm::F32>().Arg<jaxllm::F32>().Ret<jaxllm::F32>());

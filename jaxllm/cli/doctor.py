@@ -8,13 +8,14 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from importlib import metadata
+from importlib import import_module, metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 
 import jaxllm
-from jaxllm.cli.process import Parser, run_parsed
+from jaxllm.cli.process import Parser, backend_failure, one_line, run_parsed
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers")
 EXTRAS = {
@@ -109,12 +110,11 @@ def _devices() -> tuple[Section, bool]:
 
     from jaxllm.common.hardware import KERNELS_GAIN, cpu_kernels, unseen_accelerators
 
-    try:
-        found = jax.devices()
-    except RuntimeError as failure:  # a plugin that cannot be loaded, no driver
-        return {"JAX": f"cannot start: {' '.join(str(failure).split())}"}, False
+    failure = backend_failure()  # a plugin that cannot be loaded, no driver
+    if failure is not None:
+        return {"JAX": f"cannot start: {one_line(failure)}"}, False
     rows: Section = {}
-    for device in found:
+    for device in jax.devices():
         limit = (device.memory_stats() or {}).get("bytes_limit")
         memory = "" if limit is None else f", {limit / 1e9:.1f} GB"
         rows[f"{device.platform} {device.id}"] = f"{device.device_kind}{memory}"
@@ -122,12 +122,21 @@ def _devices() -> tuple[Section, bool]:
         rows[f"missing {number}"] = cure
     version = _version("jaxllm-cpu-kernels")
     states = {
-        "used": f"version {version}",
+        "used": f"version {version}{_instruction_set()}",
         "off": "switched off by JAXLLM_CPU_KERNELS=0",
         "missing": f"not installed; {KERNELS_GAIN}",
     }
     rows["CPU kernels"] = states[cpu_kernels()]
     return rows, True
+
+
+def _instruction_set() -> str:
+    """What the kernels compute with, such as ``, AVX2``; empty if they do not say."""
+    if find_spec("jaxllm_cpu_kernels") is None:
+        return ""
+    package = import_module("jaxllm_cpu_kernels")
+    # Kernels that an older clone has built lack the function.
+    return f", {package.instruction_set()}" if hasattr(package, "instruction_set") else ""
 
 
 def _storage() -> Section:

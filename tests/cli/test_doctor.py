@@ -44,10 +44,22 @@ def test_the_home_folder_is_not_named(tmp_path: Path, capsys: pytest.CaptureFixt
     assert str(tmp_path) not in done.stdout
 
 
+@pytest.mark.parametrize(("name", "expected"), [("plain", "portable"), ("0", "switched off")])
+def test_the_instruction_set_is_named(name: str, expected: str):
+    kernels = pytest.importorskip("jaxllm_cpu_kernels")
+    if not hasattr(kernels, "instruction_set"):
+        pytest.skip("the installed kernels come from an older clone")
+    command = [sys.executable, "-m", "jaxllm", "doctor", "--json"]
+    environment = os.environ | {"JAXLLM_CPU_KERNELS": name}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert expected in json.loads(done.stdout)["devices"]["CPU kernels"]
+
+
 @pytest.mark.ci
-def test_a_backend_that_cannot_start_is_an_error():
+@pytest.mark.parametrize("platform", ["nonsense", "cuda"])  # JAX raises a different error for each
+def test_a_backend_that_cannot_start_is_an_error(platform: str):
     command = [sys.executable, "-m", "jaxllm", "doctor"]
-    environment = os.environ | {"JAX_PLATFORMS": "nonsense"}
+    environment = os.environ | {"JAX_PLATFORMS": platform}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
     assert "JAX  cannot start: " in done.stdout
