@@ -103,7 +103,8 @@ wheels: ## Build wheels and sdists into dist/, and try them in an empty environm
 	mv dist/raw/*.tar.gz dist && rm -rf dist/raw .venv-wheels
 	$(PYTHON) -m venv .venv-wheels
 	.venv-wheels/bin/python -m pip --disable-pip-version-check --quiet install dist/*.whl
-	cd dist && ../.venv-wheels/bin/python -P ../cpu_kernels/try_wheel.py
+	cd dist && for instructions in best avx2 plain; do JAXLLM_CPU_KERNELS=$$instructions \
+		../.venv-wheels/bin/python -P ../cpu_kernels/try_wheel.py || exit 1; done
 	cd dist && ../.venv-wheels/bin/jaxllm doctor && ../.venv-wheels/bin/jaxllm train --list
 	rm -rf .venv-wheels && ls dist
 
