@@ -22,7 +22,9 @@ from jaxllm.checkpoint.hub import resolve
 from jaxllm.cli.options import add_adapter_flag, add_model
 from jaxllm.cli.process import Parser, run_parsed
 from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.hardware import device_report
 from jaxllm.common.optional_packages import require
+from jaxllm.common.progress import Reporter
 from jaxllm.models.model import Model
 from jaxllm.models.t5 import T5EncoderModel
 
@@ -120,6 +122,9 @@ def _run(arguments: argparse.Namespace) -> int:
         None if arguments.adapter is None else require("peft", extra="verify", purpose="adapters")
     )
 
+    reporter = Reporter()
+    for line in device_report():
+        reporter.say(line)
     path, precision = resolve(arguments.model), arguments.reference_dtype
     with jax.default_matmul_precision("highest"):
         model, tokenizer = load(
