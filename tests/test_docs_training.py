@@ -16,7 +16,7 @@ from jaxllm.auto import AutoModelForCausalLM
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.run import read_recipe
 
-FINETUNING = DOCS / "finetuning.md"
+FINETUNING, DATA = DOCS / "finetuning.md", DOCS / "finetuning-data.md"
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -95,3 +95,12 @@ def test_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     namespace, printed = run_python(FINETUNING)
     assert namespace["result"].step == 20
     assert printed.startswith("['")
+
+
+def test_the_data_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_tiny_model(tmp_path / "path" / "to" / "model")
+    (tmp_path / "train.jsonl").write_text(code_blocks(FINETUNING, "json")[0])
+    namespace, printed = run_python(DATA)
+    assert namespace["batches"].counts.examples == 4
+    assert "topic: account" in printed
