@@ -15,8 +15,10 @@ import jaxllm
 from jaxllm.auto import AutoModelForCausalLM
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.run import read_recipe
+from jaxllm.training.run.named_recipes import recipes
 
 FINETUNING, DATA = DOCS / "finetuning.md", DOCS / "finetuning-data.md"
+LORA, RECIPES = DOCS / "lora.md", DOCS / "recipes.md"
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -104,3 +106,25 @@ def test_the_data_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     namespace, printed = run_python(DATA)
     assert namespace["batches"].counts.examples == 4
     assert "topic: account" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("smollm2_gguf")
+def test_the_recipe_of_the_page_runs(tmp_path: Path) -> None:
+    (block,) = shell_blocks(RECIPES)
+    assert "llama_classification" in run_shell(block, tmp_path)
+    assert (tmp_path / "runs" / "docstrings" / "report.html").exists()
+
+
+def test_the_page_has_all_recipes() -> None:
+    text = RECIPES.read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| \[(\w+)\]", text, re.MULTILINE)) == set(recipes())
+
+
+def test_lora_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_tiny_model(tmp_path / "path" / "to" / "model")
+    namespace, _ = run_python(LORA)
+    assert all(".lora_" in name for name in namespace["trained"])
+    merged, _ = jaxllm.load(tmp_path / "merged")
+    assert type(merged) is type(namespace["base"])
