@@ -6,10 +6,16 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+import jax
 import pytest
+<<<<<<< HEAD
 from pages import run_python, run_shell, shell_blocks
+=======
+from flax import nnx
+>>>>>>> e8b2264a (Shorten the pages on CPU speed and on adding a family)
 from paths import ROOT
 from test_public_names import PACKAGES
+from tiny import CONFIGS
 
 import jaxllm
 from jaxllm.models import qwen2, registry
@@ -75,14 +81,29 @@ def test_every_decision_is_listed_and_pointers_to_docs_exist() -> None:
 
 
 def test_adding_a_family_shows_qwen2_as_it_is() -> None:
-    """Its config's fields, and its entry in the registry."""
+    """Its config's fields, its wiring, and its entry in the registry."""
     text = (DOCS / "adding-a-family.md").read_text(encoding="utf-8")
-    config, _wiring, entry = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    config, wiring, entry = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     shown = re.findall(r"^    (\w+): .* = (\S+)", config, re.MULTILINE)
     inherited = {field.name: field.default for field in fields(qwen2.RotaryConfig)}
     own = {f.name: f.default for f in fields(qwen2.Qwen2Config)}
     changed = {name: repr(own[name]) for name in own if own[name] != inherited.get(name, ...)}
     assert dict(shown) == changed
+    own_names = {
+        "Qwen2Backbone",
+        "Qwen2ForCausalLM",
+        "Qwen2ForSequenceClassification",
+        "Qwen2Model",
+    }
+    names = {name: value for name, value in vars(qwen2).items() if name not in own_names}
+    exec(wiring, names)
+    assert own_names <= set(names)
+    tiny_config = qwen2.Qwen2Config.from_dict(CONFIGS["qwen2"])
+    ours, theirs = (
+        jax.eval_shape(lambda made=made: nnx.state(made(tiny_config, rngs=nnx.Rngs(0))))
+        for made in (names["Qwen2ForCausalLM"], qwen2.Qwen2ForCausalLM)
+    )
+    assert ours == theirs
     family = eval(f"{{{entry}}}", vars(registry))["qwen2"]
     used = registry.FAMILIES["qwen2"]
     for name in ("config", "classes", "structure", "aliases", "parts"):
