@@ -8,11 +8,8 @@ from pathlib import Path
 
 import jax
 import pytest
-<<<<<<< HEAD
-from pages import run_python, run_shell, shell_blocks
-=======
 from flax import nnx
->>>>>>> e8b2264a (Shorten the pages on CPU speed and on adding a family)
+from pages import run_python, run_shell, shell_blocks
 from paths import ROOT
 from test_public_names import PACKAGES
 from tiny import CONFIGS

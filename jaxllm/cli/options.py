@@ -173,10 +173,8 @@ def load_named(
     """
     if not arguments.quantize_embeddings and arguments.quantize is None:
         raise InputError("--float-embeddings has no effect without --quantize")
-    for line in device_report():
-        reporter.say(line)
     with reporter.phase(f"loading {Path(arguments.model).absolute().name}") as update:
-        return load(
+        loaded = load(
             arguments.model,
             adapter=arguments.adapter,
             dtype=arguments.dtype,
@@ -189,6 +187,9 @@ def load_named(
             mesh=mesh,
             progress=update,
         )
+    for line in device_report():
+        reporter.say(line)
+    return loaded
 
 
 def config_field(text: str) -> tuple[str, Any]:

@@ -118,8 +118,6 @@ def train(
     def say(line: str) -> None:
         console.print(line, markup=False, style="dim")
 
-    for line in device_report():
-        say(line)
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(open_checkpoints(recipe, folder, console.quiet, say))
         setup, base, saved = start_or_resume(recipe, folder, checkpoints, resume, say)
@@ -129,6 +127,8 @@ def train(
         log, sinks, card = in_all_processes(
             lambda: open_logs(stack, setup, folder, card, resume_at, leads), RunError
         )
+        for line in device_report():
+            say(line)
         peak = peak_flops()
         say(f"peak for the MFU: {peak}")
         progress = stack.enter_context(open_progress(recipe, start, peak, console))
