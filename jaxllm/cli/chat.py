@@ -68,9 +68,11 @@ def _parser(program: str) -> Parser:
         epilog=f"in the chat:\n{HELP}",
     )
     add_model(parser)
-    parser.add_argument("--system", metavar="TEXT", help="a system message")
-    parser.add_argument("--seed", type=int, help="for --do-sample (default: random)")
-    parser.add_argument("--quiet", action="store_true", help="only answers, and errors on stderr")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument("--seed", type=int, help="the seed of --do-sample (default: random)")
+    parser.add_argument(
+        "--quiet", action="store_true", help="print only answers, and errors to stderr"
+    )
     add_model_flags(parser)
     add_compile_cache_flags(parser)
     add_field_flags(parser)

@@ -40,7 +40,7 @@ def add_device_flags(parser: argparse.ArgumentParser) -> None:
         "--mesh",
         type=mesh_sizes,
         metavar="SIZES",
-        help="shard the model: data=2,tensor=4; one of data, fsdp, tensor may be -1: the remainder",
+        help="shard the model over the devices, such as data=2,tensor=4; -1 takes all that remain",
     )
 
 
@@ -50,16 +50,18 @@ def add_process_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
-        help="address of process 0, the same for all processes",
+        help="the address of process 0, the same in all processes",
     )
-    group.add_argument("--num-processes", type=int, metavar="N", help="with --coordinator")
     group.add_argument(
-        "--process-id", type=int, metavar="I", help="index of this process: 0 to N - 1"
+        "--num-processes", type=int, metavar="N", help="the number of processes, with --coordinator"
+    )
+    group.add_argument(
+        "--process-id", type=int, metavar="I", help="the index of this process, from 0 to N - 1"
     )
     group.add_argument(
         "--distributed",
         action="store_true",
-        help="the cluster (SLURM, MPI, a TPU pod, Kubernetes) has started several processes",
+        help="take address and index from the cluster: SLURM, MPI, a TPU pod or Kubernetes",
     )
 
 

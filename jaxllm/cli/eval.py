@@ -59,38 +59,68 @@ def _parser(program: str) -> Parser:
     )
     add_model(parser)
     job = parser.add_mutually_exclusive_group(required=True)
-    job.add_argument("--perplexity", type=expanded, metavar="FILE", help="of this UTF-8 text")
     job.add_argument(
-        "--tasks", type=_names, metavar="NAMES", help="tasks, groups or tags, separated by commas"
+        "--perplexity", type=expanded, metavar="FILE", help="measure the perplexity of a UTF-8 text"
+    )
+    job.add_argument(
+        "--tasks",
+        type=_names,
+        metavar="NAMES",
+        help="run tasks, groups or tags of lm-evaluation-harness, separated by commas",
     )
     parser.add_argument(
-        "--context", type=int, metavar="TOKENS", help="of a window (a text's: at most 2048)"
+        "--context",
+        type=int,
+        metavar="TOKENS",
+        help="the tokens of a window (default for a text: at most 2048)",
     )
     parser.add_argument(
-        "--batch-size", type=int, metavar="N", help="windows or requests computed at once"
+        "--batch-size",
+        type=int,
+        metavar="N",
+        help="the windows or requests that are computed at once",
     )
     parser.add_argument(
-        "--stride", type=int, metavar="TOKENS", help="between two windows (half the context)"
+        "--stride",
+        type=int,
+        metavar="TOKENS",
+        help="the tokens between the starts of two windows (half the context)",
     )
     tasks = parser.add_argument_group("tasks")
     tasks.add_argument(
-        "--include-path", type=expanded, metavar="FOLDER", help="of further tasks (YAML files)"
+        "--include-path",
+        type=expanded,
+        metavar="FOLDER",
+        help="a folder with further tasks (YAML files)",
     )
-    tasks.add_argument("--num-fewshot", type=int, metavar="N", help="examples before each question")
     tasks.add_argument(
-        "--limit", type=float, metavar="N", help="examples of each task; below 1 a fraction"
+        "--num-fewshot", type=int, metavar="N", help="the examples before each question"
     )
     tasks.add_argument(
-        "--apply-chat-template", action="store_true", default=None, help="prompts are chats"
+        "--limit",
+        type=float,
+        metavar="N",
+        help="the number of examples of each task; below 1, the fraction",
     )
-    tasks.add_argument("--system", metavar="TEXT", help="system message of the prompts")
-    tasks.add_argument("--output", type=expanded, metavar="FILE", help="of all results, as JSON")
-    tasks.add_argument("--seed", type=int, metavar="N", help="of sampling (0)")
+    tasks.add_argument(
+        "--apply-chat-template",
+        action="store_true",
+        default=None,
+        help="send the prompts as chat messages",
+    )
+    tasks.add_argument("--system", metavar="TEXT", help="the system message of the prompts")
+    tasks.add_argument(
+        "--output", type=expanded, metavar="FILE", help="the JSON file for all results"
+    )
+    tasks.add_argument("--seed", type=int, metavar="N", help="the seed of sampling (0)")
     add_model_flags(parser)
     parser.add_argument(
-        "--mesh", type=mesh_sizes, metavar="SIZES", help="shard the model: data=2,tensor=4"
+        "--mesh",
+        type=mesh_sizes,
+        metavar="SIZES",
+        help="shard the model over the devices, such as data=2,tensor=4",
     )
-    parser.add_argument("--quiet", action="store_true", help="only errors on stderr")
+    parser.add_argument("--quiet", action="store_true", help="print only errors to stderr")
     add_compile_cache_flags(parser)
     return parser
 

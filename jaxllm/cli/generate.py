@@ -86,30 +86,36 @@ def _parser(program: str) -> Parser:
     parser = Parser(
         program,
         "[PROMPT]",
-        description="Generate text with a T5, Llama or GPT-2 checkpoint.",
+        description="Generate text for one prompt, or for the rows of a file.",
         epilog=_EXAMPLES,
     )
-    parser.add_argument("text", nargs="?", metavar="PROMPT", help="the prompt; - reads stdin")
-    parser.add_argument("--prompt", help="the prompt, as an option")
-    parser.add_argument("--input-ids", type=_token_ids, help="token ids instead of a prompt: 1,2,3")
-    parser.add_argument("--chat", action="store_true", help="apply the chat template to the prompt")
-    parser.add_argument("--system", help="a system message before the prompt, with --chat")
+    parser.add_argument(
+        "text", nargs="?", metavar="PROMPT", help="the prompt; - reads it from stdin"
+    )
+    parser.add_argument("--prompt", help="the prompt, given as an option")
+    parser.add_argument(
+        "--input-ids", type=_token_ids, help="token ids in place of a prompt, such as 1,2,3"
+    )
+    parser.add_argument("--chat", action="store_true", help="send the prompt as a chat message")
+    parser.add_argument("--system", help="the system message, with --chat")
     add_model(parser, "--model")
     parser.add_argument(
-        "--assistant-model", metavar="MODEL", help="a smaller draft model with the same vocabulary"
+        "--assistant-model",
+        metavar="MODEL",
+        help="a smaller model with the same vocabulary, which drafts",
     )
     add_model_flags(parser)
-    parser.add_argument("--seed", type=int, help="for --do-sample (default: random)")
+    parser.add_argument("--seed", type=int, help="the seed of --do-sample (default: random)")
     parser.add_argument(
         "--no-stream",
         dest="stream",
         action="store_false",
-        help="print the text when it is complete",
+        help="print the text only when it is complete",
     )
     parser.add_argument(
         "--show-special-tokens", action="store_true", help="print special tokens too"
     )
-    parser.add_argument("--quiet", action="store_true", help="only errors on stderr")
+    parser.add_argument("--quiet", action="store_true", help="print only errors to stderr")
     add_compile_cache_flags(parser)
     add_batch_flags(parser)
     add_ray_flags(parser, "actor")
@@ -124,55 +130,70 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--input",
         metavar="ROWS",
-        help="rows to answer: a file (.jsonl, .csv, .tsv, .parquet, also with .gz), - for stdin, "
-        "datasets:NAME, or the folder of a data set",
+        help="the rows to answer: a file (.jsonl, .csv, .tsv, .parquet, also with .gz), - for "
+        "stdin, datasets:NAME, or the folder of a data set",
     )
     group.add_argument(
         "--output",
         type=os.path.expanduser,
-        help="results in the same order: .jsonl, .csv, .tsv, .parquet, or - for stdout",
+        help="the file of the results, in the order of the rows: .jsonl, .csv, .tsv, .parquet, or "
+        "- for stdout",
     )
     group.add_argument(
-        "--prompt-column", metavar="NAME", help="the column of the prompts, if not `prompt`"
+        "--prompt-column", metavar="NAME", help="the column that holds the prompts (prompt)"
     )
     group.add_argument(
         "--score",
         action="store_true",
         default=None,
-        help="generate nothing: log-likelihoods of the rows' completions",
+        help="write the log-likelihood of each row's completion, and generate nothing",
     )
     group.add_argument(
-        "--completion-column", metavar="NAME", help="the column of the completions, for --score"
+        "--completion-column",
+        metavar="NAME",
+        help="the column that holds the completions, for --score",
     )
     group.add_argument(
         "--embed",
         nargs="?",
         const="mean",
         choices=("mean", "last"),
-        help="generate nothing: embeddings, pooled over all tokens (mean) or the last one",
+        help="write an embedding of each row, and generate nothing: the mean over all tokens, or "
+        "the last token's",
     )
     group.add_argument(
-        "--schema", metavar="JSON", help="a JSON schema that all answers match, or a file of it"
+        "--schema", metavar="JSON", help="a JSON schema that every answer must match, or its file"
     )
-    group.add_argument("--regex", metavar="PATTERN", help="a pattern that all answers match")
     group.add_argument(
-        "--grammar", metavar="FILE", help="a Lark grammar that all answers match, or its text"
+        "--regex", metavar="PATTERN", help="a regular expression that every answer must match"
     )
-    group.add_argument("--dataset-name", metavar="NAME", help="configuration of a data set")
-    group.add_argument("--split", metavar="NAME", help="split of a data set (train)")
     group.add_argument(
-        "--resume", action="store_true", default=None, help="go on with a job that was stopped"
+        "--grammar",
+        metavar="FILE",
+        help="the file or the text of a Lark grammar that every answer must match",
     )
-    group.add_argument("--slots", type=int, help="maximum number of rows that are decoded at once")
+    group.add_argument("--dataset-name", metavar="NAME", help="the configuration of the data set")
+    group.add_argument("--split", metavar="NAME", help="the split of the data set (train)")
     group.add_argument(
-        "--context", type=int, metavar="TOKENS", help="of an OpenAI request and its answer (2048)"
+        "--resume", action="store_true", default=None, help="continue a job that was stopped"
     )
-    group.add_argument("--memory", help="bytes to use in all, such as 12GB")
+    group.add_argument(
+        "--slots",
+        type=int,
+        help="the number of rows that are decoded at once (default: chosen by memory)",
+    )
+    group.add_argument(
+        "--context",
+        type=int,
+        metavar="TOKENS",
+        help="the tokens of an OpenAI request and its answer (2048)",
+    )
+    group.add_argument("--memory", help="the memory to use in all, such as 12GB")
     group.add_argument(
         "--whole-digest",
         action="store_true",
         default=None,
-        help="for --resume: compare all bytes of the weights, not samples of them",
+        help="let --resume compare all bytes of the weights instead of samples",
     )
 
 
@@ -223,7 +244,7 @@ def check_flags(arguments: argparse.Namespace) -> None:
     """Raises InputError where options of one prompt and of many are mixed."""
     if arguments.input is None:
         return reject(arguments, _BATCH, "has no effect without --input")
-    reject(arguments, _ONE_PROMPT, "not together with --input")
+    reject(arguments, _ONE_PROMPT, "cannot be combined with --input")
     if arguments.output is None:
         raise InputError("--output: --input needs a file for the results")
     if arguments.output == STREAM and arguments.resume:
@@ -233,13 +254,15 @@ def check_flags(arguments: argparse.Namespace) -> None:
     reject(
         arguments,
         PROCESS_OPTIONS,
-        "not together with --input, whose rows one process answers on all its devices; "
+        "cannot be combined with --input, whose rows one process answers on all its devices; "
         "--engine ray shares them between machines",
     )
     check_ray_flags(arguments, "actor")
     if not arguments.stream:
-        raise InputError("--no-stream: not together with --input; whole rows are written")
-    reject(arguments, ["show_special_tokens"], "not together with --input; output_ids has them")
+        raise InputError("--no-stream: cannot be combined with --input; whole rows are written")
+    reject(
+        arguments, ["show_special_tokens"], "cannot be combined with --input; output_ids has them"
+    )
 
 
 def _generate(

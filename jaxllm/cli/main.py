@@ -22,11 +22,14 @@ from jaxllm.cli.process import (
 COMMANDS = {
     "chat": ("jaxllm.cli.chat", "talk with a model in the terminal"),
     "doctor": ("jaxllm.cli.doctor", "show what this installation has and lacks"),
-    "eval": ("jaxllm.cli.eval", "the perplexity of a text, or tasks of lm-evaluation-harness"),
+    "eval": (
+        "jaxllm.cli.eval",
+        "measure the perplexity of a text, or run tasks of lm-evaluation-harness",
+    ),
     "export": ("jaxllm.cli.export", "write the model of a training run for transformers or PEFT"),
-    "generate": ("jaxllm.cli.generate", "continue a prompt, or answer a question"),
-    "plan": ("jaxllm.cli.plan", "what a model costs on a TPU or GPU, compiled ahead of time"),
-    "serve": ("jaxllm.cli.serve", "serve a model over HTTP, with OpenAI's interface"),
+    "generate": ("jaxllm.cli.generate", "generate text for a prompt or for the rows of a file"),
+    "plan": ("jaxllm.cli.plan", "show the memory and time of a model on a TPU or GPU"),
+    "serve": ("jaxllm.cli.serve", "serve a model over HTTP with OpenAI's API"),
     "train": ("jaxllm.cli.train", "train a model from a recipe"),
     "verify": ("jaxllm.cli.verify", "compare a checkpoint's logits with transformers'"),
 }

@@ -94,36 +94,51 @@ def int_list(text: str) -> list[int]:
 
 def add_model(parser: argparse.ArgumentParser, name: str = "model") -> None:
     """Adds the model itself: as ``--model``, or as the command's argument ``model``."""
-    text = f"folder, .safetensors, .gguf or Hub id (default: {BUNDLED}, the bundled model)"
+    text = f"the model: a folder, a .gguf file or a Hub id (default: {BUNDLED}, the bundled model)"
     options: dict[str, Any] = {} if name.startswith("--") else {"nargs": "?"}
     parser.add_argument(name, metavar="MODEL", default=BUNDLED, help=text, **options)
 
 
 def add_adapter_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--adapter", type=expanded, metavar="FOLDER", help="a LoRA adapter of PEFT for the model"
+        "--adapter",
+        type=expanded,
+        metavar="FOLDER",
+        help="the folder of a LoRA adapter, in PEFT's format",
     )
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the options that say how a model is read, for `load_named`."""
     add_adapter_flag(parser)
-    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="compute dtype")
-    parser.add_argument("--param-dtype", choices=DTYPE_NAMES, help="dtype of the weights")
     parser.add_argument(
-        "--quantize", choices=(*FORMATS, KEEP), help="keep weights as integers, for inference"
+        "--dtype",
+        choices=DTYPE_NAMES,
+        help="dtype of the computation (default: the checkpoint's, float32 on a CPU)",
+    )
+    parser.add_argument(
+        "--param-dtype",
+        choices=DTYPE_NAMES,
+        help="dtype of the weights (default: the checkpoint's)",
+    )
+    parser.add_argument(
+        "--quantize",
+        choices=(*FORMATS, KEEP),
+        help="keep the weights as integers, which need less memory",
     )
     parser.add_argument(
         "--float-embeddings",
         dest="quantize_embeddings",
         action="store_false",
-        help="with --quantize: leave the token embedding and the LM head as floats",
+        help="leave the token embedding and the LM head as floats, with --quantize",
     )
     parser.add_argument(
-        "--allow-nonfinite", action="store_true", help="load weights that hold NaN or infinity"
+        "--allow-nonfinite", action="store_true", help="accept weights that are NaN or infinite"
     )
     parser.add_argument(
-        "--architecture", metavar="NAME", help="class to read the model as, such as T5EncoderModel"
+        "--architecture",
+        metavar="NAME",
+        help="the class that reads the model, such as T5EncoderModel",
     )
     parser.add_argument(
         "--config",
@@ -131,7 +146,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         type=config_field,
         action="append",
         default=[],
-        help="a field that replaces config.json's; null: as if the file had none",
+        help="a value for a field of config.json; null removes the field. May be repeated",
     )
 
 
@@ -207,13 +222,16 @@ def add_compile_cache_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `keep_programs`."""
     cache = parser.add_mutually_exclusive_group()
     cache.add_argument(
-        "--compile-cache", type=expanded, metavar="FOLDER", help="where to keep compiled programs"
+        "--compile-cache",
+        type=expanded,
+        metavar="FOLDER",
+        help="the folder that keeps compiled programs for the next start",
     )
     cache.add_argument(
         "--no-compile-cache",
         dest="keep_compiled",
         action="store_false",
-        help="keep no compiled programs",
+        help="do not keep compiled programs",
     )
 
 

@@ -55,35 +55,55 @@ def _parser(program: str) -> Parser:
         epilog=_EXAMPLES,
     )
     add_model(parser)
-    parser.add_argument("--served-model-name", metavar="NAME", help="its name in requests")
+    parser.add_argument(
+        "--served-model-name", metavar="NAME", help="the name of the model in requests"
+    )
     add_model_flags(parser)
     parser.add_argument(
-        "--mesh", type=mesh_sizes, metavar="SIZES", help="shard the model: data=2,tensor=4"
+        "--mesh",
+        type=mesh_sizes,
+        metavar="SIZES",
+        help="shard the model over the devices, such as data=2,tensor=4",
     )
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--slots", type=int, help="most sequences that are decoded at once")
-    engine.add_argument("--memory", help="bytes to use on each device, such as 12GB")
     engine.add_argument(
-        "--context", type=int, metavar="TOKENS", help="of prompt and answer together (at most 2048)"
+        "--slots",
+        type=int,
+        help="the number of sequences that are decoded at once (default: chosen by memory)",
+    )
+    engine.add_argument("--memory", help="the memory to use on each device, such as 12GB")
+    engine.add_argument(
+        "--context",
+        type=int,
+        metavar="TOKENS",
+        help="the tokens of a prompt and its answer together (at most 2048)",
     )
     engine.add_argument(
         "--queue-size",
         type=int,
         default=DEFAULT_QUEUE_SIZE,
         metavar="N",
-        help=f"most sequences that wait for a slot; then 429 ({DEFAULT_QUEUE_SIZE})",
+        help=f"the number of sequences that may wait; more are refused with status 429 "
+        f"({DEFAULT_QUEUE_SIZE})",
     )
     engine.add_argument(
-        "--steps-per-call", type=int, default=4, metavar="N", help="tokens between two events (4)"
+        "--steps-per-call",
+        type=int,
+        default=4,
+        metavar="N",
+        help="the tokens that a stream sends at once (4)",
     )
     engine.add_argument(
         "--kept-prefixes",
         type=int,
         metavar="N",
-        help="most prefixes of prompts, such as system prompts, whose KV caches are kept (4)",
+        help="the number of common beginnings of prompts, such as system prompts, whose KV cache "
+        "is kept (4)",
     )
     engine.add_argument(
-        "--embeddings", choices=("mean", "last"), help="serve /v1/embeddings, pooled like this"
+        "--embeddings",
+        choices=("mean", "last"),
+        help="also serve /v1/embeddings, as the mean over all tokens or the last token's",
     )
     _add_http_flags(parser)
     add_field_flags(parser)
@@ -93,37 +113,50 @@ def _parser(program: str) -> Parser:
 
 def _add_http_flags(parser: argparse.ArgumentParser) -> None:
     http = parser.add_argument_group("HTTP")
-    http.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    http.add_argument("--port", type=int, default=8000, help="0: any free one (8000)")
+    http.add_argument("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1)")
     http.add_argument(
-        "--api-keys", type=expanded, metavar="FILE", help="keys of clients, one per line"
+        "--port", type=int, default=8000, help="the port to listen on; 0 takes a free one (8000)"
+    )
+    http.add_argument(
+        "--api-keys",
+        type=expanded,
+        metavar="FILE",
+        help="a file with the keys of clients, one on each line",
     )
     http.add_argument(
         "--cors-origin",
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="a page's origin that may call the server (none)",
+        help="a web origin whose pages may call the server; may be repeated (none)",
     )
     http.add_argument(
-        "--max-body", type=int, default=4 * 2**20, metavar="BYTES", help="of a request (4 MiB)"
+        "--max-body",
+        type=int,
+        default=4 * 2**20,
+        metavar="BYTES",
+        help="the largest body of a request (4 MiB)",
     )
     http.add_argument(
         "--client-seconds",
         type=float,
         default=30.0,
         metavar="S",
-        help="time for a client to send the headers of a request, and then its body (30)",
+        help="the seconds in which a client must send its headers, and then its body (30)",
     )
     http.add_argument(
-        "--request-seconds", type=float, default=600.0, metavar="S", help="limit of a request (600)"
+        "--request-seconds",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="the longest time of a request, in seconds (600)",
     )
     http.add_argument(
         "--drain-seconds",
         type=float,
         default=60.0,
         metavar="S",
-        help="time that requests have to end after SIGTERM (60)",
+        help="the seconds that running requests have to finish after SIGTERM (60)",
     )
 
 

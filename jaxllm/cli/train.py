@@ -69,18 +69,21 @@ def _parser(program: str) -> Parser:
     )
     parser.add_argument("--list", action="store_true", help="list the recipes of the package")
     parser.add_argument("--resume", action="store_true", help="resume the run in output_dir")
-    parser.add_argument("--quiet", action="store_true", help="show nothing")
+    parser.add_argument("--quiet", action="store_true", help="print nothing")
     parser.add_argument(
-        "--no-compile-cache", action="store_true", help="cache no compiled programs"
+        "--no-compile-cache", action="store_true", help="do not keep compiled programs"
     )
     add_process_flags(parser)
     add_ray_flags(parser, "worker")
     ray = parser.add_argument_group("Ray Train")
     ray.add_argument(
-        "--restarts", type=int, metavar="K", help="most restarts of the workers after a loss (3)"
+        "--restarts",
+        type=int,
+        metavar="K",
+        help="the number of times that lost workers are restarted (3)",
     )
-    ray.add_argument("--topology", help="of a TPU slice, such as 4x4")
-    ray.add_argument("--accelerator-type", help="of a TPU slice, such as TPU-V6E")
+    ray.add_argument("--topology", help="the topology of a TPU slice, such as 4x4")
+    ray.add_argument("--accelerator-type", help="the type of a TPU slice, such as TPU-V6E")
     return parser
 
 

@@ -67,7 +67,7 @@ def prefill_options(
     if reason is not None:
         for name, value in options.items():
             if value:
-                raise UnsupportedError(f"{name}: not with {reason}; leave it out")
+                raise UnsupportedError(f"{name} cannot be combined with {reason}; leave it out")
         return PrefillOptions(size)
     kept = DEFAULT_KEPT_PREFIXES if kept_prefixes is None else kept_prefixes
     if not kept and columns <= size:

@@ -420,7 +420,9 @@ class Tokenizer(TextEncoder):
         single = not _are_conversations(messages)
         template = self._select_template(chat_template, tools is not None)
         if continue_final_message and add_generation_prompt:
-            raise InputError("add_generation_prompt: not with continue_final_message; give one")
+            raise InputError(
+                "add_generation_prompt cannot be combined with continue_final_message; give one"
+            )
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         variables = {"add_generation_prompt": add_generation_prompt, "tools": tools, **kwargs}

@@ -18,7 +18,7 @@ BATCH = ("--input", "rows.jsonl", "--output", "out.jsonl")
         ((*BATCH, "--actors", "2"), "--actors: has no effect without --engine ray"),
         (("--engine", "ray", "--actors", "2", "Hi"), "--engine: has no effect without --input"),
         ((*BATCH, "--actor-resources", "GPU"), "expected amounts such as GPU=1,CPU=4, found 'GPU'"),
-        ((*BATCH, "--num-processes", "2"), "--num-processes: not together with --input"),
+        ((*BATCH, "--num-processes", "2"), "--num-processes: cannot be combined with --input"),
     ],
 )
 def test_generate(flags, why, capsys):

@@ -164,7 +164,10 @@ def test_chats_that_continue_the_last_message(models: dict[str, JaxLM]):
 def test_wrong_arguments_are_named(folders: dict[str, Path], models: dict[str, JaxLM]):
     model, tokenizer = models["llama"].model, models["llama"].tokenizer
     for arguments, error in [
-        ({"parallelize": True}, "model_args: no parallelize; use pretrained, tokenizer, .*, name$"),
+        (
+            {"parallelize": True},
+            "unknown .parallelize.; the .* pretrained, tokenizer, .*, name$",
+        ),
         ({"batch_size": "many"}, "batch_size: expected a positive integer or auto"),
         ({"max_length": 1}, "max_length: expected 2 to any, found 1"),
         ({"tokenizer": None}, "has no tokenizer"),
@@ -260,7 +263,7 @@ def test_commands_of_the_harness(folders: dict[str, Path], tmp_path: Path):
     assert "|local_choice|" in done.stdout
     done = run_harness(f"pretrained={folders['llama']},parallelize=True")
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: model_args: no parallelize; use")
+    assert done.stderr.splitlines()[-1].startswith("error: model_args: unknown .parallelize.; the")
     done = run("jaxllm", "eval", str(folders["llama"]), "--tasks", "arc_esy", "--quiet")
     assert done.returncode == 2
     assert "no task 'arc_esy' (near: arc_easy" in done.stderr

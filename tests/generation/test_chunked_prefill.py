@@ -60,7 +60,7 @@ def test_strategies(fields: dict[str, Any]) -> None:
 @pytest.mark.ci
 def test_what_cannot_be_chunked_raises() -> None:
     def refuse(model: Any, reason: str, **fields: Any) -> None:
-        with pytest.raises(UnsupportedError, match=f"prefill_chunk_size: not with {reason}"):
+        with pytest.raises(UnsupportedError, match=f"chunk_size cannot be combined with {reason}"):
             jaxllm.generate(model, IDS, MASK, max_new_tokens=2, prefill_chunk_size=4, **fields)
 
     refuse(tiny.cached("t5"), "an encoder-decoder")

@@ -383,7 +383,11 @@ def test_a_chat_that_ends_inside_its_last_message(tokenizer, template, texts, ex
             {"chat_template": "y y"},
             "leaves out the last message",
         ),
-        ([{"role": "user", "content": "x"}], {"add_generation_prompt": True}, "not with continue"),
+        (
+            [{"role": "user", "content": "x"}],
+            {"add_generation_prompt": True},
+            "combined with continue",
+        ),
     ],
 )
 def test_chats_that_cannot_go_on(tokenizer, chat, options, message):

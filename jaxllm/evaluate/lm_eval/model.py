@@ -101,7 +101,8 @@ class JaxLM(TemplateLM):
         super().__init__()
         if unknown:
             known = ", ".join(list(inspect.signature(JaxLM).parameters)[:-2])
-            raise InputError(f"model_args: no {', '.join(sorted(unknown))}; use {known}")
+            names = ", ".join(map(repr, sorted(unknown)))
+            raise InputError(f"model_args: unknown {names}; the known ones are {known}")
         self._reporter = Reporter() if reporter is None else reporter
         if device is not None:
             self._reporter.say(f"device: {jax.default_backend()}, as JAX_PLATFORMS says")

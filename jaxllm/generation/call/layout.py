@@ -120,7 +120,9 @@ def prefill_chunk_size(call: Call, inputs: PreparedInputs, strategy: AnyStrategy
     if reason is None:
         return config.prefill_chunk_size
     if "prefill_chunk_size" in config.explicit:
-        raise UnsupportedError(f"prefill_chunk_size: not with {reason}; drop one of the two")
+        raise UnsupportedError(
+            f"prefill_chunk_size cannot be combined with {reason}; remove one of them"
+        )
     return None
 
 

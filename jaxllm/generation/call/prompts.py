@@ -103,7 +103,7 @@ def transformed_inputs(
         tokenizer = needed_tokenizer(arguments.tokenizer, field)
         others = inputs.present("input_ids", "attention_mask")
         others["past_key_values"] = arguments.past_key_values
-        refuse(others, f"not together with {field}, which changes the prompt")
+        refuse(others, f"cannot be combined with {field}, which changes the prompt")
         ids, mask = transform(model, tokenizer, inputs.input_ids, inputs.attention_mask)
         inputs = ModelInputs(input_ids=ids, attention_mask=mask)
     return inputs

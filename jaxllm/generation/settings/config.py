@@ -283,8 +283,8 @@ def declare_field(name: str, field: Field) -> None:
         raise ValueError(f"declare_field: {name!r} is taken; choose another name")
     if isinstance(field.needs, str) and field.needs not in FIELDS:
         raise ValueError(
-            f"declare_field: {name!r} needs {field.needs!r}, which is no field; declare that field "
-            "first, or give needs=Condition(text, holds)"
+            f"declare_field({name!r}): unknown field {field.needs!r} in needs=; declare "
+            f"{field.needs!r} first, or give needs=Condition(text, holds)"
         )
     field.name = name
     setattr(GenerationConfig, name, field)

@@ -216,7 +216,7 @@ def negative_prompt(
     for name in ("token_type_ids", "encoder_hidden_states"):
         if getattr(inputs, name) is not None:
             raise UnsupportedError(
-                f"guidance_scale: not together with {name}, which unconditional rows do not have"
+                f"guidance_scale: cannot be combined with {name}, which unconditional rows lack"
             )
     if ids is None:
         return last_tokens(prompt)

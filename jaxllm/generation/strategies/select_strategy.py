@@ -157,7 +157,7 @@ def _constrained_beam_search(call: Call) -> AnyStrategy:
         ("num_beam_groups", config.num_beam_groups > 1),
     ):
         if is_set:
-            raise UnsupportedError(f"{name}: not together with constraints")
+            raise UnsupportedError(f"{name}: cannot be combined with constraints")
     _check_no_stopping_criteria(call)
     own_constraints = () if config.constraints is None else config.constraints
     if not isinstance(own_constraints, list | tuple):

@@ -175,7 +175,7 @@ class CompletionRequest(SamplingFields):
         if self.best_of is not None and not self.n <= self.best_of <= MAX_CHOICES:
             raise ValueError(f"best_of: expected n ({self.n}) to {MAX_CHOICES}")
         if self.best_of is not None and self.stream:
-            raise ValueError("best_of: not with stream")
+            raise ValueError("best_of cannot be combined with stream")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
             raise ValueError(f"logprobs: expected 0 to {MAX_TOP_LOGPROBS}")
 

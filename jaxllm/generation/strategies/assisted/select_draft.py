@@ -154,7 +154,7 @@ def check_assistant_inputs(
             "token_type_ids": inputs.token_type_ids,
             "encoder_hidden_states": inputs.encoder_hidden_states,
         }
-        refuse(only_ours, "not together with an assistant_model of another family")
+        refuse(only_ours, "cannot be combined with an assistant_model of another family")
     check_positions(assistant, prompt, new, whose="assistant_model")
 
 
