@@ -101,7 +101,8 @@ def checked_token_ids(name: str, ids: Any, vocab_size: int) -> Any:
             "jaxllm.generate_texts(model, texts, tokenizer)"
         )
     if ids.ndim != 2 or ids.size == 0:
-        raise InputError(f"{name}: expected a non-empty [batch, length], found {ids.shape}")
+        hint = "; put a single row into a list: [ids]" if ids.ndim == 1 and ids.size else ""
+        raise InputError(f"{name}: expected a non-empty [batch, length], found {ids.shape}{hint}")
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise InputError(f"{name}: expected integers, found {ids.dtype}")
     if not is_traced(ids):
