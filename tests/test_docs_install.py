@@ -21,7 +21,7 @@ NOT_RUN = {
     "pip install dist/": "make wheels installs and tries them",
     "pip install '.[cuda12]'": "needs a GPU",
     "pip install '.[tpu]'": "needs a TPU",
-    "git clone URL": "URL stands for the address of the repository",
+    "git clone ADDRESS": "ADDRESS stands for the address of the repository",
     "docker build": "needs Docker and a GPU",
 }
 """How a block begins, and why no test runs it."""

@@ -92,13 +92,13 @@ def _download(hub_id: str, revision: str | None, weights: bool) -> Path:
             hub_id, revision=revision, allow_patterns=_ALLOW, ignore_patterns=ignore
         )
     except Exception as failure:  # errors of the client and of its HTTP library
-        reason = (str(failure).strip() or type(failure).__name__).splitlines()[0]
+        reason = (str(failure).strip() or type(failure).__name__).splitlines()[0].rstrip(".")
         version = "" if revision is None else f" (revision {revision})"
         raise MissingFileError(
             f"{hub_id!r}: no such file or folder, and the Hub download failed{version}: "
-            f"{reason} Check the name and the network, log in with `hf auth login` if the model "
+            f"{reason}. Check the name and the network, log in with `hf auth login` if the model "
             "needs it, or download it elsewhere and give the folder's path."
-        ) from failure
+        ) from None  # the chain of the HTTP client's errors is a hundred lines
     return Path(folder)
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Container, Mapping, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -77,11 +79,8 @@ def load_adapter(
     """
     folder = expanded(checked(folder, (str, PathLike), "folder", "the folder of an adapter"))
     check_plain(checked(model, (Model,), "model", "a model"))
-    if not (folder / CONFIG).exists() and (folder / "checkpoints").is_dir():
-        raise MissingFileError(
-            f"{folder}: holds a training run, not an adapter; write its adapter to a new folder "
-            f"with `jaxllm export {folder} OUT --adapter`"
-        )
+    if not os.path.lexists(folder / CONFIG):
+        raise MissingFileError(f"{folder}: {_not_an_adapter(folder)}")
     adapter = read_peft_config(folder / CONFIG, config)
     if adapter.task_type not in (None, task_type(model)):
         raise UnsupportedError(
@@ -100,6 +99,18 @@ def load_adapter(
     except CheckpointError as error:
         base = f" (an adapter for {adapter.base})" if adapter.base else ""
         raise CheckpointError(f"{path}{base}: {error}") from None
+
+
+def _not_an_adapter(folder: Path) -> str:
+    """What a folder without adapter_config.json is, and what to do."""
+    if not folder.is_dir():
+        return "no such folder"
+    if (folder / "checkpoints").is_dir():
+        export = f"`jaxllm export {folder} OUT --adapter`"
+        return f"holds a training run, not an adapter; write its adapter with {export}"
+    if (folder / "config.json").is_file():
+        return "holds a model, not an adapter; name it as the model"
+    return f"not an adapter, which has {CONFIG} and {WEIGHTS_FILE}"
 
 
 def with_adapter(model: M, config: PeftConfig, tensors: Mapping[str, np.ndarray]) -> M:

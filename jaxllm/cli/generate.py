@@ -61,11 +61,11 @@ from jaxllm.tokenizers.vocabulary import MAX_TEXT_BYTES
 
 _EXAMPLES = """\
 examples:
-  generate.py --chat "What is the capital of France?"
-  generate.py --model ~/models/llama --do-sample --temperature 0.7 --seed 1 "Once upon a time"
-  cat question.txt | generate.py --model google-t5/t5-small -
-  generate.py --input rows.jsonl --output out.jsonl --max-new-tokens 128
-  generate.py --input rows.jsonl --output out.jsonl --engine ray --actors 4 --actor-resources GPU=1
+  jaxllm generate --chat "What is the capital of France?"
+  jaxllm generate --model ~/models/llama --do-sample --temperature 0.7 --seed 1 "Once upon a time"
+  cat question.txt | jaxllm generate --model google-t5/t5-small -
+  jaxllm generate --input rows.jsonl --output out.jsonl --max-new-tokens 128
+  jaxllm generate --input rows.jsonl --output out.jsonl --engine ray --actors 4
 """
 
 _ONE_PROMPT = ("text", "prompt", "input_ids", "assistant_model")

@@ -141,4 +141,4 @@ class TestHub:
         with pytest.raises(MissingFileError, match="Hub download failed") as error:
             resolve("org/name")
         assert "\n" not in str(error.value)
-        assert error.value.__cause__ is failure
+        assert error.value.__suppress_context__  # the client's errors are many, and long

@@ -193,9 +193,16 @@ def test_a_named_column_must_be_there(tmp_path):
     with pytest.raises(DataError, match="no column 'Question'; there are question, id"):
         read_source(tmp_path / "rows.csv", ColumnChoice(prompt="Question"))
     (tmp_path / "rows.jsonl").write_bytes(jsonl([*ROWS, {"id": "c"}]))
-    raw = read_source(tmp_path / "rows.jsonl", QUESTION).row(2).raw
-    assert isinstance(raw, DataError)
-    assert str(raw) == "line 3: has no 'question', the column of the prompts"
+    row = read_source(tmp_path / "rows.jsonl", QUESTION).row(2)
+    assert isinstance(row.raw, DataError)
+    assert str(row.raw) == "line 3: nothing in 'question', the column of the prompts"
+    assert row.row_id == "c"  # the output is joined by it
+
+
+def test_a_row_with_an_empty_prompt_keeps_its_id(tmp_path):
+    (tmp_path / "rows.csv").write_text("id,question\n3,Hello\nc,\n,\n")
+    source = read_source(tmp_path / "rows.csv", QUESTION)
+    assert [source.row(index).row_id for index in range(3)] == ["3", "c", 4]
 
 
 def test_cells_of_csv(tmp_path):

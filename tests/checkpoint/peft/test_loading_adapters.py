@@ -115,8 +115,12 @@ def test_other_folders_say_what_to_do(adapter: Path, tmp_path: Path):
         jaxllm.load(run)
     with pytest.raises(MissingFileError, match=f"not an adapter.* export {run} OUT --adapter"):
         jaxllm.load(BASE, adapter=run)
-    with pytest.raises(MissingFileError, match=r"adapter_config\.json: no such file"):
+    with pytest.raises(MissingFileError, match=r"not an adapter, which has adapter_config"):
         jaxllm.load(BASE, adapter=tmp_path)
+    with pytest.raises(MissingFileError, match="nowhere: no such folder"):
+        jaxllm.load(BASE, adapter=tmp_path / "nowhere")
+    with pytest.raises(MissingFileError, match="holds a model, not an adapter"):
+        jaxllm.load(BASE, adapter=BASE)
     with pytest.raises(InputError, match=r"^adapter: expected the folder of an adapter, found 3"):
         jaxllm.load(BASE, adapter=3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError, match=r"^quantize='keep': blocks of a file cannot"):

@@ -17,6 +17,14 @@ def generation_keys() -> frozenset[str]:
     return ROW_KEYS | FIELDS.keys()
 
 
+class MissingCellError(DataError):
+    """A row has no value in a column that the job needs; `row_id` is its own id, or None."""
+
+    def __init__(self, message: str, row_id: str | int | None) -> None:
+        super().__init__(message)
+        self.row_id = row_id
+
+
 @dataclasses.dataclass(frozen=True)
 class ColumnChoice:
     """Keys of a row that are read, and columns under other names.
@@ -62,22 +70,26 @@ class ColumnChoice:
         """The keys of a row that are read, under the names that they have in a row.
 
         Raises:
-            DataError: a named column is missing.
+            MissingCellError: a named column is missing or empty.
 
         >>> ColumnChoice(prompt="question").apply({"question": "Why?", "topic": "sky"})
         {'prompt': 'Why?'}
         """
         chosen = {name: value for name, value in row.items() if self.reads(name)}
         if self.prompt is not None:
-            if self.prompt not in chosen:
-                raise DataError(f"has no {self.prompt!r}, the column of the prompts")
+            self._check_cell(chosen, self.prompt, "prompts")
             prompt = chosen.pop(self.prompt)
             chosen[_prompt_key(prompt)] = prompt
         if self.completion is not None:
-            if self.completion not in chosen:
-                raise DataError(f"has no {self.completion!r}, the column of the completions")
+            self._check_cell(chosen, self.completion, "completions")
             chosen["completion"] = chosen.pop(self.completion)
         return chosen
+
+    def _check_cell(self, row: Mapping[str, Any], column: str, values: str) -> None:
+        if column not in row:
+            raise MissingCellError(
+                f"nothing in {column!r}, the column of the {values}", row.get("id")
+            )
 
     def reads(self, name: str) -> bool:
         """True if a column is read."""

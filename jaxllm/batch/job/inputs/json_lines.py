@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.batch.job.inputs.columns import ColumnChoice
+from jaxllm.batch.job.inputs.columns import ColumnChoice, MissingCellError
 from jaxllm.batch.job.inputs.content import MAX_ROW_BYTES, check_row_count
 from jaxllm.batch.job.inputs.source import Source
 from jaxllm.common.errors import DataError, JaxLLMError
@@ -50,8 +50,8 @@ class JsonLines(Source):
             return raw
         try:
             return self.choice.apply(raw)
-        except DataError as error:
-            raise DataError(f"line {self.number(index)}: {error}") from None
+        except MissingCellError as error:
+            raise MissingCellError(f"line {self.number(index)}: {error}", error.row_id) from None
 
     def _parsed(self, index: int) -> Mapping[str, Any]:
         number, start, stop = self.number(index), self._starts[index], self._stops[index]

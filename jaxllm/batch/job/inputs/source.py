@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.batch.job.inputs.columns import ColumnChoice
+from jaxllm.batch.job.inputs.columns import ColumnChoice, MissingCellError
 from jaxllm.batch.row_prompts import PROMPT_KEYS
 from jaxllm.batch.rows import BatchOutput, RawRow
 from jaxllm.common.errors import DataError, JaxLLMError, listed, quoted, shortened
@@ -52,11 +52,14 @@ class Source(ABC):
 
     def row(self, index: int) -> RawRow:
         """Row number `index`; in its place an error, if it cannot be read."""
+        row_id: str | int = self.number(index)
         try:
             raw = self.read(index)
         except JaxLLMError as error:
             raw = error
-        return RawRow(index, self.number(index), raw)
+            if isinstance(error, MissingCellError) and error.row_id is not None:
+                row_id = error.row_id
+        return RawRow(index, row_id, raw)
 
     def output_line(self, output: BatchOutput) -> dict[str, Any]:
         """The line of an output; an error begins with the number of its line in the input."""

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxllm.batch.job.inputs.columns import ColumnChoice
+from jaxllm.batch.job.inputs.columns import ColumnChoice, MissingCellError
 from jaxllm.batch.job.inputs.content import MAX_INPUT_BYTES, MAX_ROW_BYTES, check_row_count
 from jaxllm.batch.job.inputs.json_lines import BOM
 from jaxllm.batch.job.inputs.source import Source
@@ -49,8 +49,9 @@ class TableSource(Source):
         cells = {name: value for name, value in self.cells(index).items() if value is not None}
         try:
             return self.choice.apply(cells)
-        except DataError as error:
-            raise DataError(f"{self.unit} {self.number(index)}: {error}") from None
+        except MissingCellError as error:
+            message = f"{self.unit} {self.number(index)}: {error}"
+            raise MissingCellError(message, error.row_id) from None
 
     def unread_keys(self) -> list[str]:
         return self._unread
