@@ -7,7 +7,6 @@ data, where it can be read and copied.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import hashlib
 import os
@@ -79,6 +78,9 @@ def _unpacked(recipe: Path) -> Path:
         if not data.is_dir():
             with tempfile.TemporaryDirectory(dir=folder) as partial:
                 runpy.run_path(str(script))["write_data"](Path(partial) / "data")
-                with contextlib.suppress(FileExistsError):  # another process was faster
+                try:
                     (Path(partial) / "data").rename(data)
+                except OSError:
+                    if not data.is_dir():  # otherwise another process was faster
+                        raise
     return copy

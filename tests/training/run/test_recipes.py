@@ -187,3 +187,20 @@ def test_a_recipe_of_the_package_is_found_by_its_name(
     assert find_recipe("t5_task") == Path("t5_task")  # a file goes first
     assert main(["t5_tas", "--output-dir", "run"]) == 2
     assert "no recipe of this name; is it t5_task?" in capsys.readouterr().err
+
+
+def test_a_recipe_that_another_process_unpacks_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("JAXLLM_CACHE_DIR", str(tmp_path))
+
+    def write_twice(script: str) -> dict:
+        def write_data(folder: Path) -> None:
+            for each in (folder, folder.parent.parent / "data"):
+                each.mkdir()
+                (each / "rows").touch()
+
+        return {"write_data": write_data}
+
+    monkeypatch.setattr("runpy.run_path", write_twice)
+    assert (find_recipe("t5_task").parent / "data" / "rows").exists()
