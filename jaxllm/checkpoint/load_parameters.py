@@ -18,7 +18,13 @@ from jax.typing import DTypeLike
 
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import Blocks
-from jaxllm.checkpoint.source import Index, WeightSource, find_nonfinite
+from jaxllm.checkpoint.source import (
+    XLA_ALIGNMENT,
+    Index,
+    WeightSource,
+    aligned_empty,
+    find_nonfinite,
+)
 from jaxllm.common.errors import InputError, NonFiniteError
 from jaxllm.models.quantize import BLOCK_FORMATS, Quantize
 from jaxllm.models.weights import Entry
@@ -32,7 +38,6 @@ LoadProgress = Callable[[str, int, int], None]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-XLA_ALIGNMENT = 64
 LEAST_QUANTIZED_BYTES = 0.5
 """Bytes of a quantized weight: those of int4, without its scales."""
 READ_THREADS = 2
@@ -143,15 +148,14 @@ def map_ahead(function: Callable[[Item], Result], items: Iterable[Item]) -> Iter
             yield pending.popleft().result()
 
 
-def host_copy(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """A copy in C order, which `jax.device_put` takes over on a CPU.
+def on_host(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The values in C order, in memory that `jax.device_put` takes over on a CPU.
 
-    XLA copies an array again that is not aligned, as NumPy's own are not.
+    A copy, except for an array of its own that `aligned_empty` made.
     """
-    nbytes = values.size * dtype.itemsize
-    memory = np.empty(nbytes + XLA_ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % XLA_ALIGNMENT
-    copy = memory[start : start + nbytes].view(dtype).reshape(values.shape)
+    if values.flags.carray and values.dtype == dtype and not values.ctypes.data % XLA_ALIGNMENT:
+        return values
+    copy = aligned_empty(values.shape, dtype)
     np.copyto(copy, values, casting="unsafe")
     return copy
 
@@ -227,7 +231,7 @@ class Tensor:
         parts = self.entry.split(self.read(()))
         for part, dtype in zip(parts, dtypes, strict=True):
             check_range(f"{self.source.info(self.name).file}: {self.name}", part, dtype)
-        return [host_copy(part, dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+        return [on_host(part, dtype) for part, dtype in zip(parts, dtypes, strict=True)]
 
     def part(self, number: int) -> np.ndarray:
         """The whole parameter `number` that this tensor holds."""

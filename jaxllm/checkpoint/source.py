@@ -32,6 +32,7 @@ FLOATS = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 Index = tuple[slice, ...]
 """One slice per dimension, with step 1. Empty: the whole array."""
 
+XLA_ALIGNMENT = 64
 _CHUNK = 1 << 20  # values per pass of find_nonfinite: they fit into the CPU's cache
 
 
@@ -138,6 +139,17 @@ class MappedFile:
 
     def close(self) -> None:
         self._map = None  # unmapped when the last array that views it is gone
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """An uninitialized array that `jax.device_put` takes over on a CPU without copying it.
+
+    XLA copies arrays that are not aligned, as NumPy's own are not.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(nbytes + XLA_ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % XLA_ALIGNMENT
+    return memory[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def find_nonfinite(name: str, array: np.ndarray) -> str | None:

@@ -257,7 +257,7 @@ def model_shapes(make: Callable[..., Any], config: ModelConfig, options: Any) ->
         make: class of the model.
         options: `Options` of the model's layers.
     """
-    shapes = nnx.eval_shape(lambda: make(config, options, rngs=None))
+    shapes = jax.eval_shape(lambda: make(config, options, rngs=None))
     return shapes.with_card(Card(config))
 
 

@@ -9,7 +9,7 @@ from paths import DATA
 
 import jaxllm
 from jaxllm.checkpoint import load_parameters
-from jaxllm.checkpoint.load_parameters import host_copy, map_ahead
+from jaxllm.checkpoint.load_parameters import map_ahead, on_host
 from jaxllm.errors import InputError
 from jaxllm.parallel import device_memory
 
@@ -17,7 +17,7 @@ from jaxllm.parallel import device_memory
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_jax_takes_over_the_copy(dtype: type):
     values = np.arange(6, dtype=np.float32).reshape(2, 3).T
-    copy = host_copy(values, np.dtype(dtype))
+    copy = on_host(values, np.dtype(dtype))
     np.testing.assert_array_equal(copy, values.astype(dtype))
     assert copy.flags.c_contiguous
     assert not np.shares_memory(copy, values)
@@ -26,7 +26,7 @@ def test_jax_takes_over_the_copy(dtype: type):
 
 
 def test_an_empty_copy():
-    assert host_copy(np.zeros((0, 3), np.float32), np.dtype(np.float16)).shape == (0, 3)
+    assert on_host(np.zeros((0, 3), np.float32), np.dtype(np.float16)).shape == (0, 3)
 
 
 def test_map_ahead_keeps_the_order_and_raises_in_turn():

@@ -4,7 +4,7 @@ The format is https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, version
 header is parsed here, strictly: nothing is allocated before the bytes that fill it are known to be
 in the file, sizes are Python integers (no overflow), and ambiguous headers (repeated keys,
 overlapping tensors) are rejected. The reader of the ``gguf`` package hangs or runs out of memory on
-hostile headers, and is slow on valid ones; only its ``dequantize`` is used.
+hostile headers, and is slow on valid ones; only its tables of block sizes are used.
 
 Tensors keep llama.cpp's names and layout; :mod:`jaxllm.checkpoint.gguf.names` converts them to
 Hugging Face's.
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import Q4_K, dequantize
+from gguf.quants import Q4_K
 
 from jaxllm.checkpoint.source import (
     BFLOAT16,
@@ -29,6 +29,7 @@ from jaxllm.checkpoint.source import (
     MappedFile,
     TensorInfo,
     WeightSource,
+    aligned_empty,
     find_tensor,
 )
 from jaxllm.common.errors import CheckpointError, UnsupportedError, quoted
@@ -63,9 +64,7 @@ _STORED: dict[GGMLQuantizationType, np.dtype[Any]] = {
     GGMLQuantizationType.F16: np.dtype("<f2"),
     GGMLQuantizationType.BF16: BFLOAT16,
 }
-# Values per call of `dequantize`, which needs several times the memory of its result; passed as one
-# row, because it processes many rows 16 at a time, slowly. A multiple of every block size.
-_CHUNK = 1 << 18
+_CHUNK = 1 << 12  # blocks that are dequantized at a time
 
 
 class GGUFFile(WeightSource):
@@ -146,16 +145,20 @@ class GGUFFile(WeightSource):
 def _dequantize(
     data: np.ndarray, shape: tuple[int, ...], ggml_type: GGMLQuantizationType
 ) -> np.ndarray:
-    """Dequantizes blocks into a float32 array of this shape, a megabyte at a time."""
-    block, block_bytes = GGML_QUANT_SIZES[ggml_type]
-    result = np.empty(shape, np.float32)
-    flat = result.reshape(-1)
+    """Dequantizes blocks into a float32 array of this shape, as many as fit into the CPU's cache
+    at a time."""
+    blocks = data.reshape(-1, GGML_QUANT_SIZES[ggml_type][1])
+    result = aligned_empty(shape, np.dtype(np.float32))
+    groups = result.reshape(-1, BLOCK_FORMATS[ggml_type.name].size)
+    per_block = len(groups) // len(blocks)
     with np.errstate(all="ignore"):  # the loader reports NaN and infinite scales
-        for start in range(0, flat.size, _CHUNK):
-            part = flat[start : start + _CHUNK]
-            begin = start // block * block_bytes
-            end = begin + part.size // block * block_bytes
-            part[:] = dequantize(data[None, begin:end], ggml_type)[0]
+        for start in range(0, len(blocks), _CHUNK):
+            values, scales, offsets = _PARTS[ggml_type](blocks[start : start + _CHUNK])
+            part = groups[start * per_block : (start + _CHUNK) * per_block]
+            values = values.reshape(part.shape)
+            np.multiply(values, scales.astype(np.float32).reshape(-1, 1), out=part)
+            if offsets is not None:
+                part += offsets.astype(np.float32).reshape(-1, 1)
     return result
 
 
@@ -393,8 +396,11 @@ def _half(blocks: np.ndarray, begin: int) -> np.ndarray:
 
 def _nibbles(data: np.ndarray, width: int) -> np.ndarray:
     """Numbers of 4 bits: of each `width` bytes first the lower halves, then the upper ones."""
-    data = data.reshape(len(data), -1, 1, width)
-    return np.concatenate([data & 15, data >> 4], axis=2).astype(np.int8)
+    data = data.reshape(len(data), -1, width)
+    halves = np.empty((*data.shape[:2], 2, width), np.uint8)
+    np.bitwise_and(data, 15, out=halves[:, :, 0])
+    np.right_shift(data, 4, out=halves[:, :, 1])
+    return halves.view(np.int8)
 
 
 def _q8_0(blocks: np.ndarray) -> Parts:
