@@ -147,10 +147,12 @@ def _dequantize(
 ) -> np.ndarray:
     """Dequantizes blocks into a float32 array of this shape, as many as fit into the CPU's cache
     at a time."""
-    blocks = data.reshape(-1, GGML_QUANT_SIZES[ggml_type][1])
+    block, block_bytes = GGML_QUANT_SIZES[ggml_type]
+    blocks = data.reshape(-1, block_bytes)
+    size = BLOCK_FORMATS[ggml_type.name].size
+    per_block = block // size
     result = aligned_empty(shape, np.dtype(np.float32))
-    groups = result.reshape(-1, BLOCK_FORMATS[ggml_type.name].size)
-    per_block = len(groups) // len(blocks)
+    groups = result.reshape(len(blocks) * per_block, size)
     with np.errstate(all="ignore"):  # the loader reports NaN and infinite scales
         for start in range(0, len(blocks), _CHUNK):
             values, scales, offsets = _PARTS[ggml_type](blocks[start : start + _CHUNK])
