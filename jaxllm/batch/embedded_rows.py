@@ -18,6 +18,7 @@ from jaxllm.models.model import Model
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 EMBED_KEYS = frozenset(field.name for field in dataclasses.fields(RowPrompt))
+EMBED_RESULTS = ("embedding",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ class ScoreInput(RowPrompt):
 
 
 SCORE_KEYS = frozenset(field.name for field in dataclasses.fields(ScoreInput))
+SCORE_RESULTS = ("log_likelihood", "is_greedy", "token_log_probs")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,8 +42,7 @@ class ScoredRow(BatchOutput):
     token_log_probs: list[float]
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("id", "log_likelihood", "is_greedy", "token_log_probs")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("id", *SCORE_RESULTS)}
 
 
 class RowScorer(RowTask[Pair, tuple[np.ndarray, ...]]):

@@ -23,11 +23,13 @@ from rich.text import Text
 
 from jaxllm.batch import BatchGenerator
 from jaxllm.batch.constraints import CONSTRAINT_KEYS, only_one
-from jaxllm.batch.embedded_rows import EMBED_KEYS, RowEmbedder
+from jaxllm.batch.embedded_rows import EMBED_KEYS, EMBED_RESULTS, RowEmbedder
 from jaxllm.batch.job.file_digests import checkpoint_digests
 from jaxllm.batch.job.inputs import ColumnChoice, Source, read_source
 from jaxllm.batch.job.inputs.columns import generation_keys
 from jaxllm.batch.job.inputs.openai_requests import OpenAIRequests
+from jaxllm.batch.job.inputs.read import RESULTS
+from jaxllm.batch.job.inputs.templates import RowTemplate
 from jaxllm.batch.job.job import Job, RowEngine
 from jaxllm.batch.job.job_files import (
     ENVIRONMENT,
@@ -39,7 +41,7 @@ from jaxllm.batch.job.job_files import (
 from jaxllm.batch.job.outputs import output_writer
 from jaxllm.batch.job.ray_engine import RayEngine
 from jaxllm.batch.job.streamed_job import StreamedJob
-from jaxllm.batch.scored_rows import SCORE_KEYS, RowScorer
+from jaxllm.batch.scored_rows import SCORE_KEYS, SCORE_RESULTS, RowScorer
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.cli.devices import DEFAULT_RESOURCES, RAY, local_mesh
 from jaxllm.cli.options import (
@@ -60,6 +62,7 @@ from jaxllm.generation.settings.lengths import DEFAULT_NEW_TOKENS
 from jaxllm.models.decoder import checked_generative
 from jaxllm.parallel.environment import devices, jax_settings, versions
 from jaxllm.serve.http.batch_requests import BatchRequests
+from jaxllm.tokenizers.template_sandbox import MAX_TEMPLATE_BYTES
 
 NO_SUCCESS = 1
 """Exit code of a job in which no row succeeded."""
@@ -96,7 +99,7 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
             job = StreamedJob(engine, source, sys.stdout.buffer)
         else:
             output = Path(arguments.output)
-            job = Job(engine, source, output, identity, resume=bool(arguments.resume))
+            job = Job(engine, source, output, identity, **resume_options(arguments))
         stop, number = signals.stop_after("row", quiet=arguments.quiet), None
         rows = contextlib.closing(job.run(clock))
         with BatchProgress(reporter, job, clock) as progress, rows as outputs:
@@ -106,12 +109,23 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
                     break
     if number is not None:
         if isinstance(job, Job):
-            reporter.say(f"stopped; go on with --resume (finished rows are in {job.journal_path})")
+            kept = job.resumed + job.engine.counts.rows
+            reporter.say(
+                f"stopped: {kept:,} of {len(source):,} rows are kept in {job.journal_path}; run "
+                "the same command with --resume to go on"
+            )
         return 128 + number
-    reporter.table(job.report.table())
+    report = job.report
+    reporter.table(report.table())
+    for line in report.explained_errors():
+        reporter.say(line)
     if isinstance(job, Job):
-        reporter.say(f"{job.output}, {job.report_path}")
-    return exit_code(job.report.successes)
+        if report.errors:
+            again = "try them again with --retry-errors" if report.successes else "no output"
+            reporter.say(f"rows with errors and their inputs: {job.errors_path}; {again}")
+        if report.successes:
+            reporter.say(f"{job.output}, {job.report_path}")
+    return exit_code(report.successes)
 
 
 def checked_job(arguments: argparse.Namespace) -> tuple[Source, dict[str, Any], bool]:
@@ -125,6 +139,7 @@ def checked_job(arguments: argparse.Namespace) -> tuple[Source, dict[str, Any], 
         column_choice(arguments),
         dataset_name=arguments.dataset_name,
         split=arguments.split,
+        results=SCORE_RESULTS if arguments.score else EMBED_RESULTS if arguments.embed else RESULTS,
     )
     check_task(arguments, source)
     source.check_rows()
@@ -134,14 +149,20 @@ def checked_job(arguments: argparse.Namespace) -> tuple[Source, dict[str, Any], 
         return source, identity, False
     output, whole = Path(arguments.output), {**identity, **source.identity}
     output_writer(output)
-    return source, identity, check_output(output, whole, resume=bool(arguments.resume))
+    return source, identity, check_output(output, whole, **resume_options(arguments))
+
+
+def resume_options(arguments: argparse.Namespace) -> dict[str, bool]:
+    """How a job goes on with an earlier one."""
+    retry = bool(arguments.retry_errors)
+    return {"resume": retry or bool(arguments.resume), "retry": retry}
 
 
 def exit_code(successes: int) -> int:
     """The exit code; an error is said even with ``--quiet``."""
     if successes:
         return 0
-    Reporter().say("no row succeeded: the output has the `error` of each")
+    Reporter().say("no row succeeded")
     return NO_SUCCESS
 
 
@@ -175,12 +196,32 @@ def job_identity(arguments: argparse.Namespace, platform: str) -> dict[str, Any]
 
 def column_choice(arguments: argparse.Namespace) -> ColumnChoice:
     """The keys that the task reads, and the columns that the options name."""
-    columns = {"prompt": arguments.prompt_column, "completion": arguments.completion_column}
+    columns: dict[str, Any] = {
+        "prompt": arguments.prompt_column,
+        "completion": arguments.completion_column,
+        "template": row_template(arguments, "template"),
+        "system_template": row_template(arguments, "system_template"),
+        "keep": arguments.keep or (),
+        "keep_prefix": arguments.keep_prefix or "",
+    }
+    if arguments.system_template is not None:
+        if not arguments.chat:
+            raise InputError("--system-template has no effect without --chat")
+        if arguments.system is not None:
+            raise InputError("--system-template cannot be combined with --system; remove one")
     if arguments.score:
         return ColumnChoice(SCORE_KEYS, **columns)
     if arguments.completion_column is not None:
         raise InputError("--completion-column: only for --score")
     return ColumnChoice(EMBED_KEYS if arguments.embed else generation_keys(), **columns)
+
+
+def row_template(arguments: argparse.Namespace, name: str) -> RowTemplate | None:
+    """The template of an option, from its text or from the file that it names."""
+    text, flag = getattr(arguments, name), "--" + name.replace("_", "-")
+    if text is not None and names_file(text):
+        text = read_text(Path(text), max_bytes=MAX_TEMPLATE_BYTES, error=InputError)
+    return None if text is None else RowTemplate(text, flag)
 
 
 def constraint(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -208,7 +249,7 @@ def constraint(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def names_file(text: str) -> bool:
-    """True if a schema or a grammar is the name of a file, not the text itself."""
+    """True if an option's text is the name of a file, not a schema, grammar or template itself."""
     if text.lstrip().startswith("{") or "\n" in text:
         return False
     try:

@@ -70,8 +70,9 @@ examples:
 
 _ONE_PROMPT = ("text", "prompt", "input_ids", "assistant_model")
 _BATCH = (
-    *("output", "resume", "slots", "memory", "whole_digest"),
+    *("output", "resume", "retry_errors", "slots", "memory", "whole_digest"),
     *("prompt_column", "completion_column", "dataset_name", "split", "context"),
+    *("template", "system_template", "keep", "keep_prefix"),
     *("score", "embed", "schema", "regex", "grammar"),
     *("engine", "address", "actors", "actor_resources"),
 )
@@ -143,6 +144,26 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
         "--prompt-column", metavar="NAME", help="the column that holds the prompts (prompt)"
     )
     group.add_argument(
+        "--template",
+        metavar="TEXT",
+        help="write each prompt from the columns of its row: a Jinja template such as 'Context: "
+        "{{ context }} Question: {{ question }}', or a file that holds one",
+    )
+    group.add_argument(
+        "--system-template",
+        metavar="TEXT",
+        help="write each system message from the columns of its row, with --chat",
+    )
+    group.add_argument(
+        "--keep",
+        metavar="COLUMNS",
+        type=_columns,
+        help="copy these columns of the input to the output: all, or names such as question,lang",
+    )
+    group.add_argument(
+        "--keep-prefix", metavar="TEXT", help="put this before the names of the copied columns"
+    )
+    group.add_argument(
         "--score",
         action="store_true",
         default=None,
@@ -178,6 +199,13 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
         "--resume", action="store_true", default=None, help="continue a job that was stopped"
     )
     group.add_argument(
+        "--retry-errors",
+        action="store_true",
+        default=None,
+        help="try the rows with errors of a job again, and go on with the others; "
+        "--max-new-tokens and --max-length may be changed",
+    )
+    group.add_argument(
         "--slots",
         type=int,
         help="the number of rows that are decoded at once (default: chosen by memory)",
@@ -195,6 +223,10 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="let --resume compare all bytes of the weights instead of samples",
     )
+
+
+def _columns(text: str) -> tuple[str, ...] | str:
+    return "all" if text == "all" else tuple(text.split(","))
 
 
 def _token_ids(text: str) -> list[int]:
@@ -247,10 +279,10 @@ def check_flags(arguments: argparse.Namespace) -> None:
     reject(arguments, _ONE_PROMPT, "cannot be combined with --input")
     if arguments.output is None:
         raise InputError("--output: --input needs a file for the results")
-    if arguments.output == STREAM and arguments.resume:
-        raise InputError(
-            "--resume: nothing is kept of a job that writes to stdout; give --output a file"
-        )
+    if arguments.output == STREAM:
+        for flag in ("resume", "retry_errors"):
+            message = "nothing is kept of a job that writes to stdout; give --output a file"
+            reject(arguments, [flag], message)
     reject(
         arguments,
         PROCESS_OPTIONS,

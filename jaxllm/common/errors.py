@@ -8,6 +8,7 @@ line and exit with code 2.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import warnings
 from collections.abc import Generator, Sequence
@@ -127,6 +128,17 @@ def listed(names: Sequence[str]) -> str:
         shown.pop()
     more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
     return ", ".join(shown) + more
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """The hint of a message on an unknown name.
+
+    >>> nearest("contxt", ["id", "context"])
+    "the nearest is 'context'; there are id, context"
+    """
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"the nearest is {close[0]!r}; " if close else ""
+    return f"{hint}there are {listed(names)}"
 
 
 def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:

@@ -23,24 +23,48 @@ MAX_OUTPUT_CHARACTERS = 2**20
 
 
 def render_in_sandbox(template: str, variables: Mapping[str, Any], now: float) -> str:
-    """Renders a template.
+    """Renders a chat template.
 
     Args:
         template: Jinja source, at most 64 KiB.
         variables: JSON values.
         now: time for ``strftime_now``, in seconds since 1970.
     """
-    size = len(template.encode("utf-8", "surrogatepass"))
-    if size > MAX_TEMPLATE_BYTES:
-        raise TemplateError(
-            f"the chat template has {size} bytes, but at most {MAX_TEMPLATE_BYTES} are taken"
-        )
     clock = {"strftime_now": datetime.fromtimestamp(now).strftime}
+    return _render(template, {**clock, **variables}, "the chat template", strict=False)
+
+
+def render_row_template(template: str, variables: Mapping[str, Any]) -> str:
+    """Renders a template over the columns of a table; a variable that is missing is an error."""
+    return _render(template, variables, "the template", strict=True)
+
+
+def parse_row_template(template: str) -> tuple[Any, frozenset[str]]:
+    """The syntax tree of a template over columns, and the names that every template has."""
+    import jinja2
+
+    _check_size(template, "the template")
+    environment = _environment(strict=True)
     try:
-        return _collect(_compiled(template), {**clock, **variables})
+        return environment.parse(template), frozenset(environment.globals)
+    except jinja2.TemplateSyntaxError as error:
+        message = shortened(str(error.message), 300)
+        raise TemplateError(f"the template is wrong in line {error.lineno}: {message}") from None
+
+
+def _render(template: str, variables: Mapping[str, Any], what: str, *, strict: bool) -> str:
+    _check_size(template, what)
+    try:
+        return _collect(_compiled(template, strict), variables)
     except Exception as error:  # of the template, Jinja or the limits
         message = shortened(f"{type(error).__name__}: {error}", 300)
-        raise TemplateError(f"the chat template failed: {message}") from None
+        raise TemplateError(f"{what} failed: {message}") from None
+
+
+def _check_size(template: str, what: str) -> None:
+    size = len(template.encode("utf-8", "surrogatepass"))
+    if size > MAX_TEMPLATE_BYTES:
+        raise TemplateError(f"{what} has {size} bytes, but at most {MAX_TEMPLATE_BYTES} are taken")
 
 
 def _collect(template: Any, variables: Mapping[str, Any]) -> str:
@@ -54,8 +78,8 @@ def _collect(template: Any, variables: Mapping[str, Any]) -> str:
 
 
 @lru_cache(maxsize=16)
-def _compiled(template: str) -> Any:
-    return _environment().from_string(template)
+def _compiled(template: str, strict: bool) -> Any:
+    return _environment(strict=strict).from_string(template)
 
 
 def _raise_exception(message: str) -> None:
@@ -82,8 +106,12 @@ def _tojson(
 
 
 @cache
-def _environment() -> Any:
-    """The Jinja environment in which transformers renders chat templates."""
+def _environment(*, strict: bool) -> Any:
+    """The Jinja environment in which transformers renders chat templates.
+
+    Args:
+        strict: a missing variable is an error where it is used; otherwise it is an empty text.
+    """
     import jinja2
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
@@ -119,7 +147,10 @@ def _environment() -> Any:
                 raise jinja2.TemplateRuntimeError(f"a namespace cannot store {name!r}")
 
     result = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, loopcontrols],
+        undefined=jinja2.StrictUndefined if strict else jinja2.Undefined,
     )
     result.filters["tojson"] = _tojson
     result.globals["raise_exception"] = _raise_exception

@@ -88,11 +88,17 @@ def test_chat(tmp_path, capsys):
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "Hello"}])
     files = ("--input", tmp_path / "rows.jsonl", "--output", tmp_path / "out.jsonl")
     code, err = in_process(capsys, "--model", MODEL, *files, "--chat", "--max-new-tokens", 3)
-    (line,) = read_lines(tmp_path / "out.jsonl")
     if tokenizer.chat_template is None:
-        assert line["error_kind"] == "TemplateError"
+        (line,) = read_lines(tmp_path / "out.jsonl.errors.jsonl")
+        assert line["prompt"] == "Hello"
+        assert line["failed"]["error_kind"] == "TemplateError"
         assert (code, "no row succeeded" in err) == (1, True)
+        assert [path.name for path in sorted(tmp_path.iterdir())] == [
+            "out.jsonl.errors.jsonl",
+            "rows.jsonl",
+        ]
     else:
+        (line,) = read_lines(tmp_path / "out.jsonl")
         assert code == 0
         assert len(line["output_ids"]) == 3
 
@@ -141,7 +147,10 @@ def test_progress_while_programs_are_compiled(tmp_path):
     ("lines", "why"),
     [
         (["id,prompt", "1,Hello"], r"no line has a prompt, .*line 1: not JSON"),
-        ([json.dumps({"text": "Hi"})] * 2, r"no line has a prompt, messages or input_ids"),
+        (
+            [json.dumps({"text": "Hi"})] * 2,
+            r"no column is called prompt, messages",
+        ),
         ([], "has no rows"),
         (['{"id": "a", "prompt": "x"}'] * 2, r"lines 1 and 2 have the same id, 'a'"),
         (['{"id": 2, "prompt": "x"}', '{"prompt": "x"}'], r"lines 1 and 2 have the same id, 2"),
@@ -392,7 +401,8 @@ def check_kills(folder: Path, kills: int, count: int) -> None:
     assert [line["id"] for line in lines] == [row["id"] for row in rows]
     model, tokenizer = jaxllm.load(MODEL)
     engine = BatchGenerator(model, tokenizer, slots=8, seed=3, **SAMPLED)
-    assert lines == [output.to_dict() for output in engine.generate(rows)]
+    expected = [{**output.to_dict(), "row": output.index} for output in engine.generate(rows)]
+    assert lines == expected
     report = json.loads((folder / "out.jsonl.report.json").read_text())
     assert 0 < report["resumed"] < count
 

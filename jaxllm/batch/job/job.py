@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.job.inputs.source import Source
-from jaxllm.batch.job.job_files import journal_folder, report_file
+from jaxllm.batch.job.job_files import FAILED, errors_file, journal_folder, report_file
 from jaxllm.batch.job.journal import Journal
-from jaxllm.batch.job.outputs import output_writer
+from jaxllm.batch.job.outputs import Line, OutputTable, encoded, output_writer
 from jaxllm.batch.job.report import Report, RunCounters, row_facts, row_statistics
 from jaxllm.batch.memory import Prediction
 from jaxllm.batch.rows import BatchOutput, RawRow
@@ -42,12 +42,14 @@ class Job:
     """Answers all rows of a source into a file; the output has their order.
 
     Rows are kept in a `Journal` as they end, so that a job that was killed goes on where it was. A
-    row that cannot be answered is a line with an `error` (and the number of its line).
+    row that cannot be answered is a line with an `error`, and a line of the file of errors, which
+    has its inputs. Without one success there is no output, only the file of errors.
 
     Args:
         engine: its settings are those of `identity`.
         identity: everything that outputs depend on, besides the input itself.
         resume: go on with a job that was stopped.
+        retry: try the rows with errors again, see `Journal`.
 
     Raises:
         RunError, DataError: raised by `run`, see `Journal`.
@@ -61,10 +63,12 @@ class Job:
         identity: Mapping[str, Any],
         *,
         resume: bool = False,
+        retry: bool = False,
     ) -> None:
         self.engine, self.source, self.output = engine, source, output
         self.identity = {**identity, **source.identity}
-        self._resume, self._write = resume, output_writer(output)
+        self._resume, self._retry = resume, retry
+        self._write = output_writer(output)
         self.resumed = 0
         """Rows that earlier runs answered."""
 
@@ -73,24 +77,26 @@ class Job:
         return report_file(self.output)
 
     @property
+    def errors_path(self) -> Path:
+        return errors_file(self.output)
+
+    @property
     def journal_path(self) -> Path:
         return journal_folder(self.output)
 
     def run(self, clock: CompileClock) -> Generator[BatchOutput, None, None]:
         """Yields outputs as rows finish, journaled first. The output file exists after the last."""
-        with Journal(self.output, self.identity, resume=self._resume) as journal:
+        options = {"resume": self._resume, "retry": self._retry}
+        with Journal(self.output, self.identity, **options) as journal:
             self.resumed = len(journal.done)
             missing = [i for i in range(len(self.source)) if i not in journal.done]
             watch = RunWatch(clock)
             for output in self.engine.answer(map(self.source.row, missing)):
-                journal.add(output.index, self.source.output_line(output), row_facts(output))
+                journal.add(output.index, self.source.result(output), row_facts(output))
                 yield output
             self._finish(journal, watch.counters(self.engine))
-            # Last: a job stopped before this still has all its rows and is merged again.
-            journal.remove()
 
     def _finish(self, journal: Journal, run: RunCounters) -> None:
-        journal.merge(len(self.source), self._write)
         records = journal.records(len(self.source))
         self.report = Report(
             input=self.source.name,
@@ -98,10 +104,39 @@ class Job:
             settings=self.identity,
             resumed=self.resumed,
             run=run,
-            **row_statistics(record["facts"] for record in records),
+            **row_statistics(records),
         )
-        with naming_file(self.report_path, RunError, "written"):
-            write_whole(self.report_path, self.report.to_json())
+        self._write_errors(journal)
+        if self.report.successes:
+            journal.merge(lambda file: self._write(file, self._output(journal)))
+            with naming_file(self.report_path, RunError, "written"):
+                write_whole(self.report_path, self.report.to_json())
+        # Last: a job stopped before this still has all its rows and is merged again.
+        journal.finish(keep=bool(self.report.successes and self.report.errors))
+
+    def _output(self, journal: Journal) -> OutputTable:
+        count = len(self.source)
+
+        def lines() -> Iterator[Line]:
+            for record in journal.records(count):
+                yield self.source.output_line(record["index"], record["line"])
+
+        return OutputTable(self.source.columns, lines, self.source.arrow())
+
+    def _write_errors(self, journal: Journal) -> None:
+        """Writes the rows with errors as rows of JSONL that can be an input; removes the file of an
+        earlier try if there are none."""
+        with naming_file(self.errors_path, RunError, "written"):
+            if not self.report.errors:
+                self.errors_path.unlink(missing_ok=True)
+                return
+            lines = []
+            for record in journal.records(len(self.source)):
+                if record["facts"]["error_kind"] is not None:
+                    index = record["index"]
+                    failed = {"row": index, **record["line"]}
+                    lines.append(encoded({**self.source.inputs(index), FAILED: failed}))
+            write_whole(self.errors_path, b"".join(lines))
 
 
 class RunWatch:

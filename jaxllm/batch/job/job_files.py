@@ -17,44 +17,62 @@ from jaxllm.parallel.environment import changed_environment
 
 ENVIRONMENT = "environment"
 """The part of an identity that has versions and devices, where the caller gives them."""
-NOT_COMPARED = frozenset({"--model", ENVIRONMENT})
+OUTPUT_DIGEST = "output"
+"""The digest of the output, beside the identity of a job whose rows can be tried again."""
+NOT_COMPARED = frozenset({"--model", ENVIRONMENT, OUTPUT_DIGEST})
 """Parts of an identity that may change: the model's files are compared, not their path."""
+LIMITS = frozenset({"--max-new-tokens", "--max-length", "--context"})
+"""Parts of an identity that may also change when rows with errors are tried again."""
+FAILED = "failed"
+"""Key of a row in the file of errors that has its number and its error."""
 _MAX_IDENTITY_BYTES = 1 << 24
 _JOURNAL_FILES = frozenset({"rows.jsonl", "merged", "job.json", "finished.json", LOCK_FILE})
 
 
-def is_finished(output: Path, identity: Mapping[str, Any], *, resume: bool) -> bool:
-    """True if the output exists and its report is of the same job.
+def is_finished(
+    output: Path, identity: Mapping[str, Any], *, resume: bool, retry: bool = False
+) -> bool:
+    """True if the output exists and its report is of the same job; with `retry`, only if no row of
+    it has an error.
 
     Raises:
         RunError: an output or a journal exists and `resume` is False; or the job is another one
-            than that of the journal or report. Names the first part of its identity that differs.
+            than that of the journal or report; names the first part of its identity that differs.
+            Or `retry`, and the journal of the finished job is gone.
     """
-    started = started_file(journal_folder(output))
+    folder = journal_folder(output)
+    started = started_file(folder)
     if not resume:
         if started.exists():
             raise RunError(
-                f"{started.parent}: holds a job that was not finished; go on with --resume, or "
-                "remove the folder"
+                f"{folder}: holds a job that was not finished; go on with --resume, or remove the "
+                "folder"
             )
         if output.exists():
             raise RunError(f"{output}: exists already; give another --output, or remove it")
-        check_report(output)
+        read_report(output)
         return False
     if started.exists():
-        check_identity(read_json_file(started), identity)
+        check_identity(read_json_file(started), identity, retry=retry)
         return False
-    settings = check_report(output)
+    report = read_report(output)
     if not output.exists():
         return False  # nothing was done before it was stopped
-    if settings is None:
+    if report is None:
         raise RunError(f"{output}: exists, but is no output of a job; give another --output")
-    check_identity(settings, identity)
-    return True
+    check_identity(report["settings"], identity, retry=retry)
+    if not (retry and report["errors"]):
+        return True
+    if not finished_file(folder).exists():
+        raise RunError(
+            f"--retry-errors: {folder} is gone, which had the results of the other rows; run a job "
+            f"on {errors_file(output)} instead, with another --output"
+        )
+    return False
 
 
-def check_report(output: Path) -> dict[str, Any] | None:
-    """The identity of the job whose report is beside the output; None if there is no report.
+def read_report(output: Path) -> dict[str, Any] | None:
+    """The report beside the output; None if there is none.
 
     Raises:
         RunError: the file of that name is no report of a job, so that it must not be replaced.
@@ -62,13 +80,15 @@ def check_report(output: Path) -> dict[str, Any] | None:
     path = report_file(output)
     if not path.exists():
         return None
-    settings = read_json_file(path).get("settings")
-    if not isinstance(settings, dict):
+    report = read_json_file(path)
+    if not isinstance(report.get("settings"), dict) or "errors" not in report:
         raise RunError(f"{path}: is no report of a job; give another --output")
-    return settings
+    return report
 
 
-def check_output(output: Path, identity: Mapping[str, Any], *, resume: bool) -> bool:
+def check_output(
+    output: Path, identity: Mapping[str, Any], *, resume: bool, retry: bool = False
+) -> bool:
     """`is_finished`; before that it checks that no other run is writing this output.
 
     Raises:
@@ -77,11 +97,12 @@ def check_output(output: Path, identity: Mapping[str, Any], *, resume: bool) -> 
     check_paths(output)
     folder = journal_folder(output)
     if not folder.exists():
-        return is_finished(output, identity, resume=resume)
+        return is_finished(output, identity, resume=resume, retry=retry)
     lock = RunLock(folder)
     try:
-        finished = is_finished(output, identity, resume=resume)
-        if finished:
+        finished = is_finished(output, identity, resume=resume, retry=retry)
+        report = read_report(output)
+        if finished and not (report and report["errors"]):
             with naming_file(folder, RunError, "written"):
                 remove_files(folder)
         return finished
@@ -102,18 +123,31 @@ def check_paths(output: Path) -> None:
             raise RunError(f"--output: {output} is a folder; name a file in it")
         if not output.parent.is_dir():
             raise MissingFileError(f"--output: {output.parent}: no such folder; create it")
-        report = report_file(output)
-        # The longest name is that of the report while it is written.
-        for path in (output, journal_folder(output), report.with_name(f".{report.name}.partial")):
+        report, errors = report_file(output), errors_file(output)
+        # The longest name is that of the file of errors while it is written.
+        for path in (output, journal_folder(output), errors.with_name(f".{errors.name}.partial")):
             with contextlib.suppress(FileNotFoundError):
                 path.lstat()
-        for path in (output, report):
+        for path in (output, report, errors):
             if path.is_symlink() and not path.exists():
                 raise RunError(
                     f"{path}: is a link to {path.readlink()}, which is missing; give another "
                     "--output, or remove it"
                 )
         check_journal_folder(journal_folder(output))
+        check_errors_file(errors)
+
+
+def check_errors_file(path: Path) -> None:
+    """Raises RunError if a file, which a job would replace, is no file of errors."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        first = file.readline(_MAX_IDENTITY_BYTES)
+    with contextlib.suppress(ValueError):
+        if FAILED in json.loads(first):
+            return
+    raise RunError(f"{path}: exists, but is no file of a job's errors; give another --output")
 
 
 def check_journal_folder(folder: Path) -> None:
@@ -151,8 +185,10 @@ def started_elsewhere(output: Path, identity: Mapping[str, Any]) -> str | None:
     return changed_environment(read_json_file(started)[ENVIRONMENT], identity[ENVIRONMENT])
 
 
-def check_identity(before: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Checks that a job is the one that was begun.
+def check_identity(
+    before: Mapping[str, Any], identity: Mapping[str, Any], *, retry: bool = False
+) -> None:
+    """Checks that a job is the one that was begun; with `retry`, `LIMITS` may differ.
 
     Raises:
         RunError: it is not; names the first part that differs.
@@ -166,7 +202,7 @@ def check_identity(before: Mapping[str, Any], identity: Mapping[str, Any]) -> No
         )
     for name in dict.fromkeys((*before, *now)):
         old, new = before.get(name), now.get(name)
-        if old != new and name not in NOT_COMPARED:
+        if old != new and name not in NOT_COMPARED and not (retry and name in LIMITS):
             raise RunError(
                 f"{name}: was {old!r:.80} when this job began, and is {new!r:.80} now; resume "
                 "with what it was, or begin another output"
@@ -193,6 +229,16 @@ def read_json_file(path: Path) -> dict[str, Any]:
 
 def report_file(output: Path) -> Path:
     return output.with_name(output.name + ".report.json")
+
+
+def errors_file(output: Path) -> Path:
+    """The rows with errors, and their inputs."""
+    return output.with_name(output.name + ".errors.jsonl")
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def journal_folder(output: Path) -> Path:

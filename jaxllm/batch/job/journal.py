@@ -8,7 +8,8 @@ The journal of an output `out.jsonl` is the folder `out.jsonl.parts`:
   job is never taken for one of this job, and a checksum of its line.
 
 When all rows are finished they are written in the order of the input to a new file, which is then
-renamed to the output. After that `job.json` becomes `finished.json`, and the folder is removed.
+renamed to the output. After that `job.json` becomes `finished.json`, and the folder is removed. If
+rows have errors the folder stays, so that these rows can be tried again (`retry`).
 """
 
 from __future__ import annotations
@@ -20,20 +21,23 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from jaxllm.batch.job.job_files import (
+    OUTPUT_DIGEST,
     check_paths,
+    file_digest,
     finished_file,
     is_finished,
     job_id,
     journal_folder,
+    read_json_file,
     remove_files,
     started_file,
 )
-from jaxllm.batch.job.outputs import Line, Writer, encoded
+from jaxllm.batch.job.outputs import Line, encoded
 from jaxllm.common.errors import DataError, RunError, naming_file
 from jaxllm.common.files import RunLock, sync_folder, write_whole
 
@@ -58,15 +62,18 @@ class Journal:
         output: the file that the job will write.
         identity: everything that results depend on; a resumed job must have the same.
         resume: continue a job. If False, an existing output or journal is an error.
+        retry: rows with errors count as unfinished, also those of a job that has ended; `LIMITS`
+            may have changed.
 
     Raises:
         RunError: see `is_finished`; or another process runs the job, or a file cannot be written.
         DataError: the file of rows is damaged, or holds rows of another job.
     """
 
-    def __init__(self, output: Path, identity: Mapping[str, Any], *, resume: bool) -> None:
+    def __init__(
+        self, output: Path, identity: Mapping[str, Any], *, resume: bool, retry: bool = False
+    ) -> None:
         self.output, self.folder = output, journal_folder(output)
-        self.job_id = job_id(identity)
         self.done: dict[int, Place] = {}
         """Finished rows by row number."""
         check_paths(output)
@@ -74,7 +81,7 @@ class Journal:
         self._rows = self.folder / "rows.jsonl"
         try:
             with naming_file(self.folder, RunError, "written"):
-                self._open(identity, resume=resume)
+                self._open(identity, resume=resume, retry=retry)
                 self._file: BinaryIO = self._rows.open("a+b")
                 self._offset = self._rows.stat().st_size
         except BaseException:
@@ -83,16 +90,24 @@ class Journal:
         self._uncommitted: list[tuple[int, Place]] = []
         self._committed_at = -COMMIT_SECONDS  # so that the first row is on the disk at once
 
-    def _open(self, identity: Mapping[str, Any], *, resume: bool) -> None:
+    def _open(self, identity: Mapping[str, Any], *, resume: bool, retry: bool) -> None:
         """Checks that this job may run here, and reads what it has finished."""
-        if is_finished(self.output, identity, resume=resume):
+        started, finished = started_file(self.folder), finished_file(self.folder)
+        if is_finished(self.output, identity, resume=resume, retry=retry):
             raise RunError(f"{self.output}: another run has finished it meanwhile")
-        if finished_file(self.folder).exists():
-            remove_files(self.folder, keep=self._lock.path)
+        if finished.exists():
+            if retry:
+                os.replace(finished, started)
+            else:
+                remove_files(self.folder, keep=self._lock.path)
+        self._begun = read_json_file(started) if started.exists() else dict(identity)
+        self.job_id = job_id(self._begun)
         if self._rows.exists():
-            self.done = read_rows(self._rows, self.job_id)
-        if not started_file(self.folder).exists():
-            write_whole(started_file(self.folder), json.dumps(identity).encode())
+            self.done, failed = read_rows(self._rows, self.job_id)
+            for index in failed if retry else ():
+                del self.done[index]
+        if not started.exists():
+            write_whole(started, json.dumps(identity).encode())
 
     def __enter__(self) -> Self:
         return self
@@ -109,7 +124,7 @@ class Journal:
         """Appends a finished row; a crash may lose the rows of the last second.
 
         Args:
-            line: the row's line of the output.
+            line: what the row adds to its line of the output.
             facts: what the report counts of it (`row_facts`).
         """
         data = with_checksum({"job": self.job_id, "index": index, "facts": facts, "line": line})
@@ -157,8 +172,8 @@ class Journal:
             f"{self._rows}: was changed by another program while the job ran; run with --resume"
         )
 
-    def merge(self, count: int, write: Writer) -> None:
-        """Writes the output of rows 0 to count - 1, and renames it into place at the end.
+    def merge(self, write: Callable[[BinaryIO], None]) -> None:
+        """Writes the output, and renames it into place at the end.
 
         Raises:
             RunError: it cannot be written; or another program has put a file in its place, or
@@ -168,11 +183,15 @@ class Journal:
         self._check_place()
         with naming_file(self.output, RunError, "written"):
             with partial.open("wb") as file:
-                write(file, lambda: (record["line"] for record in self.records(count)))
+                write(file)
                 file.flush()
                 os.fsync(file.fileno())
-            # An equal one is this job's own, which a kill has kept from being reported.
-            if self.output.exists() and not filecmp.cmp(partial, self.output, shallow=False):
+            # An equal one is this job's own, which a kill has kept from being reported, and one
+            # with the digest that was noted is the one whose rows were tried again.
+            if self.output.exists() and not (
+                filecmp.cmp(partial, self.output, shallow=False)
+                or file_digest(self.output) == self._begun.get(OUTPUT_DIGEST)
+            ):
                 raise RunError(
                     f"{self.output}: another file has taken its place while the job ran; move "
                     "that, and go on with --resume"
@@ -190,16 +209,25 @@ class Journal:
             "the job again"
         )
 
-    def remove(self) -> None:
-        """Removes the folder. Call it after the output and the report are written.
+    def finish(self, *, keep: bool) -> None:
+        """Ends the job. Call it after the output and the report are written.
 
         The job ends with the rename of `job.json`. What a kill leaves after that is removed by the
         next run.
+
+        Args:
+            keep: the folder stays, for another try of the rows with errors; else it is removed.
         """
         with naming_file(self.folder, RunError, "written"):
-            os.replace(started_file(self.folder), finished_file(self.folder))
+            started = started_file(self.folder)
+            if keep:
+                (self.folder / "merged").unlink(missing_ok=True)
+                noted = {**self._begun, OUTPUT_DIGEST: file_digest(self.output)}
+                write_whole(started, json.dumps(noted).encode())
+            os.replace(started, finished_file(self.folder))
             sync_folder(self.folder)
-            remove_files(self.folder)
+            if not keep:
+                remove_files(self.folder)
 
 
 def with_checksum(record: Mapping[str, Any]) -> bytes:
@@ -222,13 +250,15 @@ def _checksum(content: bytes) -> bytes:
     return b'{"crc32": "%08x", ' % zlib.crc32(content)
 
 
-def read_rows(path: Path, job: str) -> dict[int, Place]:
-    """The finished rows in a file; an incomplete last line, which a kill leaves, is cut off.
+def read_rows(path: Path, job: str) -> tuple[dict[int, Place], set[int]]:
+    """The finished rows in a file, and which of them have an error; the last record of a row
+    counts. An incomplete last line, which a kill leaves, is cut off.
 
     Raises:
         DataError: another line is damaged, or a record is of another job.
     """
     rows: dict[int, Place] = {}
+    failed: set[int] = set()
     offset = 0
     with path.open("r+b") as file:
         for number, data in enumerate(file, start=1):
@@ -241,6 +271,8 @@ def read_rows(path: Path, job: str) -> dict[int, Place]:
             record = json.loads(data)
             if record["job"] != job:
                 raise DataError(f"{where}: is a row of another job; move the folder {path.parent}")
-            rows[record["index"]] = Place(offset, len(data))
+            index = record["index"]
+            rows[index] = Place(offset, len(data))
+            (failed.discard if record["facts"].get("error_kind") is None else failed.add)(index)
             offset += len(data)
-    return rows
+    return rows, failed

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import dataclasses
 import gzip
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -15,18 +16,28 @@ from jaxllm.common.errors import UnsupportedError
 from jaxllm.common.optional_packages import require
 
 Line: TypeAlias = Mapping[str, Any]
-Lines: TypeAlias = Callable[[], Iterator[Line]]
-"""Gives the lines of an output, as often as it is called."""
-Writer: TypeAlias = Callable[[BinaryIO, Lines], None]
+Writer: TypeAlias = Callable[[BinaryIO, "OutputTable"], None]
 _REFUSED = (".arrow", ".feather", ".xlsx", ".xls", ".bz2", ".xz", ".zst", ".zip")
 
 
+@dataclasses.dataclass(frozen=True)
+class OutputTable:
+    """What is written: the columns do not depend on the rows."""
+
+    columns: Sequence[str]
+    lines: Callable[[], Iterator[Line]]
+    """Gives the lines, as often as it is called."""
+    arrow: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Columns of the input that keep their type in Parquet, as Arrow arrays."""
+
+
 def encoded(line: Line) -> bytes:
-    """One line of JSON. Lone surrogates, which UTF-8 cannot encode, are written as escapes."""
+    """One line of JSON. Lone surrogates, which UTF-8 cannot encode, are written as escapes, and
+    values that JSON lacks, such as dates, as texts."""
     try:
-        return (json.dumps(line, ensure_ascii=False) + "\n").encode("utf-8")
+        return (json.dumps(line, ensure_ascii=False, default=str) + "\n").encode("utf-8")
     except UnicodeEncodeError:
-        return (json.dumps(line) + "\n").encode("ascii")
+        return (json.dumps(line, default=str) + "\n").encode("ascii")
 
 
 def output_writer(output: Path) -> Writer:
@@ -53,60 +64,65 @@ def output_writer(output: Path) -> Writer:
 
 
 def _gzipped(writer: Writer) -> Writer:
-    def write(file: BinaryIO, lines: Lines) -> None:
+    def write(file: BinaryIO, table: OutputTable) -> None:
         # Without a time, so that a job that is merged again writes the same bytes.
         with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as compressed:
-            writer(compressed, lines)  # pyright: ignore[reportArgumentType]
+            writer(compressed, table)  # pyright: ignore[reportArgumentType]
 
     return write
 
 
-def _write_jsonl(file: BinaryIO, lines: Lines) -> None:
-    for line in lines():
+def _write_jsonl(file: BinaryIO, table: OutputTable) -> None:
+    for line in table.lines():
         file.write(encoded(line))
 
 
-def _write_csv(file: BinaryIO, lines: Lines, delimiter: str = ",") -> None:
+def _write_csv(file: BinaryIO, table: OutputTable, delimiter: str = ",") -> None:
     text = io.TextIOWrapper(file, "utf-8", errors="backslashreplace", newline="")
     writer = csv.writer(text, delimiter=delimiter, lineterminator="\n")
-    columns = _columns(lines)
-    writer.writerow(columns)
-    for line in lines():
-        writer.writerow([_cell(line.get(column)) for column in columns])
+    writer.writerow(table.columns)
+    for line in table.lines():
+        writer.writerow([_cell(line.get(column)) for column in table.columns])
     text.flush()
     text.detach()
 
 
-def _write_tsv(file: BinaryIO, lines: Lines) -> None:
-    _write_csv(file, lines, "\t")
+def _write_tsv(file: BinaryIO, table: OutputTable) -> None:
+    _write_csv(file, table, "\t")
 
 
-def _write_parquet(file: BinaryIO, lines: Lines) -> None:
+def _write_parquet(file: BinaryIO, table: OutputTable) -> None:
     pyarrow = require("pyarrow", extra="parquet", purpose="Parquet files")
     parquet = require("pyarrow.parquet", extra="parquet", purpose="Parquet files")
 
     def column(name: str) -> Any:
-        values = [line.get(name) for line in lines()]
+        if name in table.arrow:
+            return table.arrow[name]
+        values = [line.get(name) for line in table.lines()]
+        if all(value is None for value in values):
+            return pyarrow.array(values, pyarrow.string())
         # Objects would become a struct of all their keys, and Parquet has none without any.
         if not any(isinstance(value, Mapping) for value in values):
             # Refused: values of several types, integers of more than 64 bits.
             with contextlib.suppress(pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, OverflowError):
                 return pyarrow.array(values)
-        return pyarrow.array([None if value is None else _cell(value) for value in values])
+        return pyarrow.array(map(_text, values), pyarrow.string())
 
-    parquet.write_table(pyarrow.table({name: column(name) for name in _columns(lines)}), file)
+    parquet.write_table(pyarrow.table({name: column(name) for name in table.columns}), file)
 
 
-def _columns(lines: Lines) -> list[str]:
-    """The keys of all lines, in the order in which they appear."""
-    columns: dict[str, None] = {}
-    for line in lines():
-        columns.update(dict.fromkeys(line))
-    return list(columns)
+def _text(value: Any) -> str | None:
+    """A value as a text: a string as it is, anything else as JSON, or as Python shows it."""
+    return value if value is None or isinstance(value, str) else _json_text(value)
+
+
+def _json_text(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except TypeError:
+        return str(value)
 
 
 def _cell(value: Any) -> str:
-    """A value as a text: a string as it is, no value as an empty cell, anything else as JSON."""
-    if value is None:
-        return ""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    """A cell of a CSV file; no value is an empty one."""
+    return "" if value is None else _text(value) or ""

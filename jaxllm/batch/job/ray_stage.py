@@ -95,7 +95,7 @@ class JaxLLMStage:
         table = batch if isinstance(batch, self._arrow.Table) else self._arrow.table(plain(batch))
         if missing := {"id", *self._keep}.difference(table.column_names):
             raise DataError(f"no column {min(missing)!r}; there are {table.column_names}")
-        columns = self._choice.selected(table.column_names)
+        columns = self._choice.used(table.column_names)
         ids = table.column("id").to_pylist()
         rows = [
             RawRow(index, ids[index], self._row(row))
@@ -109,7 +109,7 @@ class JaxLLMStage:
     def _row(self, cells: Mapping[str, Any]) -> Mapping[str, Any] | JaxLLMError:
         """The row of some cells, with a seed; an error if the prompt is missing."""
         try:
-            row = self._choice.apply(without_nulls(cells))
+            row = self._choice.row(without_nulls(cells), are_texts=False)
         except DataError as error:
             return error
         return {"seed": row_seed(self._seed, row.get("id")), **row}

@@ -16,6 +16,10 @@ import numpy as np
 from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.memory import Prediction
 from jaxllm.batch.rows import BatchOutput
+from jaxllm.common.errors import shortened
+
+SHOWN_KINDS = 3
+"""Kinds of errors that the end of a job explains."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +66,8 @@ class Report:
     """Rows that runs before the last one answered."""
     errors: Mapping[str, int]
     """Errors by class."""
+    first_errors: Mapping[str, str]
+    """The message of the first error of each class."""
     finish_reasons: Mapping[str, int]
     prompt_lengths: Mapping[str, float]
     new_lengths: Mapping[str, float]
@@ -71,6 +77,16 @@ class Report:
     def successes(self) -> int:
         """Rows without an error."""
         return self.rows - sum(self.errors.values())
+
+    def explained_errors(self) -> list[str]:
+        """The commonest errors, each with its first row, one per line."""
+        kinds = list(self.errors.items())
+        lines = [
+            f"  {count:,} {kind}, the first in {shortened(self.first_errors[kind], 200)}"
+            for kind, count in kinds[:SHOWN_KINDS]
+        ]
+        rest = sum(count for _, count in kinds[SHOWN_KINDS:])
+        return [*lines, f"  {rest:,} of other kinds"] if rest else lines
 
     def to_json(self) -> bytes:
         """Contents of the file beside the output."""
@@ -118,17 +134,21 @@ def row_facts(output: BatchOutput) -> dict[str, Any]:
     }
 
 
-def row_statistics(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Computes the fields of a `Report` that follow from the `row_facts` of all rows."""
+def row_statistics(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Computes the fields of a `Report` that follow from the rows: for each its `row_facts`
+    ("facts") and its result ("line")."""
     prompt_lengths: list[int] = []
     new_lengths: list[int] = []
     errors: Counter[str] = Counter()
     finish_reasons: Counter[str] = Counter()
+    first_errors: dict[str, str] = {}
     count = 0
-    for facts in rows:
+    for record in records:
         count += 1
+        facts = record["facts"]
         if facts["error_kind"] is not None:
             errors[facts["error_kind"]] += 1
+            first_errors.setdefault(facts["error_kind"], str(record["line"].get("error")))
             continue
         finish_reasons.update(facts["finish_reasons"])
         prompt_lengths.append(facts["prompt_tokens"])
@@ -136,7 +156,8 @@ def row_statistics(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "rows": count,
         "sequences": len(new_lengths),
-        "errors": dict(errors),
+        "errors": dict(errors.most_common()),
+        "first_errors": first_errors,
         "finish_reasons": dict(finish_reasons),
         "prompt_lengths": length_summary(prompt_lengths),
         "new_lengths": length_summary(new_lengths),

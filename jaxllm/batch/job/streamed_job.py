@@ -37,11 +37,12 @@ class StreamedJob:
         """
         watch = RunWatch(clock)
         waiting: dict[int, bytes] = {}
-        facts = []
+        records = []
         next_index = 0
         for output in self.engine.answer(map(self.source.row, range(len(self.source)))):
-            waiting[output.index] = encoded(self.source.output_line(output))
-            facts.append(row_facts(output))
+            result = self.source.result(output)
+            waiting[output.index] = encoded(self.source.output_line(output.index, result))
+            records.append({"index": output.index, "facts": row_facts(output), "line": result})
             while next_index in waiting:
                 self._output.write(waiting.pop(next_index))
                 next_index += 1
@@ -53,5 +54,5 @@ class StreamedJob:
             settings={},
             resumed=0,
             run=watch.counters(self.engine),
-            **row_statistics(facts),
+            **row_statistics(records),
         )

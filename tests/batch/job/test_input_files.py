@@ -20,7 +20,7 @@ from recorded_job import RecordedEngine, run
 
 from jaxllm.batch.job.inputs import ColumnChoice, Source, content, json_lines, read_source, tables
 from jaxllm.batch.job.job import Job
-from jaxllm.batch.job.outputs import output_writer
+from jaxllm.batch.job.outputs import OutputTable, output_writer
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import DataError, JaxLLMError, MissingExtraError, UnsupportedError
 
@@ -79,7 +79,7 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, name):
         {"prompt": HAIKU, "id": "a", "temperature": 0.5},
         {"prompt": "12", "id": "b", "temperature": 1.0},
     ]
-    assert source.unread_keys() == ["topic"]
+    assert source.unread == ["topic"]
     assert source.identity["--prompt-column"] == "question"
 
 
@@ -185,17 +185,17 @@ def test_blank_lines_of_any_length_do_not_count(tmp_path):
     path.write_bytes(b"\n \r\n" * 1000 + b' {"prompt": "a"}\n' + b" " * MIB + b'\n{"prompt": 3}')
     source = read_source(path)
     assert [source.number(index) for index in range(len(source))] == [2001, 2003]
-    assert source.read(0) == {"prompt": "a"}
+    assert source.row(0).raw == {"prompt": "a"}
 
 
 def test_a_named_column_must_be_there(tmp_path):
     (tmp_path / "rows.csv").write_bytes(csv_text(ROWS))
-    with pytest.raises(DataError, match="no column 'Question'; there are question, id"):
+    with pytest.raises(DataError, match="no column 'Question'; the nearest is 'question'"):
         read_source(tmp_path / "rows.csv", ColumnChoice(prompt="Question"))
     (tmp_path / "rows.jsonl").write_bytes(jsonl([*ROWS, {"id": "c"}]))
     row = read_source(tmp_path / "rows.jsonl", QUESTION).row(2)
     assert isinstance(row.raw, DataError)
-    assert str(row.raw) == "line 3: nothing in 'question', the column of the prompts"
+    assert str(row.raw) == "nothing in 'question', the column of the prompts"
     assert row.row_id == "c"  # the output is joined by it
 
 
@@ -283,15 +283,16 @@ def test_a_job_over_a_table_goes_on(tmp_path):
 
 def written_parquet(path: Path, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     with path.open("wb") as file:
-        output_writer(path)(file, lambda: iter(lines))
+        columns = list(dict.fromkeys(name for line in lines for name in line))
+        output_writer(path)(file, OutputTable(columns, lambda: iter(lines)))
     return pq.read_table(path).to_pylist()
 
 
 def test_outputs_of_several_types_and_other_names(tmp_path):
-    lines = [{"id": 1, "text": "a"}, {"id": "b", "error": "wrong", "line": 2}]
+    lines = [{"id": 1, "text": "a"}, {"id": "b", "error": "wrong", "row": 2}]
     assert written_parquet(tmp_path / "out.parquet", lines) == [
-        {"id": "1", "text": "a", "error": None, "line": None},
-        {"id": "b", "text": None, "error": "wrong", "line": 2},
+        {"id": "1", "text": "a", "error": None, "row": None},
+        {"id": "b", "text": None, "error": "wrong", "row": 2},
     ]
     with pytest.raises(UnsupportedError, match="of a kind that is not written"):
         output_writer(Path("out.xlsx"))

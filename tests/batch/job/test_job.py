@@ -54,7 +54,7 @@ def test_rows_keep_ids_and_order(tmp_path):
     rows[-1] |= {"do_sample": True, "id": 7}
     lines = run(job(tmp_path, rows))
     assert [line["id"] for line in lines] == [*(row["id"] for row in ROWS), 10, 7]
-    assert lines[0].keys() == {"id", "text", "output_ids", "finish_reason"}
+    assert list(lines[0]) == ["id", "row", "text", "output_ids", "finish_reason"]
     assert all(line["text"] == TOKENIZER.decode(line["output_ids"], True) for line in lines[:-1])
     assert [len(ids) for ids in (lines[-1]["text"], lines[-1]["finish_reason"])] == [2, 2]
     assert not (tmp_path / "out.jsonl.parts").exists()
@@ -67,7 +67,6 @@ def test_bad_rows_are_records_and_the_others_go_on(tmp_path):
         "not an object": "[1]",
         "exactly one of": {"id": "a", "prompt": "x", "input_ids": [1]},
         "found none": {"id": "b"},
-        "unknown generation field": {"prompt": "x", "temprature": 1.0},
         "not in the vocabulary": {"input_ids": [10**6]},
         "a list of token ids": {"input_ids": []},
         "prompt: expected a string": {"prompt": 5},
@@ -88,9 +87,10 @@ def test_bad_rows_are_records_and_the_others_go_on(tmp_path):
     for number, (why, line) in enumerate(zip(bad, lines[::2], strict=True)):
         assert why in line["error"]
         assert line["error"].startswith(f"line {2 * number + 1}: ")
-        assert line["line"] == 2 * number + 1
+        assert line["row"] == 2 * number
     assert [line["id"] for line in lines[:8:2]] == [1, 3, "a", "b"]
-    assert all(line == lines[1] for line in lines[1::2])
+    good = [{**line, "row": 0} for line in lines[1::2]]
+    assert all(line == good[0] for line in good)
     assert "error" not in lines[1]
     report = json.loads(work.report_path.read_text())
     assert sum(report["errors"].values()) == len(bad)
@@ -135,7 +135,7 @@ def test_a_damaged_line_is_named(tmp_path, at):
     record = {"job": "j", "index": 0, "facts": {"prompt_tokens": 1}, "line": {"text": "abcdefgh"}}
     lines = [with_checksum(record), with_checksum({**record, "index": 1})]
     part.write_bytes(b"".join(lines))
-    assert read_rows(part, "j").keys() == {0, 1}
+    assert read_rows(part, "j")[0].keys() == {0, 1}
     damaged = bytearray(lines[1])
     damaged[at] ^= 1
     part.write_bytes(lines[0] + damaged)

@@ -1,15 +1,23 @@
-"""Selection of row keys and columns, from files that have others too."""
+"""Which columns of a table make the rows of a job, and which are copied to its output."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
+from jaxllm.batch.job.inputs.templates import RowTemplate
 from jaxllm.batch.row_prompts import PROMPT_KEYS
 from jaxllm.batch.row_reader import ROW_KEYS
-from jaxllm.common.errors import DataError, listed
+from jaxllm.common.errors import DataError, InputError, listed, nearest
 from jaxllm.generation.settings.config import FIELDS
+
+_TEXT_KEYS = frozenset({"id", "prompt", "completion", "regex", "grammar"})
+"""Keys whose cells in a CSV file are texts, even where they look like numbers."""
+_LIKENESS = 0.85
+"""From here on a column counts as the misspelt name of a generation field."""
 
 
 def generation_keys() -> frozenset[str]:
@@ -17,86 +25,152 @@ def generation_keys() -> frozenset[str]:
     return ROW_KEYS | FIELDS.keys()
 
 
-class MissingCellError(DataError):
-    """A row has no value in a column that the job needs; `row_id` is its own id, or None."""
-
-    def __init__(self, message: str, row_id: str | int | None) -> None:
-        super().__init__(message)
-        self.row_id = row_id
-
-
 @dataclasses.dataclass(frozen=True)
 class ColumnChoice:
-    """Keys of a row that are read, and columns under other names.
+    """How the cells of a table become the keys of a row.
 
-    A table (CSV, Parquet, a data set) may have columns of other purposes, and so may any file for
-    which a column is named; these are left out. Rows of other files are read whole, so that a
-    misspelt field is an error.
+    A column is a key of the row if it has the name of one. Other columns are read by templates,
+    copied to the output (`keep`), or left out.
 
     Attributes:
         keys: keys that the job reads.
         prompt: the column of the prompts: texts, lists of messages, or lists of token ids.
         completion: the column of the completions.
+        template: makes the prompts, in place of a column.
+        system_template: makes the system messages; the prompt is then a user message.
+        keep: columns that the output has too, or "all".
+        keep_prefix: put before their names.
     """
 
     keys: frozenset[str] = dataclasses.field(default_factory=generation_keys)
     prompt: str | None = None
     completion: str | None = None
+    template: RowTemplate | None = None
+    system_template: RowTemplate | None = None
+    keep: tuple[str, ...] | Literal["all"] = ()
+    keep_prefix: str = ""
+
+    def __post_init__(self) -> None:
+        if self.template is not None and self.prompt is not None:
+            raise InputError("--template cannot be combined with --prompt-column; remove one")
+        if self.keep_prefix and not self.keep:
+            raise InputError("--keep-prefix has no effect without --keep")
 
     @property
-    def named(self) -> dict[str, str]:
-        """The columns that are named, by the option that names them."""
-        columns = {"--prompt-column": self.prompt, "--completion-column": self.completion}
-        return {flag: column for flag, column in columns.items() if column is not None}
+    def options(self) -> dict[str, Any]:
+        """The options that are set, by their names, as JSON."""
+        options = {
+            "--prompt-column": self.prompt,
+            "--completion-column": self.completion,
+            "--template": self.template and self.template.source,
+            "--system-template": self.system_template and self.system_template.source,
+            "--keep": self.keep if isinstance(self.keep, str) else list(self.keep),
+            "--keep-prefix": self.keep_prefix,
+        }
+        return {flag: value for flag, value in options.items() if value}
 
-    def selected(self, names: Iterable[str]) -> list[str]:
-        """The columns that are read, of those that a table has.
+    def fields(self, columns: Sequence[str]) -> list[str]:
+        """The columns that are keys of a row, of those that a table has."""
+        replaced = PROMPT_KEYS if self.prompt or self.template else ()
+        named = (self.prompt, self.completion)
+        return [
+            name
+            for name in columns
+            if name in named or (name in self.keys and name not in replaced)
+        ]
+
+    def used(self, columns: Sequence[str]) -> list[str]:
+        """The columns that make the rows, of those that a table has.
 
         Raises:
-            DataError: a named column is missing, or none has prompts.
+            DataError: a column is missing, none has prompts, or the name of one is nearly that of
+                a generation field.
         """
-        names = list(names)
-        for flag, name in self.named.items():
-            if name not in names:
-                raise DataError(f"{flag}: no column {name!r}; there are {listed(names)}")
-        if self.prompt is None and not set(PROMPT_KEYS).intersection(names):
+        for flag in ("--prompt-column", "--completion-column"):
+            name = self.options.get(flag)
+            if name is not None and name not in columns:
+                raise DataError(f"{flag}: no column {name!r}; {nearest(name, columns)}")
+        has_prompt = self.prompt or self.template or set(PROMPT_KEYS).intersection(columns)
+        if columns and not has_prompt:  # JSONL without one right line has no columns
             raise DataError(
                 f"no column is called {', '.join(PROMPT_KEYS)}; name the column of the prompts "
-                f"with --prompt-column (columns: {listed(names)})"
+                "with --prompt-column, or write one from several columns with --template "
+                f"(columns: {listed(columns)})"
             )
-        return [name for name in names if self.reads(name)]
+        used = set(self.fields(columns))
+        for template in (self.template, self.system_template):
+            used |= set(template.columns(columns) if template else ())
+        for name in columns:
+            if name not in used and (self.keep == "all" or name not in self.keep):
+                self._check_spelling(name)
+        return [name for name in columns if name in used]
 
-    def apply(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys of a row that are read, under the names that they have in a row.
+    @property
+    def template_names(self) -> set[str]:
+        """The columns that templates name."""
+        templates = (each for each in (self.template, self.system_template) if each)
+        return {name for each in templates for name in each.names if name is not None}
+
+    def _check_spelling(self, name: str) -> None:
+        settings = sorted(self.keys & FIELDS.keys())
+        plain = name.strip().lower().replace("-", "_").replace(" ", "_")
+        close = difflib.get_close_matches(plain, settings, n=1, cutoff=_LIKENESS)
+        if close and name not in self.keys:
+            raise DataError(
+                f"{name!r} is nearly the generation field {close[0]!r}: rename it to that, or, if "
+                f"it is data, keep it in the output with --keep {name}"
+            )
+
+    def kept(self, columns: Sequence[str]) -> list[str]:
+        """The columns that are copied to the output, of those that a table has.
+
+        `id` is not among them, since every output has it.
 
         Raises:
-            MissingCellError: a named column is missing or empty.
-
-        >>> ColumnChoice(prompt="question").apply({"question": "Why?", "topic": "sky"})
-        {'prompt': 'Why?'}
+            DataError: a column is missing.
         """
-        chosen = {name: value for name, value in row.items() if self.reads(name)}
-        if self.prompt is not None:
-            self._check_cell(chosen, self.prompt, "prompts")
-            prompt = chosen.pop(self.prompt)
-            chosen[_prompt_key(prompt)] = prompt
-        if self.completion is not None:
-            self._check_cell(chosen, self.completion, "completions")
-            chosen["completion"] = chosen.pop(self.completion)
-        return chosen
+        if self.keep == "all":
+            return [name for name in columns if name != "id"]
+        for name in self.keep:
+            if name not in columns:
+                raise DataError(f"--keep: no column {name!r}; {nearest(name, columns)}")
+        return [name for name in columns if name in self.keep and name != "id"]
 
-    def _check_cell(self, row: Mapping[str, Any], column: str, values: str) -> None:
-        if column not in row:
-            raise MissingCellError(
-                f"nothing in {column!r}, the column of the {values}", row.get("id")
-            )
+    def row(self, cells: Mapping[str, Any], *, are_texts: bool) -> dict[str, Any]:
+        """The row of some cells; one without a value is as if the row had no such key.
 
-    def reads(self, name: str) -> bool:
-        """True if a column is read."""
-        if name in (self.prompt, self.completion):
-            return True
-        replaced = PROMPT_KEYS if self.prompt is not None else ()
-        return name in self.keys and name not in replaced
+        Args:
+            are_texts: the cells are texts, of which those of fields are JSON or else text.
+
+        Raises:
+            DataError: the prompt or the completion is missing, or a template fails.
+
+        >>> ColumnChoice(prompt="question").row({"question": "Why?", "top_k": "5"}, are_texts=True)
+        {'top_k': 5, 'prompt': 'Why?'}
+        """
+        row: dict[str, Any] = {}
+        for name in self.fields(list(cells)):
+            value = cells[name]
+            if value is None or (are_texts and not value):
+                continue
+            key = "completion" if name == self.completion else name
+            if name == self.prompt:
+                key = _prompt_key(value)
+            is_text = not are_texts or key in _TEXT_KEYS
+            row[key] = value if is_text else _json_or_text(value)
+        if self.completion is not None and "completion" not in row:
+            raise DataError(f"nothing in {self.completion!r}, the column of the completions")
+        if self.template is not None:
+            row["prompt"] = self.template.render(cells)
+        elif self.prompt is not None and not set(PROMPT_KEYS).intersection(row):
+            raise DataError(f"nothing in {self.prompt!r}, the column of the prompts")
+        if self.system_template is not None:
+            messages = [
+                {"role": "system", "content": self.system_template.render(cells)},
+                {"role": "user", "content": row.pop("prompt", "")},
+            ]
+            row["messages"] = messages
+        return row
 
 
 def _prompt_key(prompt: object) -> str:
@@ -104,3 +178,15 @@ def _prompt_key(prompt: object) -> str:
     if not isinstance(prompt, list) or not prompt:
         return "prompt"
     return "messages" if isinstance(prompt[0], Mapping) else "input_ids"
+
+
+def _json_or_text(cell: str) -> Any:
+    """The value of a cell.
+
+    >>> [_json_or_text(cell) for cell in ("0.5", "true", "[1, 2]", "never")]
+    [0.5, True, [1, 2], 'never']
+    """
+    try:
+        return json.loads(cell)
+    except (ValueError, RecursionError):
+        return cell

@@ -20,6 +20,7 @@ MAX_ROWS = 2**22
 STDIN = "-"
 DATASET_PREFIX = "datasets:"
 GZIP = b"\x1f\x8b"
+BOM = b"\xef\xbb\xbf"
 _CHUNK = 2**20
 
 

@@ -5,24 +5,21 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from array import array
-from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.batch.job.inputs.columns import ColumnChoice, MissingCellError
-from jaxllm.batch.job.inputs.content import MAX_ROW_BYTES, check_row_count
-from jaxllm.batch.job.inputs.source import Source
+from jaxllm.batch.job.inputs.content import BOM, MAX_ROW_BYTES, check_row_count
+from jaxllm.batch.job.inputs.tables import Table
 from jaxllm.common.errors import DataError, JaxLLMError
 from jaxllm.common.strict_json import parse_json
 
-BOM = b"\xef\xbb\xbf"
 
-
-class JsonLines(Source):
+class JsonLines(Table):
     """One JSON object per line; blank lines do not count."""
 
-    def __init__(self, name: str, data: bytes, choice: ColumnChoice) -> None:
-        super().__init__(name, hashlib.sha256(data).hexdigest(), choice)
-        self._data = data
+    unit = "line"
+
+    def __init__(self, name: str, data: bytes) -> None:
+        self.name, self._data = name, data
         # Positions, since a file may have millions of short lines.
         self._numbers, self._starts, self._stops = array("Q"), array("Q"), array("Q")
         start = len(BOM) if data.startswith(BOM) else 0
@@ -38,48 +35,40 @@ class JsonLines(Source):
             check_row_count(name, len(self._numbers))
             number, start = number + 1, stop + 1
 
+    def sha256(self) -> str:
+        return hashlib.sha256(self._data).hexdigest()
+
     def __len__(self) -> int:
         return len(self._numbers)
 
     def number(self, index: int) -> int:
         return self._numbers[index]
 
-    def read(self, index: int) -> Mapping[str, Any]:
-        raw = self._parsed(index)
-        if not self.choice.named:
-            return raw
-        try:
-            return self.choice.apply(raw)
-        except MissingCellError as error:
-            raise MissingCellError(f"line {self.number(index)}: {error}", error.row_id) from None
+    def column_names(self) -> list[str]:
+        """The keys of all lines, in the order in which they appear."""
+        keys: dict[str, None] = {}
+        for index in range(len(self)):
+            with contextlib.suppress(JaxLLMError):
+                keys.update(dict.fromkeys(self.cells(index)))
+        return list(keys)
 
-    def _parsed(self, index: int) -> Mapping[str, Any]:
+    def first_keys(self) -> list[str]:
+        """The keys of the first line that is an object; none if no line is."""
+        for index in range(len(self)):
+            with contextlib.suppress(JaxLLMError):
+                return list(self.cells(index))
+        return []
+
+    def cells(self, index: int) -> dict[str, Any]:
         number, start, stop = self.number(index), self._starts[index], self._stops[index]
         if stop - start > MAX_ROW_BYTES:
             raise DataError(
                 f"line {number}: has {stop - start} bytes, and a row at most {MAX_ROW_BYTES}"
             )
         raw = parse_json(self._data[start:stop], source=f"line {number}", error=DataError)
-        if not isinstance(raw, Mapping):
+        if not isinstance(raw, dict):
             raise DataError(f"line {number}: is {type(raw).__name__}, not an object")
         return raw
-
-    def first_object(self) -> Mapping[str, Any]:
-        """The first line that is an object; empty if none is."""
-        for index in range(len(self)):
-            with contextlib.suppress(JaxLLMError):
-                return self._parsed(index)
-        return {}
-
-    def unread_keys(self) -> list[str]:
-        if not self.choice.named:
-            return []
-        keys: dict[str, None] = {}
-        for index in range(len(self)):
-            with contextlib.suppress(JaxLLMError):
-                raw = self._parsed(index)
-                keys.update(dict.fromkeys(name for name in raw if not self.choice.reads(name)))
-        return list(keys)
 
 
 def first_nonblank(data: bytes, start: int = 0) -> int | None:

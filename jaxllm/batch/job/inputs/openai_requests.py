@@ -7,35 +7,51 @@ from typing import Any
 
 from jaxllm.batch.job.inputs.columns import ColumnChoice
 from jaxllm.batch.job.inputs.json_lines import JsonLines
+from jaxllm.batch.job.inputs.source import Source
 from jaxllm.batch.rows import BatchOutput, RawRow
-from jaxllm.common.errors import InputError, listed
+from jaxllm.common.errors import InputError, JaxLLMError, listed
 
 
-class OpenAIRequests(JsonLines):
+class OpenAIRequests(Source):
     """Lines with `custom_id`, `method`, `url` and `body`; a row's id is its `custom_id`."""
 
-    def __init__(self, name: str, data: bytes, choice: ColumnChoice) -> None:
-        if choice.named:
-            flag = next(iter(choice.named))
-            raise InputError(f"{flag}: {name} is an OpenAI batch file, with prompts in `body`")
-        super().__init__(name, data, choice)
+    def __init__(self, table: JsonLines, choice: ColumnChoice) -> None:
+        for flag in choice.options:
+            raise InputError(
+                f"{flag}: {table.name} is an OpenAI batch file, with prompts in `body`"
+            )
+        self.table, self.choice, self.sha256 = table, choice, table.sha256()
+        self.columns = ["id", "custom_id", "response", "error"]
 
     def row(self, index: int) -> RawRow:
-        row = super().row(index)
-        custom_id = row.raw.get("custom_id") if isinstance(row.raw, Mapping) else None
-        return RawRow(index, custom_id if isinstance(custom_id, str) else row.id, row.raw)
+        try:
+            raw: Any = self.table.cells(index)
+        except JaxLLMError as error:
+            raw = error
+        custom_id = raw.get("custom_id") if isinstance(raw, Mapping) else None
+        row_id = custom_id if isinstance(custom_id, str) else self.number(index)
+        return RawRow(index, row_id, raw)
 
     def has_prompt(self, row: RawRow) -> bool:
         return isinstance(row.raw, Mapping) and "body" in row.raw
 
-    def output_line(self, output: BatchOutput) -> dict[str, Any]:
+    def result(self, output: BatchOutput) -> dict[str, Any]:
         return output.to_dict()
+
+    def output_line(self, index: int, result: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(result)
+
+    def arrow(self) -> dict[str, Any]:
+        return {}
+
+    def inputs(self, index: int) -> dict[str, Any]:
+        raw = self.row(index).raw
+        return dict(raw) if isinstance(raw, Mapping) else {}
 
     def remarks(self) -> list[str]:
         models: dict[str, None] = {}
         for index in range(len(self)):
-            raw = self.row(index).raw
-            body = raw.get("body") if isinstance(raw, Mapping) else None
+            body = self.inputs(index).get("body")
             if isinstance(body, Mapping) and isinstance(body.get("model"), str):
                 models[body["model"]] = None
         if not models:

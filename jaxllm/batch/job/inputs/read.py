@@ -1,16 +1,17 @@
-"""`read_source`: finds what kind of input a name is, and checks it against the content."""
+"""Reads inputs: finds what kind of file a name is, and checks it against the content."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
 from jaxllm.batch.job.inputs.columns import ColumnChoice
-from jaxllm.batch.job.inputs.content import DATASET_PREFIX, GZIP, STDIN, read_content
-from jaxllm.batch.job.inputs.json_lines import BOM, JsonLines, first_nonblank
+from jaxllm.batch.job.inputs.content import BOM, DATASET_PREFIX, GZIP, STDIN, read_content
+from jaxllm.batch.job.inputs.json_lines import JsonLines, first_nonblank
 from jaxllm.batch.job.inputs.openai_requests import OpenAIRequests
 from jaxllm.batch.job.inputs.source import EXAMPLE, Source
-from jaxllm.batch.job.inputs.tables import CsvRows, DatasetRows, ParquetRows
+from jaxllm.batch.job.inputs.tables import CsvTable, DatasetTable, ParquetTable, Table
 from jaxllm.common.errors import DataError, InputError
 from jaxllm.common.files import expanded
 from jaxllm.common.optional_packages import load_dataset
@@ -28,6 +29,8 @@ OTHER_FORMATS = {
     **dict.fromkeys((".safetensors", ".gguf", ".bin", ".pt", ".npy", ".npz"), "a file of arrays"),
 }
 """Suffixes of files that are not read."""
+RESULTS = ("text", "output_ids", "finish_reason")
+"""Columns of the result of a row that generates."""
 _MAGIC = {
     b"PAR1": "Parquet",
     GZIP: "gzip",
@@ -46,14 +49,31 @@ def read_source(
     *,
     dataset_name: str | None = None,
     split: str | None = None,
+    results: Sequence[str] = RESULTS,
 ) -> Source:
     """Reads an input of rows.
+
+    Args:
+        choice: the keys and columns that are read; None: those of generation.
+        results: columns of the output that a row without an error has.
+        name, dataset_name, split: as `read_table`, which also says what is raised.
+    """
+    choice = choice or ColumnChoice()
+    table = read_table(name, dataset_name=dataset_name, split=split)
+    if isinstance(table, JsonLines) and {"custom_id", "body"} <= set(table.first_keys()):
+        return OpenAIRequests(table, choice)
+    return Source(table, choice, results)
+
+
+def read_table(
+    name: str | PathLike[str], *, dataset_name: str | None = None, split: str | None = None
+) -> Table:
+    """Reads a table.
 
     Args:
         name: a file (JSONL, an OpenAI batch file, CSV, TSV or Parquet, any of them with .gz), "-"
             (stdin: JSONL, perhaps compressed), "datasets:NAME" for a data set of the Hub, or a
             folder of one.
-        choice: the keys and columns that are read; None: those of generation.
         dataset_name: configuration of a data set.
         split: of a data set; None: "train".
 
@@ -62,7 +82,7 @@ def read_source(
         DataError: the content is not what the name says, or cannot be read.
         MissingExtraError: a package is missing.
     """
-    name, choice = str(name), choice or ColumnChoice()
+    name = str(name)
     path = expanded(name)
     if name.startswith(DATASET_PREFIX) or path.is_dir():
         dataset = name.removeprefix(DATASET_PREFIX)
@@ -70,7 +90,7 @@ def read_source(
             raise InputError(f"--input: {name} names no data set; write {DATASET_PREFIX}NAME")
         split = split or "train"
         loaded = load_dataset(dataset, dataset_name, split, field="--input")
-        return DatasetRows(f"{dataset}/{split}", loaded, choice)
+        return DatasetTable(f"{dataset}/{split}", loaded)
     if dataset_name is not None or split is not None:
         raise InputError(f"--split, --dataset-name: {name} is no data set, but a file")
     kind = "JSONL" if name == STDIN else _kind_of(path)
@@ -78,13 +98,10 @@ def read_source(
     name = "stdin" if name == STDIN else name
     _check_content(name, data, kind)
     if kind == "Parquet":
-        return ParquetRows(name, data, choice)
+        return ParquetTable(name, data)
     if kind in ("CSV", "TSV"):
-        return CsvRows(name, data, choice, "," if kind == "CSV" else "\t")
-    source = JsonLines(name, data, choice)
-    if {"custom_id", "body"} <= source.first_object().keys():
-        return OpenAIRequests(name, data, choice)
-    return source
+        return CsvTable(name, data, "," if kind == "CSV" else "\t")
+    return JsonLines(name, data)
 
 
 def _kind_of(path: Path) -> str:

@@ -1,93 +1,145 @@
-"""`Source`: the rows of a job, one by one, from any kind of file."""
+"""`Source`: the rows of a job, one by one, from a table."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxllm.batch.job.inputs.columns import ColumnChoice, MissingCellError
+from jaxllm.batch.job.inputs.columns import ColumnChoice
+from jaxllm.batch.job.inputs.tables import Table
 from jaxllm.batch.row_prompts import PROMPT_KEYS
 from jaxllm.batch.rows import BatchOutput, RawRow
-from jaxllm.common.errors import DataError, JaxLLMError, listed, quoted, shortened
+from jaxllm.common.errors import DataError, InputError, JaxLLMError, listed, quoted, shortened
+from jaxllm.generation.inputs.values import is_integer
 
 EXAMPLE = 'such as {"prompt": "Hello"} on each line'
+ERROR_COLUMNS = ("error", "error_kind")
 
 
-class Source(ABC):
-    """Rows of a job, by number from 0 on.
+class Source:
+    """Rows of a job, by number from 0 on, and the lines of its output.
+
+    Args:
+        table: selects the columns that are read.
+        results: the columns of the output that a row without an error has.
 
     Attributes:
-        name: the file, for messages and the report.
-        sha256: digest of the content.
-        choice: the keys that are read.
-        unit: what a row is in messages, "line" or "row".
+        columns: all columns of the output, in their order.
+
+    Raises:
+        DataError, InputError: the table does not fit the choice of columns.
     """
 
-    unit = "line"
+    def __init__(self, table: Table, choice: ColumnChoice, results: Sequence[str] = ()) -> None:
+        self.choice = choice
+        if not len(table):
+            raise DataError(f"{table.name}: has no rows")
+        columns = table.column_names()
+        try:
+            used, self._kept = choice.used(columns), choice.kept(columns)
+        except DataError as error:
+            raise DataError(f"{table.name}: {error}") from None
+        named = {*choice.fields(columns), *choice.template_names}
+        if twice := sorted(table.repeated & named):
+            raise DataError(f"{table.name}: the column {twice[0]!r} is there twice; rename one")
+        own = [*results, *ERROR_COLUMNS]
+        names = [choice.keep_prefix + name for name in self._kept]
+        if taken := [name for name in names if name in ("id", "row", *own)]:
+            raise InputError(
+                f"--keep: the output has a column {taken[0]!r} of its own; put a prefix before "
+                "the kept columns, such as --keep-prefix input_"
+            )
+        self.columns = ["id", "row", *names, *own]
+        read = {"id", *used, *self._kept}
+        self.unread = [name for name in columns if name not in read]
+        self.table = table.select([name for name in columns if name in read])
+        self.sha256 = self.table.sha256()
 
-    def __init__(self, name: str, sha256: str, choice: ColumnChoice) -> None:
-        self.name, self.sha256, self.choice = name, sha256, choice
+    @property
+    def name(self) -> str:
+        return self.table.name
 
-    @abstractmethod
+    @property
+    def unit(self) -> str:
+        return self.table.unit
+
     def __len__(self) -> int:
-        """Number of rows."""
+        return len(self.table)
 
-    @abstractmethod
     def number(self, index: int) -> int:
-        """The number of a row's line (or row) in the file, from 1 on."""
-
-    @abstractmethod
-    def read(self, index: int) -> Mapping[str, Any]:
-        """A row's keys and values.
-
-        Raises:
-            DataError: it is not a row.
-        """
+        """The number of a row's line or row in the file, see `Table.number`."""
+        return self.table.number(index)
 
     @property
     def identity(self) -> dict[str, Any]:
         """The part of a job's identity that is its input."""
-        return {"input": self.sha256, "rows": len(self), **self.choice.named}
+        return {"input": self.sha256, "rows": len(self), **self.choice.options}
 
     def row(self, index: int) -> RawRow:
         """Row number `index`; in its place an error, if it cannot be read."""
         row_id: str | int = self.number(index)
+        raw: dict[str, Any] | JaxLLMError
         try:
-            raw = self.read(index)
+            cells = self.table.cells(index)
+            own = cells.get("id")
+            if is_integer(own) or (isinstance(own, str) and own):
+                row_id = own  # pyright: ignore[reportAssignmentType]
+            raw = self.choice.row(cells, are_texts=self.table.has_texts)
         except JaxLLMError as error:
             raw = error
-            if isinstance(error, MissingCellError) and error.row_id is not None:
-                row_id = error.row_id
         return RawRow(index, row_id, raw)
 
-    def output_line(self, output: BatchOutput) -> dict[str, Any]:
-        """The line of an output; an error begins with the number of its line in the input."""
+    def result(self, output: BatchOutput) -> dict[str, Any]:
+        """What a row adds to its line of the output; an error names its line in the input."""
         line = output.to_dict()
         if output.error is None:
             return line
         number = self.number(output.index)
         prefix = f"{self.unit} {number}:"
         error = output.error if output.error.startswith(prefix) else f"{prefix} {output.error}"
-        return {**line, "error": error, self.unit: number}
+        return {**line, "error": error}
 
-    def unread_keys(self) -> list[str]:
-        """Keys of the rows that are left out, in the order of the file."""
-        return []
+    def output_line(self, index: int, result: Mapping[str, Any]) -> dict[str, Any]:
+        """The line of the output for a row with this result."""
+        kept = self.kept(index) if self._kept else {}
+        return {"id": result["id"], "row": index, **kept, **result}
+
+    def kept(self, index: int) -> dict[str, Any]:
+        """The kept cells of a row; None where it has none, or cannot be read."""
+        try:
+            cells = self.table.cells(index)
+        except JaxLLMError:
+            cells = {}
+        return {self.choice.keep_prefix + name: cells.get(name) for name in self._kept}
+
+    def arrow(self) -> dict[str, Any]:
+        """The kept columns that have a type, as Arrow arrays."""
+        arrays = {self.choice.keep_prefix + name: self.table.arrow(name) for name in self._kept}
+        return {name: array for name, array in arrays.items() if array is not None}
+
+    def inputs(self, index: int) -> dict[str, Any]:
+        """The cells of a row, as a row of JSONL that means the same."""
+        try:
+            cells = self.table.cells(index)
+            row = self.choice.row(cells, are_texts=self.table.has_texts)
+        except JaxLLMError:
+            return {}
+        fields = self.choice.fields(list(cells))
+        typed = {name: row[name] for name in fields if name in row}
+        return {name: typed.get(name, cell) for name, cell in cells.items() if cell is not None}
 
     def remarks(self) -> list[str]:
         """Remarks on the input for the user, one per line."""
-        unread = self.unread_keys()
-        return [f"{self.name}: these columns are not read: {listed(unread)}"] if unread else []
+        if not self.unread:
+            return []
+        return [f"{self.name}: these columns are not read: {listed(self.unread)}"]
 
     def check_rows(self) -> None:
         """Checks the rows as a whole; a single wrong row becomes a record with an error.
 
         Raises:
-            DataError: there are no rows, none of them has a prompt, or two have the same id.
+            DataError: none of them has a prompt, or two have the same id.
         """
-        if not len(self):
-            raise DataError(f"{self.name}: has no rows")
         number_of_id: dict[str | int, int] = {}
         has_prompt = False
         for index in range(len(self)):

@@ -2,75 +2,100 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import io
+import itertools
 import json
 import re
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from array import array
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar
 
-from jaxllm.batch.job.inputs.columns import ColumnChoice, MissingCellError
-from jaxllm.batch.job.inputs.content import MAX_INPUT_BYTES, MAX_ROW_BYTES, check_row_count
-from jaxllm.batch.job.inputs.json_lines import BOM
-from jaxllm.batch.job.inputs.source import Source
+from jaxllm.batch.job.inputs.content import BOM, MAX_INPUT_BYTES, MAX_ROW_BYTES, check_row_count
 from jaxllm.common.errors import DataError, shortened
 from jaxllm.common.optional_packages import require
 
-_TEXT_COLUMNS = frozenset({"id", "prompt", "completion", "regex", "grammar"})
-"""Columns of a CSV file whose cells are texts, even where they look like numbers."""
 _LINE = re.compile(rb"[^\r\n]+(?:\r\n?|\n)?|\r\n?|\n")
 """A line with its end; the last one may have none."""
 _MAX_LINES = 2**24
 
 
-class TableSource(Source):
-    """Rows of named columns; a cell without a value is as if the row had no such key."""
+class Table(ABC):
+    """Rows of named columns.
 
-    def __init__(
-        self, name: str, sha256: str, choice: ColumnChoice, columns: Iterable[str]
-    ) -> None:
-        super().__init__(name, sha256, choice)
-        columns = list(columns)
-        try:
-            self.columns = choice.selected(columns)
-        except DataError as error:
-            raise DataError(f"{name}: {error}") from None
-        self._unread = [column for column in columns if column not in self.columns]
+    Attributes:
+        name: the file, for messages and the report.
+        unit: what a row is in messages, "line" or "row".
+        repeated: columns whose name another column has too.
+        has_texts: every cell is a text.
+    """
+
+    unit: ClassVar[str] = "row"
+    has_texts: ClassVar[bool] = False
+    name: str
+    repeated: frozenset[str] = frozenset()
 
     @abstractmethod
-    def cells(self, index: int) -> Mapping[str, Any]:
-        """The values of a row, of the columns that are read."""
+    def column_names(self) -> list[str]:
+        """Names of the columns; those of JSONL are the keys of all lines."""
 
-    def read(self, index: int) -> Mapping[str, Any]:
-        cells = {name: value for name, value in self.cells(index).items() if value is not None}
-        try:
-            return self.choice.apply(cells)
-        except MissingCellError as error:
-            message = f"{self.unit} {self.number(index)}: {error}"
-            raise MissingCellError(message, error.row_id) from None
+    @abstractmethod
+    def sha256(self) -> str:
+        """Digest of the content; of a data set, of the columns that are selected."""
 
-    def unread_keys(self) -> list[str]:
-        return self._unread
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    def number(self, index: int) -> int:
+        """The number of a row's line in the file, from 1 on; of the row, from 0 on, where it has no
+        line."""
+        return index
+
+    def select(self, columns: Sequence[str]) -> Table:
+        """The table with these columns at least.
+
+        Raises:
+            DataError: they take too much memory.
+        """
+        return self
+
+    @abstractmethod
+    def cells(self, index: int) -> dict[str, Any]:
+        """The cells of a row, None where there is no value.
+
+        Raises:
+            DataError: it is not a row.
+        """
+
+    def arrow(self, column: str) -> Any:
+        """A column as an Arrow array, where the table has its type; else None."""
+        return None
 
 
-class CsvRows(TableSource):
-    """A CSV file with a header. Cells of fields are JSON, or else text; an empty cell is none."""
+class CsvTable(Table):
+    """A CSV file with a header. The second column of a name gets a number, as in pandas."""
 
-    def __init__(self, name: str, data: bytes, choice: ColumnChoice, delimiter: str = ",") -> None:
+    unit, has_texts = "line", True
+
+    def __init__(self, name: str, data: bytes, delimiter: str = ",") -> None:
         csv.field_size_limit(MAX_ROW_BYTES)
-        self._data, self._delimiter = data, delimiter
+        self.name, self._data, self._delimiter = name, data, delimiter
         # Positions of rows, since their cells would take many times the bytes of the file.
         self._numbers, self._starts, self._stops = array("Q"), array("Q"), array("Q")
-        self._header = self._find_rows(name)
-        super().__init__(name, hashlib.sha256(data).hexdigest(), choice, self._header)
-        counts = Counter(self._header)
-        twice = [column for column in self.columns if counts[column] > 1]
-        if twice:
-            raise DataError(f"{name}: the column {min(twice)!r} is there twice; rename one")
+        header = self._find_rows(name)
+        self._columns = with_distinct_names(header)
+        self.repeated = frozenset(column for column in header if header.count(column) > 1)
+
+    def column_names(self) -> list[str]:
+        return self._columns
+
+    def sha256(self) -> str:
+        return hashlib.sha256(self._data).hexdigest()
 
     def _find_rows(self, name: str) -> list[str]:
         """Finds where the rows stand, and returns the header."""
@@ -117,80 +142,94 @@ class CsvRows(TableSource):
     def number(self, index: int) -> int:
         return self._numbers[index]
 
-    def cells(self, index: int) -> Mapping[str, Any]:
+    def cells(self, index: int) -> dict[str, Any]:
         text = self._data[self._starts[index] : self._stops[index]].decode("utf-8")
         cells = next(csv.reader(io.StringIO(text, newline=""), delimiter=self._delimiter))
-        if len(cells) != len(self._header):
+        if len(cells) != len(self._columns):
             raise DataError(
                 f"line {self.number(index)}: has {len(cells)} cells, but the header "
-                f"{len(self._header)}"
+                f"{len(self._columns)}"
             )
-        row = dict(zip(self._header, cells, strict=True))
-        return {name: self._value(name, row[name]) for name in self.columns}
-
-    def _value(self, name: str, cell: str) -> Any:
-        if not cell:
-            return None
-        is_text = name in _TEXT_COLUMNS or name in (self.choice.prompt, self.choice.completion)
-        return cell if is_text else _json_or_text(cell)
+        return dict(zip(self._columns, cells, strict=True))
 
 
-class ParquetRows(TableSource):
+class ParquetTable(Table):
     """A Parquet file."""
 
-    unit = "row"
-
-    def __init__(self, name: str, data: bytes, choice: ColumnChoice) -> None:
+    def __init__(self, name: str, data: bytes) -> None:
         parquet = require("pyarrow.parquet", extra="parquet", purpose="Parquet files")
-        try:
-            file = parquet.ParquetFile(io.BytesIO(data))
-            names = file.schema_arrow.names
-            super().__init__(name, hashlib.sha256(data).hexdigest(), choice, names)
-            self._table = _read_within_limits(name, file, self.columns)
-        except (ValueError, OSError) as failure:  # pyarrow's errors
-            if isinstance(failure, DataError):
-                raise
-            reason = shortened(str(failure))
-            raise DataError(f"{name}: cannot be read as Parquet ({reason})") from None
-        self._columns = {column: self._table.column(column) for column in self.columns}
+        self.name, self._data = name, data
+        with self._naming_failure():
+            self._file = parquet.ParquetFile(io.BytesIO(data))
+        self._selected = self.column_names()
+
+    def column_names(self) -> list[str]:
+        return self._file.schema_arrow.names
+
+    def sha256(self) -> str:
+        return hashlib.sha256(self._data).hexdigest()
 
     def __len__(self) -> int:
-        return self._table.num_rows
+        return self._file.metadata.num_rows
 
-    def number(self, index: int) -> int:
-        return index + 1
+    def select(self, columns: Sequence[str]) -> Table:
+        self._selected = list(columns)
+        with self._naming_failure():
+            check_row_count(self.name, len(self))
+            assert self._table is not None
+        return self
 
-    def cells(self, index: int) -> Mapping[str, Any]:
-        return {
-            name: without_nulls(column[index].as_py()) for name, column in self._columns.items()
-        }
+    @cached_property
+    def _table(self) -> Any:
+        return _read_within_limits(self.name, self._file, self._selected)
+
+    def cells(self, index: int) -> dict[str, Any]:
+        return {name: without_nulls(self.arrow(name)[index].as_py()) for name in self._selected}
+
+    def arrow(self, column: str) -> Any:
+        return self._table.column(column)
+
+    @contextlib.contextmanager
+    def _naming_failure(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except DataError:
+            raise
+        except (ValueError, OSError) as failure:  # pyarrow's errors
+            reason = shortened(str(failure))
+            raise DataError(f"{self.name}: cannot be read as Parquet ({reason})") from None
 
 
-class DatasetRows(TableSource):
-    """A Hugging Face data set. Its digest is that of the columns that are read.
+class DatasetTable(Table):
+    """A Hugging Face data set.
 
     Args:
         dataset: a `datasets.Dataset`.
     """
 
-    unit = "row"
+    def __init__(self, name: str, dataset: Any) -> None:
+        self.name, self._dataset = name, dataset
 
-    def __init__(self, name: str, dataset: Any, choice: ColumnChoice) -> None:
-        super().__init__(name, "", choice, dataset.column_names)
-        self._dataset = dataset.select_columns(self.columns)
+    def column_names(self) -> list[str]:
+        return self._dataset.column_names
+
+    def sha256(self) -> str:
         digest = hashlib.sha256()
         for row in self._dataset:
             digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
-        self.sha256 = digest.hexdigest()
+        return digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def number(self, index: int) -> int:
-        return index + 1
+    def select(self, columns: Sequence[str]) -> Table:
+        return DatasetTable(self.name, self._dataset.select_columns(list(columns)))
 
-    def cells(self, index: int) -> Mapping[str, Any]:
-        return without_nulls(self._dataset[index])
+    def cells(self, index: int) -> dict[str, Any]:
+        return {name: without_nulls(cell) for name, cell in self._dataset[index].items()}
+
+    def arrow(self, column: str) -> Any:
+        return self._dataset.with_format("arrow")[:].column(column)
 
 
 def _read_within_limits(name: str, file: Any, columns: Sequence[str]) -> Any:
@@ -211,6 +250,20 @@ def _read_within_limits(name: str, file: Any, columns: Sequence[str]) -> Any:
     return arrow.Table.from_batches(batches, schema)
 
 
+def with_distinct_names(columns: Sequence[str]) -> list[str]:
+    """Names of columns, of which those that are repeated get a number, as in pandas.
+
+    >>> with_distinct_names(["a", "b", "a", "a", "a.1"])
+    ['a', 'b', 'a.2', 'a.3', 'a.1']
+    """
+    names: dict[str, None] = {}
+    for column in columns:
+        numbered = (f"{column}.{count}" for count in itertools.count(1))
+        others = (name for name in numbered if name not in names and name not in columns)
+        names[next(others) if column in names else column] = None
+    return list(names)
+
+
 def without_nulls(value: Any) -> Any:
     """A value without the keys that are null: Arrow gives each struct all keys of its column.
 
@@ -222,15 +275,3 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [without_nulls(item) for item in value]
     return value
-
-
-def _json_or_text(cell: str) -> Any:
-    """The value of a cell.
-
-    >>> [_json_or_text(cell) for cell in ("0.5", "true", "[1, 2]", "never")]
-    [0.5, True, [1, 2], 'never']
-    """
-    try:
-        return json.loads(cell)
-    except (ValueError, RecursionError):
-        return cell
