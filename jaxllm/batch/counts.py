@@ -42,6 +42,10 @@ class BatchCounts:
     """Slot-steps occupied by an unfinished row."""
     halvings: int = 0
     """Number of times that memory ran out and the slots were halved."""
+    programs: int = 0
+    """Programs that the rows need, as far as that is known; `program_calls` has those that ran."""
+    doing: str = ""
+    """What the engine computes or compiles at this moment, in words."""
     program_calls: Counter[str] = dataclasses.field(default_factory=Counter)
     """Calls of each compiled program, by a name that includes its bucket."""
     errors: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -53,15 +57,19 @@ class BatchCounts:
         """Sums the counters of several runs."""
         total = BatchCounts()
         for part in parts:
-            for field in dataclasses.fields(BatchCounts):
-                value = getattr(total, field.name) + getattr(part, field.name)
-                setattr(total, field.name, value)
+            for name in vars(total).keys() - {"doing"}:
+                setattr(total, name, getattr(total, name) + getattr(part, name))
         return total
 
     @property
     def answered(self) -> int:
         """Finished rows without an error."""
         return self.rows - self.errors.total()
+
+    @property
+    def tokens(self) -> int:
+        """New tokens, those of unfinished rows included."""
+        return max(self.new_tokens, self.busy_slot_steps)
 
     @property
     def utilisation(self) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh
@@ -16,9 +18,22 @@ from jaxllm.batch.row_groups import Group, check_processors, fits_slots, groups
 from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import BatchOutput, BatchRow, RawRow, error_output
 from jaxllm.batch.static_batches import batches, run_static_batch
+from jaxllm.batch.tables.columns import ColumnChoice
+from jaxllm.batch.tables.frames import table_of_frame
+from jaxllm.batch.tables.outputs import OutputTable, arrow_table, output_writer
+from jaxllm.batch.tables.read import RESULTS, read_table
+from jaxllm.batch.tables.source import Source
+from jaxllm.batch.tables.templates import RowTemplate
 from jaxllm.batch.task_run import TaskRun
 from jaxllm.common.arguments import checked, checked_function, checked_iterable, checks_flags
-from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError, quoted
+from jaxllm.common.errors import (
+    InputError,
+    JaxLLMError,
+    RunError,
+    UnsupportedError,
+    naming_file,
+    quoted,
+)
 from jaxllm.common.progress import progress_phase
 from jaxllm.generation.inputs.batching import is_exhausted
 from jaxllm.generation.inputs.values import is_integer
@@ -123,17 +138,83 @@ class BatchGenerator:
             InputError: `rows` is a single row, or no list.
         """
         rows = list(checked_iterable(rows, "rows", "a list of rows"))
+        raw_rows = (RawRow(index, index, raw) for index, raw in enumerate(rows))
+        return self._generate(raw_rows, len(rows))
+
+    def _generate(self, rows: Iterable[RawRow], count: int) -> list[BatchOutput]:
+        """The outputs of rows in their order, with progress."""
 
         def amounts(done: int, total: int) -> str:
             return f"{done} done, {self.counts.new_tokens:,} new tokens"
 
         outputs: list[BatchOutput] = []
-        with progress_phase(f"generating, rows: {len(rows)}", amounts) as update:
-            for output in self.stream(rows):
+        with progress_phase(f"generating, rows: {count}", amounts) as update:
+            for output in self.answer(rows):
                 outputs.append(output)
                 if update is not None:
-                    update("", len(outputs), len(rows))
+                    update("", len(outputs), count)
         return sorted(outputs, key=lambda output: output.index)
+
+    def generate_table(
+        self,
+        table: Any,
+        *,
+        template: str | None = None,
+        system_template: str | None = None,
+        prompt_column: str | None = None,
+        keep: Sequence[str] | Literal["all"] = "all",
+        keep_prefix: str = "",
+        output: str | PathLike[str] | None = None,
+    ) -> Any:
+        """Generates a text for each row of a table.
+
+        Args:
+            table: a pandas or Polars data frame, a `pyarrow.Table`, or the path of a file of rows
+                (CSV, TSV, JSONL or Parquet).
+            template: writes each prompt from the columns of its row, such as "Question: {{
+                question }}" (Jinja). Without it, the column `prompt` or `prompt_column` has the
+                prompts. Columns that are called as generation fields are settings of their row.
+            system_template: writes each system message; the prompt is then a user message.
+            prompt_column: the column of the prompts.
+            keep: columns that the result has too.
+            keep_prefix: put before their names.
+            output: the file of the results, for a path. Its name says the format.
+
+        Returns:
+            A table of the same kind, for a path the path of `output`. Its columns are `id`, `row`
+            (the position, from 0 on), the kept columns, `text`, `output_ids`, `finish_reason`,
+            `error` and `error_kind`; rows that failed have the last two only.
+
+        Raises:
+            InputError, DataError: the table lacks a column, or an argument is wrong.
+        """
+        choice = ColumnChoice(
+            prompt=prompt_column,
+            template=None if template is None else RowTemplate(template, "template"),
+            system_template=(
+                None if system_template is None else RowTemplate(system_template, "system_template")
+            ),
+            keep="all" if keep == "all" else tuple(keep),
+            keep_prefix=keep_prefix,
+        )
+        is_path = isinstance(table, str | PathLike)
+        if is_path != (output is not None):
+            raise InputError("output: give the file of the results for a path, and only then")
+        rows, to_frame = (read_table(table), None) if is_path else table_of_frame(table)
+        source = Source(rows, choice, RESULTS)
+        write = None if output is None else output_writer(Path(output))
+        if output is not None and Path(output).exists():
+            raise RunError(f"output: {output} exists already; give another name, or remove it")
+        outputs = self._generate(map(source.row, range(len(source))), len(source))
+        lines = [source.output_line(each.index, source.result(each)) for each in outputs]
+        result = OutputTable(source.columns, lambda: iter(lines), source.arrow())
+        if to_frame is not None:
+            return to_frame(arrow_table(result))
+        assert output is not None
+        assert write is not None
+        with naming_file(Path(output), RunError, "written"), Path(output).open("xb") as file:
+            write(file, result)
+        return Path(output)
 
     def stream(self, rows: Iterable[Any]) -> Iterator[BatchOutput]:
         """Outputs in the order in which rows end; raises as `generate`."""
@@ -177,11 +258,15 @@ class BatchGenerator:
     def _sequences(self, rows: Sequence[BatchRow]) -> Iterator[FinishedSequence]:
         """The sequences of all rows: those that run in slots first."""
         for group in groups(filter(fits_slots, rows), self.model.config.vocab_size):
+            tasks = group.tasks()
+            # One program decodes, and one reads the prompts of each width.
+            self.counts.programs += 1 + len({task.width for task in tasks})
+            self.counts.doing = "trying how many rows fit into memory"
             for plan in plans(
                 self._model,
                 self.tokenizer,
                 group,
-                group.tasks(),
+                tasks,
                 self._slots,
                 self._budget,
                 self.mesh,

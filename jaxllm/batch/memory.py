@@ -42,9 +42,10 @@ class Prediction:
 
     def __str__(self) -> str:
         return (
-            f"{self.slots} slots of {self.capacity} columns: weights {format_bytes(self.weights)}, "
-            f"cache {format_bytes(self.cache)}, activations {format_bytes(self.activations)}, in "
-            f"all {format_bytes(self.total)} of {format_bytes(self.budget)}"
+            f"rows at once: up to {self.slots}, of up to {self.capacity} tokens each; memory: "
+            f"weights {format_bytes(self.weights)}, cache {format_bytes(self.cache)}, activations "
+            f"{format_bytes(self.activations)}, in all {format_bytes(self.total)} of "
+            f"{format_bytes(self.budget)}"
             + (f" on each of {self.devices}" if self.devices > 1 else "")
         )
 

@@ -79,8 +79,10 @@ class RowTask(ABC, Generic[T, R]):
         counts.work = sum(map(self.size, items))
 
         def run(batch: list[T]) -> Sequence[R]:
+            counts.doing = f"computing {len(batch)} rows at once"
+            results = self.run(batch)
             counts.add_call(f"{self.name} {len(batch)} rows")
-            return self.run(batch)
+            return results
 
         results = run_in_batches(
             run, items, self._batch_size, length=self.size, on_halving=counts.add_halving

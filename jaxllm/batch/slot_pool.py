@@ -86,6 +86,7 @@ class SlotPool:
         slot_ids[: len(tasks)] = self.free[: len(tasks)]
         for slot, task in zip(slot_ids, tasks, strict=False):
             self.tasks[slot] = task
+        self._counts.doing = f"reading prompts of up to {tasks[0].width} tokens"
         with use_mesh(self._mesh):
             slots = prefill_slots_program(
                 self._model,
@@ -156,6 +157,7 @@ class SlotPool:
 
     def _decode(self, slots: Slots, free_slots: int, max_steps: int) -> DecodeProgress:
         platform, sizes = platform_of_arrays(slots.unfinished), self._sizes.with_slots(slots.count)
+        self._counts.doing = f"decoding {slots.count} rows at once"
         with use_mesh(self._mesh):
             slots, progress = decode_slots_program(
                 self._model,

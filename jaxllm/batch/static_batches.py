@@ -78,6 +78,7 @@ def run_static_batch(
 
     def run(rows: list[BatchRow]) -> Sequence[np.ndarray | JaxLLMError]:
         """The new tokens of each row's samples, [samples, N]."""
+        counts.doing = f"generating for {len(rows)} rows at once"
         try:
             sequences = _generate(model, tokenizer, rows)
         except JaxLLMError as error:

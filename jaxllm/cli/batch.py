@@ -25,11 +25,6 @@ from jaxllm.batch import BatchGenerator
 from jaxllm.batch.constraints import CONSTRAINT_KEYS, only_one
 from jaxllm.batch.embedded_rows import EMBED_KEYS, EMBED_RESULTS, RowEmbedder
 from jaxllm.batch.job.file_digests import checkpoint_digests
-from jaxllm.batch.job.inputs import ColumnChoice, Source, read_source
-from jaxllm.batch.job.inputs.columns import generation_keys
-from jaxllm.batch.job.inputs.openai_requests import OpenAIRequests
-from jaxllm.batch.job.inputs.read import RESULTS
-from jaxllm.batch.job.inputs.templates import RowTemplate
 from jaxllm.batch.job.job import Job, RowEngine
 from jaxllm.batch.job.job_files import (
     ENVIRONMENT,
@@ -38,10 +33,15 @@ from jaxllm.batch.job.job_files import (
     report_file,
     started_elsewhere,
 )
-from jaxllm.batch.job.outputs import output_writer
 from jaxllm.batch.job.ray_engine import RayEngine
 from jaxllm.batch.job.streamed_job import StreamedJob
 from jaxllm.batch.scored_rows import SCORE_KEYS, SCORE_RESULTS, RowScorer
+from jaxllm.batch.tables import ColumnChoice, Source, read_source
+from jaxllm.batch.tables.columns import generation_keys
+from jaxllm.batch.tables.openai_requests import OpenAIRequests
+from jaxllm.batch.tables.outputs import output_writer
+from jaxllm.batch.tables.read import RESULTS
+from jaxllm.batch.tables.templates import RowTemplate
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.cli.devices import DEFAULT_RESOURCES, RAY, local_mesh
 from jaxllm.cli.options import (
@@ -383,7 +383,7 @@ def load_in_actor(
 
 
 class BatchProgress:
-    """Progress of a job: a bar on a terminal, a plain line every half minute elsewhere.
+    """Progress of a job: a bar on a terminal, plain lines elsewhere.
 
     A context manager. What it shows is true while a program is compiled, too: the bar and the
     lines are updated by a thread, not by finished rows.
@@ -434,24 +434,27 @@ class BatchProgress:
             self._reporter.say(f"{done} of {total} rows, {self.status()}")
 
     def status(self) -> str:
-        """Speeds and remaining time, compilation and rows with errors excluded."""
+        """What runs, speeds and the remaining time; compiling does not count as time."""
         counts = self._job.engine.counts
         compile_seconds = self._clock.seconds_so_far - self._earlier_compile_seconds
-        compiling = f"compiling {compile_seconds:.1f} s"
-        errors = counts.errors.total()
-        rows = counts.answered
-        parts = [compiling] if self._clock.started is not None else []
-        if rows:
-            seconds = max(time.monotonic() - self._start - compile_seconds, 1e-9)
-            parts += [
-                f"{rows / seconds:.1f} rows/s, {counts.prompt_tokens / seconds:.0f} prompt and "
-                f"{counts.new_tokens / seconds:.0f} new tokens/s",
-                *([] if parts else [compiling]),
-                f"{left(seconds, counts.work_done, counts.work)} left",
-            ]
-        elif not parts:
-            parts = ["decoding" if counts.program_calls else "preparing", compiling]
-        if errors:
+        seconds = max(time.monotonic() - self._start - compile_seconds, 1e-9)
+        parts = []
+        if self._clock.started is not None:
+            number = len(counts.program_calls) + 1
+            of = f"{number} of {max(number, counts.programs)}: " if counts.programs else ""
+            parts.append(f"compiling {of}{counts.doing} ({compile_seconds:.0f} s)")
+        elif not counts.answered:
+            parts.append(counts.doing or "preparing")
+        if counts.answered:
+            parts.append(f"{counts.answered / seconds:.1f} rows/s")
+            parts.append(f"{counts.prompt_tokens / seconds:.0f} prompt tokens/s")
+        if counts.decode_steps and not counts.answered:
+            parts.append(f"{counts.decode_steps:,} steps, {counts.tokens:,} new tokens")
+        if counts.tokens:
+            parts.append(f"{counts.tokens / seconds:.0f} new tokens/s")
+        if counts.answered:
+            parts.append(f"{left(seconds, counts.work_done, counts.work)} left")
+        if errors := counts.errors.total():
             parts.append(f"{errors} errors")
         return ", ".join(parts)
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from jaxllm.common.arguments import checks_flags
 
-PLAIN_SECONDS = 30.0
+PLAIN_SECONDS = 10.0
 """Seconds between two lines of progress where there is no terminal."""
 
 
@@ -179,7 +179,7 @@ def set_progress(on: bool, *, least_seconds: float = 0.5) -> None:
 
     They go to stderr, or to the cell of a notebook (there without a spinner): loading, the programs
     that compile with their seconds (your own jitted functions too), and generating; of many prompts
-    the rows and new tokens too, in a line every half minute where there is no terminal. What takes
+    the rows and new tokens too, in a line every ten seconds where there is no terminal. What takes
     less than `least_seconds` prints no line. A call in one process of several concerns that process
     alone.
     """

@@ -17,7 +17,7 @@ from small_tokenizers import DATA
 from test_batch_command import in_process, read_lines
 
 import jaxllm
-from jaxllm.batch.job.inputs import read_source
+from jaxllm.batch.tables import read_source
 from jaxllm.common.errors import DataError, InputError
 from jaxllm.serve.http.batch_requests import BatchRequests
 

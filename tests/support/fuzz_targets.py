@@ -14,8 +14,8 @@ from pathlib import Path
 import tiny
 from paths import DATA
 
-from jaxllm.batch.job.inputs import read_source
 from jaxllm.batch.row_reader import RowReader
+from jaxllm.batch.tables import read_source
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.checkpoint.load import MAX_JSON_BYTES, read_config_file

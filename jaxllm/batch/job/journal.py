@@ -37,7 +37,7 @@ from jaxllm.batch.job.job_files import (
     remove_files,
     started_file,
 )
-from jaxllm.batch.job.outputs import Line, encoded
+from jaxllm.batch.tables.outputs import Line, encoded
 from jaxllm.common.errors import DataError, RunError, naming_file
 from jaxllm.common.files import RunLock, sync_folder, write_whole
 

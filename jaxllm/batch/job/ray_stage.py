@@ -11,10 +11,10 @@ import jax
 import numpy as np
 
 from jaxllm.batch.generator import BatchGenerator
-from jaxllm.batch.job.inputs.columns import ColumnChoice
-from jaxllm.batch.job.inputs.tables import without_nulls
 from jaxllm.batch.row_reader import checked_seed
 from jaxllm.batch.rows import BatchOutput, RawRow
+from jaxllm.batch.tables.columns import ColumnChoice
+from jaxllm.batch.tables.table import without_nulls
 from jaxllm.common.errors import DataError, InputError, JaxLLMError
 from jaxllm.common.optional_packages import require
 from jaxllm.loading import load

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import BinaryIO
 
-from jaxllm.batch.job.inputs.source import Source
 from jaxllm.batch.job.job import RowEngine, RunWatch
-from jaxllm.batch.job.outputs import encoded
 from jaxllm.batch.job.report import Report, row_facts, row_statistics
 from jaxllm.batch.rows import BatchOutput
+from jaxllm.batch.tables.outputs import encoded
+from jaxllm.batch.tables.source import Source
 from jaxllm.common.compiling import CompileClock
 
 

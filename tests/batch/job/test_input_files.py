@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 from recorded_job import RecordedEngine, run
 
-from jaxllm.batch.job.inputs import ColumnChoice, Source, content, json_lines, read_source, tables
 from jaxllm.batch.job.job import Job
-from jaxllm.batch.job.outputs import OutputTable, output_writer
+from jaxllm.batch.tables import ColumnChoice, Source, content, json_lines, read_source, table
+from jaxllm.batch.tables.outputs import OutputTable, output_writer
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import DataError, JaxLLMError, MissingExtraError, UnsupportedError
 
@@ -166,9 +166,9 @@ def test_what_would_fill_the_memory_is_refused(tmp_path, monkeypatch, name):
     """With limits a thousandth of the real ones."""
     monkeypatch.setattr(content, "MAX_INPUT_BYTES", 2 * MIB)
     monkeypatch.setattr(content, "MAX_ROWS", 64)
-    monkeypatch.setattr(tables, "MAX_INPUT_BYTES", 2 * MIB)
-    monkeypatch.setattr(tables, "_MAX_LINES", 1024)
-    for module in (json_lines, tables):
+    monkeypatch.setattr(table, "MAX_INPUT_BYTES", 2 * MIB)
+    monkeypatch.setattr(table, "_MAX_LINES", 1024)
+    for module in (json_lines, table):
         monkeypatch.setattr(module, "MAX_ROW_BYTES", 2**16)
     make, message = BOMBS[name]
     path = tmp_path / name

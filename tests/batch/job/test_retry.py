@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from recorded_job import RecordedEngine, run
 
-from jaxllm.batch.job.inputs import ColumnChoice, read_source
 from jaxllm.batch.job.job import Job
 from jaxllm.batch.job.job_files import check_output
 from jaxllm.batch.rows import BatchOutput, RawRow, error_output
+from jaxllm.batch.tables import ColumnChoice, read_source
 from jaxllm.common.errors import InputError, RunError
 
 IDENTITY = {"--model": "m", "--max-new-tokens": 4, "--top-k": 5}

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from recorded_job import RecordedEngine, run
 
-from jaxllm.batch.job.inputs import ColumnChoice, Source, read_source
-from jaxllm.batch.job.inputs.templates import RowTemplate
 from jaxllm.batch.job.job import Job
+from jaxllm.batch.tables import ColumnChoice, Source, read_source
+from jaxllm.batch.tables.templates import RowTemplate
 from jaxllm.common.errors import DataError, InputError, JaxLLMError
 
 CSV = (

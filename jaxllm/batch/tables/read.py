@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
-from jaxllm.batch.job.inputs.columns import ColumnChoice
-from jaxllm.batch.job.inputs.content import BOM, DATASET_PREFIX, GZIP, STDIN, read_content
-from jaxllm.batch.job.inputs.json_lines import JsonLines, first_nonblank
-from jaxllm.batch.job.inputs.openai_requests import OpenAIRequests
-from jaxllm.batch.job.inputs.source import EXAMPLE, Source
-from jaxllm.batch.job.inputs.tables import CsvTable, DatasetTable, ParquetTable, Table
+from jaxllm.batch.tables.columns import ColumnChoice
+from jaxllm.batch.tables.content import BOM, DATASET_PREFIX, GZIP, STDIN, read_content
+from jaxllm.batch.tables.json_lines import JsonLines, first_nonblank
+from jaxllm.batch.tables.openai_requests import OpenAIRequests
+from jaxllm.batch.tables.source import EXAMPLE, Source
+from jaxllm.batch.tables.table import CsvTable, DatasetTable, ParquetTable, Table
 from jaxllm.common.errors import DataError, InputError
 from jaxllm.common.files import expanded
 from jaxllm.common.optional_packages import load_dataset

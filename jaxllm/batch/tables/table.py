@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
-from jaxllm.batch.job.inputs.content import BOM, MAX_INPUT_BYTES, MAX_ROW_BYTES, check_row_count
+from jaxllm.batch.tables.content import BOM, MAX_INPUT_BYTES, MAX_ROW_BYTES, check_row_count
 from jaxllm.common.errors import DataError, shortened
 from jaxllm.common.optional_packages import require
 
@@ -153,6 +153,33 @@ class CsvTable(Table):
         return dict(zip(self._columns, cells, strict=True))
 
 
+class ArrowTable(Table):
+    """A table in memory.
+
+    Args:
+        table: a `pyarrow.Table`.
+    """
+
+    def __init__(self, name: str, table: Any, digest: str = "") -> None:
+        self.name, self._table, self._digest = name, table, digest
+
+    def column_names(self) -> list[str]:
+        return self._table.column_names
+
+    def sha256(self) -> str:
+        return self._digest
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def cells(self, index: int) -> dict[str, Any]:
+        columns = zip(self._table.column_names, self._table.columns, strict=True)
+        return {name: without_nulls(column[index].as_py()) for name, column in columns}
+
+    def arrow(self, column: str) -> Any:
+        return self._table.column(column)
+
+
 class ParquetTable(Table):
     """A Parquet file."""
 
@@ -161,7 +188,6 @@ class ParquetTable(Table):
         self.name, self._data = name, data
         with self._naming_failure():
             self._file = parquet.ParquetFile(io.BytesIO(data))
-        self._selected = self.column_names()
 
     def column_names(self) -> list[str]:
         return self._file.schema_arrow.names
@@ -173,21 +199,16 @@ class ParquetTable(Table):
         return self._file.metadata.num_rows
 
     def select(self, columns: Sequence[str]) -> Table:
-        self._selected = list(columns)
         with self._naming_failure():
-            check_row_count(self.name, len(self))
-            assert self._table is not None
-        return self
+            table = _read_within_limits(self.name, self._file, columns)
+        return ArrowTable(self.name, table, self.sha256())
 
     @cached_property
-    def _table(self) -> Any:
-        return _read_within_limits(self.name, self._file, self._selected)
+    def _whole(self) -> Table:
+        return self.select(self.column_names())
 
     def cells(self, index: int) -> dict[str, Any]:
-        return {name: without_nulls(self.arrow(name)[index].as_py()) for name in self._selected}
-
-    def arrow(self, column: str) -> Any:
-        return self._table.column(column)
+        return self._whole.cells(index)
 
     @contextlib.contextmanager
     def _naming_failure(self) -> Generator[None, None, None]:

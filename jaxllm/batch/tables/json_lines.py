@@ -7,8 +7,8 @@ import hashlib
 from array import array
 from typing import Any
 
-from jaxllm.batch.job.inputs.content import BOM, MAX_ROW_BYTES, check_row_count
-from jaxllm.batch.job.inputs.tables import Table
+from jaxllm.batch.tables.content import BOM, MAX_ROW_BYTES, check_row_count
+from jaxllm.batch.tables.table import Table
 from jaxllm.common.errors import DataError, JaxLLMError
 from jaxllm.common.strict_json import parse_json
 

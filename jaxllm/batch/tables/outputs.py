@@ -92,8 +92,13 @@ def _write_tsv(file: BinaryIO, table: OutputTable) -> None:
 
 
 def _write_parquet(file: BinaryIO, table: OutputTable) -> None:
-    pyarrow = require("pyarrow", extra="parquet", purpose="Parquet files")
     parquet = require("pyarrow.parquet", extra="parquet", purpose="Parquet files")
+    parquet.write_table(arrow_table(table), file)
+
+
+def arrow_table(table: OutputTable) -> Any:
+    """An output as a `pyarrow.Table`."""
+    pyarrow = require("pyarrow", extra="parquet", purpose="Parquet files and data frames")
 
     def column(name: str) -> Any:
         if name in table.arrow:
@@ -108,7 +113,7 @@ def _write_parquet(file: BinaryIO, table: OutputTable) -> None:
                 return pyarrow.array(values)
         return pyarrow.array(map(_text, values), pyarrow.string())
 
-    parquet.write_table(pyarrow.table({name: column(name) for name in table.columns}), file)
+    return pyarrow.table({name: column(name) for name in table.columns})
 
 
 def _text(value: Any) -> str | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.batch.job.inputs.columns import ColumnChoice
-from jaxllm.batch.job.inputs.json_lines import JsonLines
-from jaxllm.batch.job.inputs.source import Source
 from jaxllm.batch.rows import BatchOutput, RawRow
+from jaxllm.batch.tables.columns import ColumnChoice
+from jaxllm.batch.tables.json_lines import JsonLines
+from jaxllm.batch.tables.source import Source
 from jaxllm.common.errors import InputError, JaxLLMError, listed
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxllm.batch.job.inputs.columns import ColumnChoice
-from jaxllm.batch.job.inputs.tables import Table
 from jaxllm.batch.row_prompts import PROMPT_KEYS
 from jaxllm.batch.rows import BatchOutput, RawRow
+from jaxllm.batch.tables.columns import ColumnChoice
+from jaxllm.batch.tables.table import Table
 from jaxllm.common.errors import DataError, InputError, JaxLLMError, listed, quoted, shortened
 from jaxllm.generation.inputs.values import is_integer
 

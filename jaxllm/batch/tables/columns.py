@@ -8,9 +8,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from jaxllm.batch.job.inputs.templates import RowTemplate
 from jaxllm.batch.row_prompts import PROMPT_KEYS
 from jaxllm.batch.row_reader import ROW_KEYS
+from jaxllm.batch.tables.templates import RowTemplate
 from jaxllm.common.errors import DataError, InputError, listed, nearest
 from jaxllm.generation.settings.config import FIELDS
 

@@ -1,0 +1,90 @@
+"""`BatchGenerator.generate_table`: data frames and files in, the same kind out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import polars as pl
+import pyarrow
+import pytest
+from conformance_runs import DATA
+
+import jaxllm
+from jaxllm.errors import DataError, InputError, RunError
+
+MODEL = DATA / "models" / "s_llama_tok"
+COLUMNS = {
+    "question": ["Why", "Who is it", None],
+    "price": [1.5, 2.5, 3.5],
+    "text": ["a", "b", "c"],
+}
+TEMPLATE = "{{ question }} costs {{ price }}"
+RESULT = ["text", "output_ids", "finish_reason", "error", "error_kind"]
+
+
+@pytest.fixture(scope="module")
+def engine() -> jaxllm.BatchGenerator:
+    return jaxllm.BatchGenerator(*jaxllm.load(MODEL), max_new_tokens=3, seed=1)
+
+
+def frames() -> list[Any]:
+    frame = pd.DataFrame(COLUMNS, index=[7, 3, 5])
+    return [frame, pl.DataFrame(COLUMNS), pyarrow.table(COLUMNS)]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_frames_of_every_kind(engine: jaxllm.BatchGenerator, number: int):
+    frame = frames()[number]
+    result = engine.generate_table(
+        frame, template=TEMPLATE, keep=["price", "text"], keep_prefix="in_"
+    )
+    assert type(result) is type(frame)
+    columns = result.column_names if number == 2 else list(result.columns)
+    assert columns == ["id", "row", "in_price", "in_text", *RESULT]
+    prompts = ["Why costs 1.5", "Who is it costs 2.5", " costs 3.5"]
+    expected = [output.text for output in engine.generate(prompts)]
+    assert list(map(str, result["text"])) == expected
+    assert list(map(float, map(str, result["in_price"]))) == COLUMNS["price"]
+    if number == 0:
+        assert list(result.index) == [7, 3, 5]
+        joined = frame.join(result[["text"]].add_suffix("_new"))
+        assert list(joined["text_new"]) == expected
+
+
+def test_rows_that_fail(engine: jaxllm.BatchGenerator):
+    frame = pd.DataFrame({"prompt": ["Why", "x"], "max_new_tokens": [2, 0]})
+    result = engine.generate_table(frame)
+    assert result["error"].isna().tolist() == [True, False]
+    assert "max_new_tokens" in result["error"][1]
+
+
+def test_files(engine: jaxllm.BatchGenerator, tmp_path: Path):
+    pd.DataFrame(COLUMNS).to_csv(tmp_path / "rows.csv", index=False)
+    output = tmp_path / "out.parquet"
+    written = engine.generate_table(
+        tmp_path / "rows.csv", template=TEMPLATE, keep=["question"], output=output
+    )
+    assert written == output
+    frame = pd.read_parquet(output)
+    assert list(frame.columns) == ["id", "row", "question", *RESULT]
+    assert list(frame["question"]) == ["Why", "Who is it", ""]
+    with pytest.raises(RunError, match="exists already"):
+        engine.generate_table(tmp_path / "rows.csv", template=TEMPLATE, keep=(), output=output)
+
+
+def test_what_is_refused(engine: jaxllm.BatchGenerator, tmp_path: Path):
+    frame = pd.DataFrame(COLUMNS)
+    for options, error, why in (
+        ({"template": "{{ qestion }}"}, DataError, "template: no column 'qestion'; the nearest"),
+        ({"template": TEMPLATE}, InputError, "has a column 'text' of its own"),
+        ({"prompt_column": "question", "keep": ["price"], "output": "x"}, InputError, "output:"),
+        ({"keep": ()}, DataError, "no column is called prompt"),
+    ):
+        with pytest.raises(error, match=why):
+            engine.generate_table(frame, **options)
+    with pytest.raises(InputError, match="table: expected a pandas or Polars data frame"):
+        engine.generate_table([{"prompt": "x"}])
+    with pytest.raises(InputError, match="output: give the file of the results"):
+        engine.generate_table(tmp_path / "rows.csv")
