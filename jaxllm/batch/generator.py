@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -48,6 +49,15 @@ DEFAULT_SLOTS = {"cpu": 16}
 DEFAULT_ACCELERATOR_SLOTS = 128
 """Slots on other devices."""
 MAX_SLOTS = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPlan:
+    """Rows that can run, errors of the others, and the memory of each pool of slots."""
+
+    rows: list[BatchRow]
+    errors: list[BatchOutput]
+    memory: list[Prediction]
 
 
 class BatchGenerator:
@@ -228,8 +238,24 @@ class BatchGenerator:
             self.counts.add_output(output)
             yield output
 
-    def _answer(self, rows: Iterable[RawRow]) -> Iterator[BatchOutput]:
-        checked_rows: list[BatchRow] = []
+    def plan(self, rows: Iterable[RawRow]) -> RowPlan:
+        """What `answer` would run. It reads no weights, so that the model may have none."""
+        plan = RowPlan([], [], [])
+        for row in self._checked(rows):
+            if isinstance(row, BatchOutput):
+                plan.errors.append(row)
+            else:
+                plan.rows.append(row)
+        for group in groups(filter(fits_slots, plan.rows), self.model.config.vocab_size):
+            for pool in self._pools(group):
+                plan.memory.append(pool.memory)
+                if not pool.memory.fits:
+                    errors = ((task.row, too_large_error(task, pool)) for task in pool.tasks)
+                    plan.errors.extend(error_output(row, error) for row, error in errors)
+        return plan
+
+    def _checked(self, rows: Iterable[RawRow]) -> Iterator[BatchRow | BatchOutput]:
+        """The rows that can run, and the outputs of the others."""
         checked_configs: set[GenerationConfig] = set()
         for raw_row in rows:
             try:
@@ -242,9 +268,17 @@ class BatchGenerator:
                 if row.config not in checked_configs:
                     check_processors(row, self.model.config.vocab_size)
                     checked_configs.add(row.config)
-                checked_rows.append(row)
+                yield row
             except JaxLLMError as error:
                 yield error_output(raw_row, error)
+
+    def _answer(self, rows: Iterable[RawRow]) -> Iterator[BatchOutput]:
+        checked_rows: list[BatchRow] = []
+        for row in self._checked(rows):
+            if isinstance(row, BatchOutput):
+                yield row
+            else:
+                checked_rows.append(row)
         self.counts.work = sum(row.max_new_tokens * row.samples for row in checked_rows)
         unfinished: dict[int, list[FinishedSequence]] = {}
         for sequence in self._sequences(checked_rows):
@@ -258,19 +292,10 @@ class BatchGenerator:
     def _sequences(self, rows: Sequence[BatchRow]) -> Iterator[FinishedSequence]:
         """The sequences of all rows: those that run in slots first."""
         for group in groups(filter(fits_slots, rows), self.model.config.vocab_size):
-            tasks = group.tasks()
             # One program decodes, and one reads the prompts of each width.
-            self.counts.programs += 1 + len({task.width for task in tasks})
+            self.counts.programs += 1 + len({task.width for task in group.tasks()})
             self.counts.doing = "trying how many rows fit into memory"
-            for plan in plans(
-                self._model,
-                self.tokenizer,
-                group,
-                tasks,
-                self._slots,
-                self._budget,
-                self.mesh,
-            ):
+            for plan in self._pools(group):
                 self.memory.append(plan.memory)
                 if self._announce is not None:
                     self._announce(plan.memory)
@@ -278,6 +303,11 @@ class BatchGenerator:
         others = (row for row in rows if not fits_slots(row))
         for batch in batches(self._model, others, self._slots, row_shards(self.mesh)):
             yield from run_static_batch(self._model, self.tokenizer, batch, self.counts)
+
+    def _pools(self, group: Group) -> Iterator[PoolPlan]:
+        tasks = group.tasks()
+        options = (self._slots, self._budget, self.mesh)
+        return plans(self._model, self.tokenizer, group, tasks, *options)
 
     def _run_plan(self, group: Group, plan: PoolPlan) -> Iterator[FinishedSequence]:
         """Sequences as they end. Where memory runs out, half the slots go on."""

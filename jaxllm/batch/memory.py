@@ -42,8 +42,8 @@ class Prediction:
 
     def __str__(self) -> str:
         return (
-            f"rows at once: up to {self.slots}, of up to {self.capacity} tokens each; memory: "
-            f"weights {format_bytes(self.weights)}, cache {format_bytes(self.cache)}, activations "
+            f"up to {self.slots} rows at once, of up to {self.capacity} tokens each: weights "
+            f"{format_bytes(self.weights)}, cache {format_bytes(self.cache)}, activations "
             f"{format_bytes(self.activations)}, in all {format_bytes(self.total)} of "
             f"{format_bytes(self.budget)}"
             + (f" on each of {self.devices}" if self.devices > 1 else "")

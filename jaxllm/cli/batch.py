@@ -34,6 +34,7 @@ from jaxllm.batch.job.job_files import (
     started_elsewhere,
 )
 from jaxllm.batch.job.ray_engine import RayEngine
+from jaxllm.batch.job.report import explained
 from jaxllm.batch.job.streamed_job import StreamedJob
 from jaxllm.batch.scored_rows import SCORE_KEYS, SCORE_RESULTS, RowScorer
 from jaxllm.batch.tables import ColumnChoice, Source, read_source
@@ -55,7 +56,7 @@ from jaxllm.cli.process import signals
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import InputError, quoted
 from jaxllm.common.files import read_text
-from jaxllm.common.progress import PLAIN_SECONDS, Reporter
+from jaxllm.common.progress import PLAIN_SECONDS, Reporter, duration
 from jaxllm.common.strict_json import parse_json
 from jaxllm.generation.processors.host.grammar import llguidance
 from jaxllm.generation.settings.lengths import DEFAULT_NEW_TOKENS
@@ -77,6 +78,8 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
     """
     # Now, not after minutes of loading. With Ray the devices are for its actors.
     mesh = None if arguments.engine == RAY else local_mesh(arguments)
+    if arguments.dry_run:
+        return dry_run(arguments, mesh, reporter)
     source, identity, finished = checked_job(arguments)
     if finished:
         reporter.say(f"{arguments.output} is finished; there is nothing to resume")
@@ -117,7 +120,7 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
         return 128 + number
     report = job.report
     reporter.table(report.table())
-    for line in report.explained_errors():
+    for line in explained(report.errors, report.first_errors):
         reporter.say(line)
     if isinstance(job, Job):
         if report.errors:
@@ -134,6 +137,18 @@ def checked_job(arguments: argparse.Namespace) -> tuple[Source, dict[str, Any], 
     Raises:
         JaxLLMError: the input or the output is wrong, or of another job.
     """
+    source = checked_source(arguments)
+    platform = actor_platform(arguments) if arguments.engine == RAY else jax.default_backend()
+    identity = job_identity(arguments, platform)
+    if arguments.output == STREAM:
+        return source, identity, False
+    output, whole = Path(arguments.output), {**identity, **source.identity}
+    output_writer(output)
+    return source, identity, check_output(output, whole, **resume_options(arguments))
+
+
+def checked_source(arguments: argparse.Namespace) -> Source:
+    """The rows of a job."""
     source = read_source(
         arguments.input,
         column_choice(arguments),
@@ -143,13 +158,26 @@ def checked_job(arguments: argparse.Namespace) -> tuple[Source, dict[str, Any], 
     )
     check_task(arguments, source)
     source.check_rows()
-    platform = actor_platform(arguments) if arguments.engine == RAY else jax.default_backend()
-    identity = job_identity(arguments, platform)
-    if arguments.output == STREAM:
-        return source, identity, False
-    output, whole = Path(arguments.output), {**identity, **source.identity}
-    output_writer(output)
-    return source, identity, check_output(output, whole, **resume_options(arguments))
+    return source
+
+
+def dry_run(arguments: argparse.Namespace, mesh: Mesh | None, reporter: Reporter) -> int:
+    """Prints what the job would do; see `run_dry`."""
+    from jaxllm.cli.dry_run import run_dry  # with the planner
+
+    source = checked_source(arguments)
+    if arguments.score or arguments.embed or isinstance(source, OpenAIRequests):
+        raise InputError("--dry-run: only for rows that generate")
+    options = generator_options(arguments, reporter, constraint(arguments))
+    del options["announce"]  # the plan says it
+    return run_dry(
+        arguments,
+        source,
+        mesh,
+        reporter,
+        partial(BatchGenerator, **options),
+        partial(load_named, arguments, mesh, reporter),
+    )
 
 
 def resume_options(arguments: argparse.Namespace) -> dict[str, bool]:
@@ -310,28 +338,38 @@ def load_engine(
     if arguments.score:
         return partial(RowScorer, model, tokenizer, **rows)
     model = checked_generative(model, str(path))
-    options: dict[str, Any] = {
+    if are_requests:
+        name = Path(path).absolute().stem
+        options = slot_options(arguments, reporter)
+        return partial(
+            BatchRequests, model, tokenizer, model_name=name, context=arguments.context, **options
+        )
+    options = generator_options(arguments, reporter, constraint)
+    return partial(BatchGenerator, model, tokenizer, **options)
+
+
+def slot_options(arguments: argparse.Namespace, reporter: Reporter) -> dict[str, Any]:
+    """Options of every engine that generates in slots."""
+    return {
         "slots": arguments.slots,
         "memory": arguments.memory,
         "seed": arguments.seed or 0,
         "announce": lambda prediction: reporter.say(str(prediction)),
         **generation_fields(arguments),
     }
-    if are_requests:
-        name = Path(path).absolute().stem
-        return partial(
-            BatchRequests, model, tokenizer, model_name=name, context=arguments.context, **options
-        )
-    return partial(
-        BatchGenerator,
-        model,
-        tokenizer,
-        chat=arguments.chat,
-        system=arguments.system,
-        default_new_tokens=DEFAULT_NEW_TOKENS,
+
+
+def generator_options(
+    arguments: argparse.Namespace, reporter: Reporter, constraint: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Options of `BatchGenerator`."""
+    return {
+        "chat": arguments.chat,
+        "system": arguments.system,
+        "default_new_tokens": DEFAULT_NEW_TOKENS,
         **constraint,
-        **options,
-    )
+        **slot_options(arguments, reporter),
+    }
 
 
 def actor_platform(arguments: argparse.Namespace) -> str:
@@ -476,8 +514,4 @@ def left(seconds: float, tokens_done: int, tokens: int) -> str:
     >>> left(60.0, 100, 400), left(60.0, 0, 400)
     ('3:00', '?')
     """
-    if not tokens_done:
-        return "?"
-    rest = round(seconds * (tokens - tokens_done) / tokens_done)
-    hours, minutes = divmod(rest // 60, 60)
-    return f"{hours}:{minutes:02}:{rest % 60:02}" if hours else f"{minutes}:{rest % 60:02}"
+    return duration(seconds * (tokens - tokens_done) / tokens_done) if tokens_done else "?"

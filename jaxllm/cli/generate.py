@@ -73,6 +73,7 @@ _BATCH = (
     *("output", "resume", "retry_errors", "slots", "memory", "whole_digest"),
     *("prompt_column", "completion_column", "dataset_name", "split", "context"),
     *("template", "system_template", "keep", "keep_prefix"),
+    *("dry_run", "calibrate", "price_per_hour"),
     *("score", "embed", "schema", "regex", "grammar"),
     *("engine", "address", "actors", "actor_resources"),
 )
@@ -199,6 +200,26 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
         "--resume", action="store_true", default=None, help="continue a job that was stopped"
     )
     group.add_argument(
+        "--dry-run",
+        action="store_true",
+        default=None,
+        help="read the rows and the tokenizer, and print lengths, wrong rows and memory; generate "
+        "nothing",
+    )
+    group.add_argument(
+        "--calibrate",
+        action="store_true",
+        default=None,
+        help="with --dry-run: load the model, generate for some rows for about 10 seconds, and "
+        "print the expected time of the job",
+    )
+    group.add_argument(
+        "--price-per-hour",
+        type=float,
+        metavar="PRICE",
+        help="with --calibrate: print the expected price of the job",
+    )
+    group.add_argument(
         "--retry-errors",
         action="store_true",
         default=None,
@@ -277,7 +298,10 @@ def check_flags(arguments: argparse.Namespace) -> None:
     if arguments.input is None:
         return reject(arguments, _BATCH, "has no effect without --input")
     reject(arguments, _ONE_PROMPT, "cannot be combined with --input")
-    if arguments.output is None:
+    if not arguments.dry_run:
+        reject(arguments, ["calibrate"], "has no effect without --dry-run")
+        reject(arguments, ["price_per_hour"], "has no effect without --dry-run --calibrate")
+    if arguments.output is None and not arguments.dry_run:
         raise InputError("--output: --input needs a file for the results")
     if arguments.output == STREAM:
         for flag in ("resume", "retry_errors"):

@@ -34,6 +34,17 @@ def megabytes(done: int, total: int) -> str:
     return f"{done / 1e6:.0f} of {total / 1e6:.0f} MB"
 
 
+def duration(seconds: float) -> str:
+    """A time as people write it.
+
+    >>> duration(180.2), duration(3725)
+    ('3:00', '1:02:05')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 class Reporter:
     """Prints phases and their durations: a spinner on a terminal, one plain line each elsewhere.
 

@@ -133,14 +133,54 @@ def test_progress_while_programs_are_compiled(tmp_path):
     with contextlib.closing(CompileClock()) as clock:
         progress = BatchProgress(Reporter(quiet=True), job, clock)
         engine.counts.add_output(BatchOutput(0, "x", error="wrong", error_kind="InputError"))
-        assert progress.status() == "preparing, compiling 0.0 s, 1 errors"
+        assert progress.status() == "preparing, 1 errors"
         clock.started = time.monotonic() - 81
-        assert re.fullmatch(r"compiling 8\d\.\d s, 1 errors", progress.status())
+        engine.counts.programs, engine.counts.doing = 4, "decoding 16 rows at once"
+        engine.counts.add_call("prefill")
+        expected = r"compiling 2 of 4: decoding 16 rows at once \(8\d s\), 1 errors"
+        assert re.fullmatch(expected, progress.status())
         clock.started = None
+        engine.counts.add_decode_steps(steps=100, busy_slot_steps=1500, slots=16)
+        steps = r"decoding 16 rows at once, 100 steps, 1,500 new tokens, \d+ new tokens/s, 1 errors"
+        assert re.fullmatch(steps, progress.status())
         engine.counts.add_output(BatchOutput(1, 2, ([5, 6],), ("a",), ("eos",), 3))
-        speeds = r"[\d.]+ rows/s, \d+ prompt and \d+ new tokens/s"
-        pattern = rf"{speeds}, compiling 0\.0 s, \? left, 1 errors"
-        assert re.fullmatch(pattern, progress.status())
+        speeds = r"[\d.]+ rows/s, \d+ prompt tokens/s, \d+ new tokens/s, \? left, 1 errors"
+        assert re.fullmatch(speeds, progress.status())
+
+
+def test_a_dry_run(tmp_path, capsys):
+    """It reads no weights: the file has none."""
+    model = Path(shutil.copytree(MODEL, tmp_path / "model"))
+    rows = [{"prompt": "Hello " * count, "max_new_tokens": 4} for count in (1, 2, 40)]
+    write_rows(tmp_path / "rows.jsonl", [*rows, {"id": "x"}, {"prompt": "a", "max_new_tokens": 0}])
+    files = ("--input", tmp_path / "rows.jsonl", "--dry-run")
+    code, err = in_process(capsys, "--model", model, *files)
+    assert code == 0
+    assert re.search(r"rows that can run +3", err)
+    assert re.search(r" 1 to 16 +2  #{40}\n", err)
+    assert "2 rows would have an error:\n  2 InputError, the first in line 4: " in err
+    assert re.search(r"up to \d rows at once, of up to \d+ tokens each: weights", err)
+    assert "loading" not in err
+    price = ("--calibrate", "--price-per-hour", 2)
+    code, err = in_process(capsys, "--model", model, *files, *price)
+    assert code == 0
+    assert re.search(r"expected time +about \d:\d\d, compiling not counted", err)
+    assert re.search(r"expected price +about 0\.0", err)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "rows.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--calibrate", "--output", "x"), "--calibrate: has no effect without --dry-run"),
+        (("--dry-run", "--price-per-hour", 2), "--price-per-hour has no effect without --cal"),
+        (("--dry-run", "--score"), "--dry-run: only for rows that generate"),
+    ],
+)
+def test_options_of_dry_runs(tmp_path, capsys, options, why):
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "Hello"}])
+    code, err = in_process(capsys, "--model", MODEL, "--input", tmp_path / "rows.jsonl", *options)
+    assert (code, why in err) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -78,16 +78,6 @@ class Report:
         """Rows without an error."""
         return self.rows - sum(self.errors.values())
 
-    def explained_errors(self) -> list[str]:
-        """The commonest errors, each with its first row, one per line."""
-        kinds = list(self.errors.items())
-        lines = [
-            f"  {count:,} {kind}, the first in {shortened(self.first_errors[kind], 200)}"
-            for kind, count in kinds[:SHOWN_KINDS]
-        ]
-        rest = sum(count for _, count in kinds[SHOWN_KINDS:])
-        return [*lines, f"  {rest:,} of other kinds"] if rest else lines
-
     def to_json(self) -> bytes:
         """Contents of the file beside the output."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -122,6 +112,17 @@ class Report:
         if counts.halvings:
             lines.append(("memory", f"ran out {counts.halvings} times; slots were halved"))
         return lines
+
+
+def explained(errors: Mapping[str, int], first_errors: Mapping[str, str]) -> list[str]:
+    """The commonest kinds of errors, each with its first row, one per line."""
+    kinds = list(errors.items())
+    lines = [
+        f"  {count:,} {kind}, the first in {shortened(first_errors[kind], 200)}"
+        for kind, count in kinds[:SHOWN_KINDS]
+    ]
+    rest = sum(count for _, count in kinds[SHOWN_KINDS:])
+    return [*lines, f"  {rest:,} of other kinds"] if rest else lines
 
 
 def row_facts(output: BatchOutput) -> dict[str, Any]:

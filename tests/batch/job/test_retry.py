@@ -13,6 +13,7 @@ from recorded_job import RecordedEngine, run
 
 from jaxllm.batch.job.job import Job
 from jaxllm.batch.job.job_files import check_output
+from jaxllm.batch.job.report import explained
 from jaxllm.batch.rows import BatchOutput, RawRow, error_output
 from jaxllm.batch.tables import ColumnChoice, read_source
 from jaxllm.common.errors import InputError, RunError
@@ -118,7 +119,7 @@ def test_a_job_without_a_success_leaves_its_errors_only(tmp_path):
         with pytest.raises(FileNotFoundError):
             run(work)
         assert work.report.successes == 0
-        assert work.report.explained_errors() == [
+        assert explained(work.report.errors, work.report.first_errors) == [
             "  10 InputError, the first in line 2: prompt: no is too long"
         ]
         names = sorted(path.name for path in tmp_path.iterdir())

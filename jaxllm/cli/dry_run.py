@@ -1,0 +1,145 @@
+"""``generate --dry-run``: what a job of many prompts would do, without doing it."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxllm.batch.generator import BatchGenerator, RowPlan
+from jaxllm.batch.job.report import explained, row_facts, row_statistics
+from jaxllm.batch.rows import BatchOutput
+from jaxllm.batch.tables import Source
+from jaxllm.checkpoint.hub import resolve
+from jaxllm.checkpoint.load import open_checkpoint
+from jaxllm.cli.options import model_options
+from jaxllm.common.compiling import CompileClock
+from jaxllm.common.errors import InputError
+from jaxllm.common.progress import Reporter, duration
+from jaxllm.loading import read_generation_config, tokenizer_of, with_settings
+from jaxllm.planning.abstract import abstract_model
+
+CALIBRATION_SECONDS = 10.0
+"""Seconds of decoding by which the time of a job is estimated; compiling comes on top."""
+_BAR = 40
+
+
+def run_dry(
+    arguments: argparse.Namespace,
+    source: Source,
+    mesh: Mesh | None,
+    reporter: Reporter,
+    make_engine: Callable[[Any, Any], BatchGenerator],
+    load: Callable[[], tuple[Any, Any]],
+) -> int:
+    """Prints the plan of a job.
+
+    Args:
+        make_engine: makes the engine of a model and a tokenizer.
+        load: loads both; called with ``--calibrate`` only.
+
+    Returns:
+        The exit code: 1 if no row can run.
+    """
+    if arguments.price_per_hour is not None and not arguments.calibrate:
+        raise InputError("--price-per-hour has no effect without --calibrate")
+    model, tokenizer = load() if arguments.calibrate else without_weights(arguments, mesh)
+    engine = make_engine(model, tokenizer)
+    plan = engine.plan(map(source.row, range(len(source))))
+    reporter.table([("rows", f"{len(source):,}"), ("rows that can run", f"{len(plan.rows):,}")])
+    for line in histogram([len(row.input_ids) for row in plan.rows]):
+        reporter.say(line)
+    for line in refused(source, plan.errors):
+        reporter.say(line)
+    reporter.table([("memory", str(memory)) for memory in plan.memory])
+    if arguments.calibrate and plan.rows:
+        reporter.table(estimate(engine, source, plan, arguments.price_per_hour))
+    return 0 if plan.rows else 1
+
+
+def without_weights(arguments: argparse.Namespace, mesh: Mesh | None) -> tuple[Any, Any]:
+    """The model without weights, and its tokenizer."""
+    if arguments.architecture is not None:
+        raise InputError("--architecture cannot be combined with --dry-run; add --calibrate")
+    path = resolve(arguments.model)
+    platform = None if mesh is None else mesh.devices.flat[0].platform
+    dtype = model_options(arguments, platform or "cpu")["--dtype"]
+    checkpoint = open_checkpoint(path)
+    with checkpoint.weights:
+        tokenizer = tokenizer_of(checkpoint)
+        fields: Mapping[str, Any] = {**checkpoint.config, **dict(arguments.config)}
+        model = abstract_model(fields, mesh=mesh, dtype=dtype, quantize=arguments.quantize)
+        return with_settings(model, read_generation_config(checkpoint), tokenizer), tokenizer
+
+
+def histogram(lengths: Sequence[int]) -> list[str]:
+    """Numbers of prompts by their tokens, as lines of text.
+
+    >>> for line in histogram([5, 20, 25, 40]):
+    ...     print(line)
+    prompt tokens
+         1 to 16    1  ####################
+        17 to 32    2  ########################################
+        33 to 64    1  ####################
+    """
+    classes = Counter(max(16, 1 << (length - 1).bit_length()) for length in lengths)
+    if not classes:
+        return []
+    most, width = max(classes.values()), len(f"{max(classes.values()):,}")
+    lines = ["prompt tokens"]
+    for end, count in sorted(classes.items()):
+        start = 1 if end == 16 else end // 2 + 1
+        bar = "#" * max(1, round(_BAR * count / most))
+        lines.append(f"{start:6,} to {end:<6,}{count:{width},}  {bar}")
+    return lines
+
+
+def refused(source: Source, errors: Iterable[BatchOutput]) -> list[str]:
+    """The rows that would have an error, by kind, with the first of each."""
+    records = [
+        {"facts": row_facts(output), "line": source.result(output)}
+        for output in sorted(errors, key=lambda output: output.index)
+    ]
+    if not records:
+        return []
+    statistics = row_statistics(records)
+    lines = explained(statistics["errors"], statistics["first_errors"])
+    return [f"{len(records):,} rows would have an error:", *lines]
+
+
+def estimate(
+    engine: BatchGenerator, source: Source, plan: RowPlan, price: float | None
+) -> list[tuple[str, str]]:
+    """The time of the job, by the speed at which some of its rows are answered."""
+    at_once = max((memory.slots for memory in plan.memory), default=1)
+    sample = plan.rows[:: max(1, len(plan.rows) // (2 * at_once))]
+    limits = {row.index: row.max_new_tokens for row in sample}
+    tokens, used, allowed = 0, 0, 0
+    with closing(CompileClock()) as clock:
+        start, seconds = time.monotonic(), 0.0
+        while seconds < CALIBRATION_SECONDS:
+            for output in engine.answer(source.row(row.index) for row in sample):
+                used += sum(output.new_lengths)
+                allowed += limits[output.index] * len(output.new_lengths)
+                seconds = time.monotonic() - start - clock.seconds
+                if seconds >= CALIBRATION_SECONDS and allowed:
+                    break
+            tokens += engine.counts.tokens
+            if not allowed:  # every row of the sample failed
+                return [("expected time", "unknown: no row of a sample could be answered")]
+    share = used / allowed
+    work = share * sum(row.max_new_tokens * row.samples for row in plan.rows)
+    expected = work / (tokens / seconds)
+    lines = [
+        ("speed", f"{tokens / seconds:.0f} new tokens/s"),
+        ("new tokens", f"about {work:,.0f}: rows used {share:.0%} of their limits"),
+        ("expected time", f"about {duration(expected)}, compiling not counted"),
+    ]
+    if price is not None:
+        lines.append(("expected price", f"about {price * expected / 3600:.2f}"))
+    return lines
