@@ -29,8 +29,6 @@ from jaxllm.batch.job.job import Job, RowEngine
 from jaxllm.batch.job.job_files import (
     ENVIRONMENT,
     check_output,
-    read_json_file,
-    report_file,
     started_elsewhere,
 )
 from jaxllm.batch.job.ray_engine import RayEngine
@@ -83,8 +81,7 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
     source, identity, finished = checked_job(arguments)
     if finished:
         reporter.say(f"{arguments.output} is finished; there is nothing to resume")
-        report = read_json_file(report_file(Path(arguments.output)))
-        return exit_code(report["rows"] - sum(report["errors"].values()))
+        return 0
     for remark in source.remarks():
         reporter.say(remark)
     on_disk = arguments.output != STREAM
@@ -122,13 +119,18 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
     reporter.table(report.table())
     for line in explained(report.errors, report.first_errors):
         reporter.say(line)
+    if not report.successes:  # said even with --quiet
+        where = job.errors_path if isinstance(job, Job) else "the output"
+        Reporter().say(f"no row succeeded: {where} has the error of each")
+        return NO_SUCCESS
     if isinstance(job, Job):
         if report.errors:
-            again = "try them again with --retry-errors" if report.successes else "no output"
-            reporter.say(f"rows with errors and their inputs: {job.errors_path}; {again}")
-        if report.successes:
-            reporter.say(f"{job.output}, {job.report_path}")
-    return exit_code(report.successes)
+            reporter.say(
+                f"rows with errors and their inputs: {job.errors_path}; try them again with "
+                "--retry-errors"
+            )
+        reporter.say(f"{job.output}, {job.report_path}")
+    return 0
 
 
 def checked_job(arguments: argparse.Namespace) -> tuple[Source, dict[str, Any], bool]:
@@ -184,14 +186,6 @@ def resume_options(arguments: argparse.Namespace) -> dict[str, bool]:
     """How a job goes on with an earlier one."""
     retry = bool(arguments.retry_errors)
     return {"resume": retry or bool(arguments.resume), "retry": retry}
-
-
-def exit_code(successes: int) -> int:
-    """The exit code; an error is said even with ``--quiet``."""
-    if successes:
-        return 0
-    Reporter().say("no row succeeded")
-    return NO_SUCCESS
 
 
 def job_identity(arguments: argparse.Namespace, platform: str) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def test_quiet_jobs_say_that_no_row_succeeded(
     for resume in ([], ["--resume"]):
         assert main([*ROWS, "rows.jsonl", "--no-compile-cache", *resume]) == 1
         error = capsys.readouterr().err
-        assert error == "no row succeeded: the output has the `error` of each\n"
+        assert error == "no row succeeded: o.jsonl.errors.jsonl has the error of each\n"
 
 
 @pytest.mark.by_default("words0")
