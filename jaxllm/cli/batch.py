@@ -40,7 +40,7 @@ from jaxllm.batch.tables.columns import generation_keys
 from jaxllm.batch.tables.openai_requests import OpenAIRequests
 from jaxllm.batch.tables.outputs import output_writer
 from jaxllm.batch.tables.read import RESULTS
-from jaxllm.batch.tables.templates import RowTemplate
+from jaxllm.batch.tables.templates import RowTemplate, names_file, template_text
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.cli.devices import DEFAULT_RESOURCES, RAY, local_mesh
 from jaxllm.cli.options import (
@@ -61,7 +61,6 @@ from jaxllm.generation.settings.lengths import DEFAULT_NEW_TOKENS
 from jaxllm.models.decoder import checked_generative
 from jaxllm.parallel.environment import devices, jax_settings, versions
 from jaxllm.serve.http.batch_requests import BatchRequests
-from jaxllm.tokenizers.template_sandbox import MAX_TEMPLATE_BYTES
 
 NO_SUCCESS = 1
 """Exit code of a job in which no row succeeded."""
@@ -241,9 +240,7 @@ def column_choice(arguments: argparse.Namespace) -> ColumnChoice:
 def row_template(arguments: argparse.Namespace, name: str) -> RowTemplate | None:
     """The template of an option, from its text or from the file that it names."""
     text, flag = getattr(arguments, name), "--" + name.replace("_", "-")
-    if text is not None and names_file(text):
-        text = read_text(Path(text), max_bytes=MAX_TEMPLATE_BYTES, error=InputError)
-    return None if text is None else RowTemplate(text, flag)
+    return None if text is None else RowTemplate(template_text(text), flag)
 
 
 def constraint(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -268,16 +265,6 @@ def constraint(arguments: argparse.Namespace) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise InputError("--schema: expected a JSON object, or the name of a file that has one")
     return {key: schema}
-
-
-def names_file(text: str) -> bool:
-    """True if an option's text is the name of a file, not a schema, grammar or template itself."""
-    if text.lstrip().startswith("{") or "\n" in text:
-        return False
-    try:
-        return Path(text).exists()
-    except OSError:  # a text that is too long for a name
-        return False
 
 
 def check_task(arguments: argparse.Namespace, source: Source) -> None:

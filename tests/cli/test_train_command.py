@@ -145,7 +145,7 @@ def test_options_go_anywhere(tmp_path: Path, call: Any):
     ("words", "message"),
     [
         (["--max-step", "3"], "max_step: unknown; is it max_steps?"),
-        (["--max-steps", "many"], "max_steps: expected an integer, found 'many'"),
+        (["--max-steps", "many"], "max_steps: expected an integer or null, found 'many'"),
         (["--max-steps"], "--max-steps: no value follows"),
         (["--max-steps", "--resume"], "--max-steps: no value follows"),
         (["--max-steps", "3", "--max_steps=4"], "--max_steps: given twice"),

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from jaxllm.common.errors import DataError, InputError, TemplateError, nearest
-from jaxllm.tokenizers.template_sandbox import parse_row_template, render_row_template
+from jaxllm.common.files import read_text
+from jaxllm.tokenizers.template_sandbox import (
+    MAX_TEMPLATE_BYTES,
+    parse_row_template,
+    render_row_template,
+)
 
 ROW = "row"
 """The variable of a template that holds all cells by column: `row["any name"]`."""
@@ -80,6 +86,27 @@ class RowTemplate:
             if name not in self._globals:
                 names[name] = names.get(name, False) or is_optional
         return names
+
+
+def template_text(text: str) -> str:
+    """The text of a template, or of the file that a text names.
+
+    Raises:
+        InputError: the file is too large or cannot be read.
+    """
+    if not names_file(text):
+        return text
+    return read_text(Path(text), max_bytes=MAX_TEMPLATE_BYTES, error=InputError)
+
+
+def names_file(text: str) -> bool:
+    """True if a text is the name of a file, not a template (or schema, or grammar) itself."""
+    if text.lstrip().startswith("{") or "\n" in text:
+        return False
+    try:
+        return Path(text).exists()
+    except OSError:  # a text that is too long for a name
+        return False
 
 
 def _references(tree: Any) -> Iterator[tuple[Any, bool]]:

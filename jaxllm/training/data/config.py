@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from typing import Any, Literal
 
 from jaxllm.common.errors import ConfigError, UnsupportedError
@@ -28,6 +28,15 @@ KINDS_OF: Mapping[str, tuple[ModelKind, ...]] = {
     "classification": ("classification",),
     "preference": ("causal", "seq2seq"),
 }
+_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "text": ("text",),
+    "prompt_completion": ("prompt", "completion"),
+    "chat": ("messages",),
+    "seq2seq": ("source", "target"),
+    "classification": ("text", "label"),
+    "preference": ("prompt", "chosen", "rejected"),
+}
+"""Fields of a row that each format reads; `NAME_field` has the name of the field NAME."""
 # Formats that read each format-specific field.
 _READ_BY: Mapping[str, tuple[str, ...]] = {
     "text_field": ("text", "classification"),
@@ -52,7 +61,7 @@ class DataConfig:
     """Source and format of the rows, and the shape of batches.
 
     Args:
-        path: JSONL, JSON, text or byte files: one, a glob, or a list of them.
+        path: JSONL, JSON, CSV, TSV, Parquet, text or byte files: one, a glob, or a list of them.
         file_type: `auto` decides by the suffix.
         by_line: each line of a text file is a row.
         dataset, dataset_name, split: a Hugging Face data set in place of `path`: a Hub id, a
@@ -62,6 +71,9 @@ class DataConfig:
         text_field, prompt_field, completion_field: field names in the rows.
         chosen_field, rejected_field, messages_field: field names in the rows.
         source_field, target_field, label_field: field names in the rows.
+        templates: Jinja templates that make fields of other fields or columns, such as `{prompt:
+            "Context: {{ context }} Question: {{ question }}"}`; in a recipe also files that hold
+            one.
         source_prefix: prepended to every source, such as ``"summarize: "``.
         chat_template: Jinja source, or the name of one of the tokenizer's templates; None: the
             tokenizer's default.
@@ -100,6 +112,7 @@ class DataConfig:
     source_field: str = "source"
     target_field: str = "target"
     label_field: str = "label"
+    templates: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     source_prefix: str = ""
     chat_template: str | None = None
     train_on: Literal["all", "last"] = "all"
@@ -120,13 +133,29 @@ class DataConfig:
         check_types(self)
         for field in dataclasses.fields(self):
             formats = _READ_BY.get(field.name)
-            used = getattr(self, field.name) != field.default
+            used = field.default is not MISSING and getattr(self, field.name) != field.default
             if formats and self.format not in formats and used:
                 raise ConfigError(
                     f"{field.name}: has no effect with format {self.format!r}; it is read by "
                     f"{', '.join(formats)}"
                 )
+        self._check_templates()
         self._check_values()
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """Names of the fields in the rows, by the name that the format has for them."""
+        return {name: getattr(self, f"{name}_field") for name in _FIELDS[self.format]}
+
+    def _check_templates(self) -> None:
+        for name in self.templates:
+            if name not in self.fields or name == "messages":
+                raise ConfigError(
+                    f"templates.{name}: format {self.format!r} makes no example of it; it reads "
+                    f"{', '.join(self.fields)}"
+                )
+            if self.fields[name] != name:
+                raise ConfigError(f"templates.{name}: cannot be combined with {name}_field")
 
     def _check_values(self) -> None:
         for name in ("max_length", "max_target_length", "bucket"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jaxllm.common.errors import ConfigError
+from jaxllm.batch.tables.templates import RowTemplate
+from jaxllm.common.errors import ConfigError, DataError, nearest
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data.batches import Batches, Epoch, Shard
 from jaxllm.training.data.config import (
@@ -27,7 +28,14 @@ from jaxllm.training.data.formats import (
     preference_format,
 )
 from jaxllm.training.data.plan import Planner
-from jaxllm.training.data.rows import Row, Rows, SequenceRows, dataset_rows, open_rows
+from jaxllm.training.data.rows import (
+    Row,
+    Rows,
+    SequenceRows,
+    TemplatedRows,
+    dataset_rows,
+    open_rows,
+)
 
 
 def rows_of(config: DataConfig) -> Rows:
@@ -42,6 +50,39 @@ def rows_of(config: DataConfig) -> Rows:
     if config.path is None:
         raise ConfigError("path: give the files of the data, or a dataset")
     return open_rows(config.path, file_type=config.file_type, by_line=config.by_line)
+
+
+def with_templates(rows: Rows, config: DataConfig) -> Rows:
+    """The rows with the fields that the config's templates make.
+
+    Raises:
+        ConfigError, InputError: a template is wrong, or names a column that the first row lacks.
+    """
+    templates = {
+        name: RowTemplate(text, f"templates.{name}") for name, text in config.templates.items()
+    }
+    if len(rows):
+        for template in templates.values():
+            template.columns(rows[0])
+    return TemplatedRows(rows, templates) if templates else rows
+
+
+def check_fields(config: DataConfig) -> None:
+    """Checks that the first row has the fields that the format reads, before a model is loaded.
+
+    Raises:
+        DataError: it lacks one; names the nearest.
+    """
+    rows = with_templates(rows_of(config), config)
+    if not len(rows):
+        return
+    row = rows[0]
+    for name, field in config.fields.items():
+        if field not in row and not (config.format == "preference" and name == "prompt"):
+            raise DataError(
+                f"{name}_field: {rows.where(0)} has no field {field!r}; "
+                f"{nearest(field, list(map(str, row)))}"
+            )
 
 
 def make_format(config: DataConfig, tokenizer: Tokenizer, model: ModelInfo) -> Format:
@@ -98,7 +139,7 @@ def read_examples(
     limits = length_limits(config, model)
     if rows is not None and (config.path is not None or config.dataset is not None):
         raise ConfigError("path, dataset: have no effect when rows are given")
-    source = rows_of(config) if rows is None else SequenceRows(rows)
+    source = with_templates(rows_of(config) if rows is None else SequenceRows(rows), config)
     return encode_rows(source, encode, model, limits, config.on_too_long, progress)
 
 

@@ -1,4 +1,4 @@
-"""Sources of rows: JSONL, JSON, text and byte files.
+"""Sources of rows: JSONL, JSON, tables, text and byte files.
 
 A row is a dict. Rows are read by index, without loading whole files (except JSON). Errors name the
 file and the line.
@@ -6,8 +6,11 @@ file and the line.
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import glob
 import hashlib
+import itertools
 import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,25 +19,28 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from jaxllm.batch.tables.read import read_table
+from jaxllm.batch.tables.table import Table
+from jaxllm.batch.tables.templates import RowTemplate
 from jaxllm.common.errors import DataError, MissingFileError, naming_file
 from jaxllm.common.files import expanded
 from jaxllm.common.optional_packages import load_dataset
 from jaxllm.common.strict_json import parse_json
 
 Row = Mapping[str, Any]
-FileType = Literal["auto", "jsonl", "json", "text", "bytes"]
+FileType = Literal["auto", "jsonl", "json", "table", "text", "bytes"]
 
 _BOM = b"\xef\xbb\xbf"
 _SUFFIXES: Mapping[str, FileType] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "json",
+    **dict.fromkeys((".csv", ".tsv", ".parquet"), "table"),
     ".txt": "text",
     ".text": "text",
     ".md": "text",
     ".bin": "bytes",
 }
-_TABLES = frozenset({".csv", ".tsv", ".parquet"})
 
 
 class Rows(Protocol):
@@ -85,6 +91,8 @@ def open_rows(
             return JsonlRows(files)
         case "json":
             return JsonRows(files)
+        case "table":
+            return TableRows(files)
         case "text":
             return LineRows(files) if by_line else TextRows(files)
         case _:
@@ -120,17 +128,15 @@ def find_files(path: str | PathLike[str] | Sequence[str | PathLike[str]]) -> tup
 
 
 def _type_of(file: Path) -> FileType:
-    if file.suffix.lower() in _TABLES:
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    is_compressed = suffixes[-1:] == [".gz"]
+    kind = _SUFFIXES.get((suffixes[:-1] if is_compressed else suffixes or [""])[-1])
+    if kind is None or (is_compressed and kind != "table"):
         raise DataError(
-            f"{file}: tables are read as a data set: give the folder that holds this file as"
-            " dataset, in place of path (pip install 'jaxllm[datasets]')"
+            f"{file}: the suffix does not tell the type of file ({', '.join(_SUFFIXES)} do, and "
+            "tables also with .gz); set file_type"
         )
-    if file.suffix.lower() not in _SUFFIXES:
-        raise DataError(
-            f"{file}: the suffix does not tell the type of file ({', '.join(_SUFFIXES)} do); "
-            "set file_type"
-        )
-    return _SUFFIXES[file.suffix.lower()]
+    return kind
 
 
 def _read(file: Path) -> bytes:
@@ -282,6 +288,74 @@ def as_row(value: Any, where: str) -> Row:
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
     return names.get(type(value), "null" if value is None else type(value).__name__)
+
+
+class TableRows(_Files):
+    """CSV, TSV or Parquet files. The cells of CSV are texts, but a list of objects in JSON, such as
+    messages, is read as one."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        super().__init__(files)
+        self._tables = [read_table(file) for file in self.files]
+        self._ends = list(itertools.accumulate(map(len, self._tables)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def _find(self, index: int) -> tuple[Table, int]:
+        number = bisect.bisect_right(self._ends, index)
+        return self._tables[number], index - (self._ends[number - 1] if number else 0)
+
+    def __getitem__(self, index: int, /) -> Row:
+        table, position = self._find(index)
+        try:
+            cells = table.cells(position)
+        except DataError as failure:
+            raise DataError(f"{table.name}: {failure}") from None
+        if table.has_texts:
+            return {name: _objects_or_text(cell) for name, cell in cells.items()}
+        return cells
+
+    def where(self, index: int) -> str:
+        table, position = self._find(index)
+        number = table.number(position)
+        return f"{table.name}:{number}" if table.unit == "line" else f"{table.name}[{number}]"
+
+
+def _objects_or_text(cell: str) -> Any:
+    """A cell of CSV.
+
+    >>> _objects_or_text("[1]"), _objects_or_text('[{"role": "user"}]')
+    ('[1]', [{'role': 'user'}])
+    """
+    if cell.lstrip().startswith("[{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(cell)
+    return cell
+
+
+class TemplatedRows:
+    """Rows with fields that templates make of their other fields."""
+
+    def __init__(self, rows: Rows, templates: Mapping[str, RowTemplate]) -> None:
+        self._rows, self._templates = rows, templates
+        self.name = rows.name
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int, /) -> Row:
+        row = self._rows[index]
+        try:
+            return {**row, **{name: each.render(row) for name, each in self._templates.items()}}
+        except DataError as failure:
+            raise DataError(f"{self.where(index)}: {failure}") from None
+
+    def where(self, index: int) -> str:
+        return self._rows.where(index)
+
+    def sha256(self) -> str:
+        return self._rows.sha256()
 
 
 class SequenceRows:

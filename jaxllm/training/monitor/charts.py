@@ -24,6 +24,8 @@ MIN_SMOOTHED = 40
 """Fewest points of a curve that is smoothed."""
 MAX_DOTS = 30
 """Most points of a curve that is drawn with a dot at each point."""
+FLAT = 0.01
+"""Share of the largest value up to which differences of a curve are not shown large."""
 LEARNING_RATES = ("lr", "learning_rate")
 # Colours that matplotlib draws with, and the variables of the page's style that replace them.
 COLOURS = {
@@ -103,6 +105,7 @@ def svg_chart(curves: Sequence[Curve], *, label: str, noisy: bool = True) -> str
     axes = figure.subplots()
     for each, colour in zip(curves, (TRAINED, EVALUATED), strict=False):
         _draw(axes, each, colour, noisy=noisy)
+    _fit(axes, curves)
     bad = sorted({step for each in curves for step in each.nonfinite})[:100]
     # Markers on the x axis, at height 0 of the frame.
     axes.plot(bad, [0] * len(bad), "|", color=NONFINITE, transform=axes.get_xaxis_transform())
@@ -116,6 +119,14 @@ def svg_chart(curves: Sequence[Curve], *, label: str, noisy: bool = True) -> str
         figure.savefig(text, format="svg", transparent=True, metadata=NO_METADATA)
     notes = "".join(f"; step {step}: not finite" for step in bad)
     return _inline(text.getvalue(), label + notes)
+
+
+def _fit(axes: Any, curves: Sequence[Curve]) -> None:
+    """Begins the axis at zero for values that hardly differ."""
+    values = [y for each in curves for _, y in each.points]
+    if values and max(values) - min(values) <= FLAT * max(map(abs, values)):
+        bottom, top = 1.05 * min(0.0, *values), 1.05 * max(0.0, *values)
+        axes.set_ylim(bottom, top if top > bottom else 1.0)
 
 
 def save_plot(rows: Sequence[Mapping[str, Any]], path: str | PathLike[str]) -> None:

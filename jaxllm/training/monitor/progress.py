@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
@@ -12,11 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from jaxllm.common.compiling import CompileClock
+from jaxllm.common.progress import PLAIN_SECONDS
 from jaxllm.training.monitor.flops import Peak
 
 LINE_EVERY = 10
-QUIET_SECONDS = 30.0
-"""Maximum time between two lines while steps finish."""
+QUIET_SECONDS = PLAIN_SECONDS
+"""Maximum time between two lines while steps finish or programs compile."""
 WINDOW = 20
 """Steps over which speeds are averaged."""
 
@@ -81,7 +83,8 @@ class TrainingProgress:
         start: step at which it resumes.
         peak: peak FLOP/s of the devices, for the MFU; None: no MFU.
         every: steps between lines if stderr is not a terminal. The first and the last step also
-            have a line, as does any step that ends half a minute after the last line.
+            have a line, as does any step that ends ten seconds after the last line.
+        evaluations_after: number of evaluations after a step, for the remaining time.
         quiet: show nothing; `step` still returns speeds.
         now: a clock, in seconds.
     """
@@ -93,6 +96,7 @@ class TrainingProgress:
         start: int = 0,
         peak: Peak | None = None,
         every: int = LINE_EVERY,
+        evaluations_after: Callable[[int], int] = lambda step: 0,
         quiet: bool = False,
         console: Console | None = None,
         now: Callable[[], float] = time.perf_counter,
@@ -101,7 +105,10 @@ class TrainingProgress:
         self._console = console or Console(
             stderr=True, quiet=quiet, highlight=False, soft_wrap=True
         )
-        self._throughput = Throughput(peak)
+        self._throughput, self._evaluations_after = Throughput(peak), evaluations_after
+        self._evaluation_seconds: dict[str, float] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._say_what_compiles, daemon=True)
         self._clock: CompileClock | None = None
         self._compiled = (0, 0.0)
         self._since = self._said = now()
@@ -123,12 +130,22 @@ class TrainingProgress:
             "training", total=self._total, completed=self._start, line="compiling"
         )
         self._since = self._now()
+        if not self._console.is_terminal:
+            self._thread.start()
         return self
 
     def __exit__(self, *raised: object) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
         self._moving.stop()
         if self._clock is not None:
             self._clock.close()
+
+    def _say_what_compiles(self) -> None:
+        while not self._ended.wait(QUIET_SECONDS):
+            if self._clock is not None and (started := self._clock.started) is not None:
+                self.say(f"compiling, {time.monotonic() - started:.0f} s so far")
 
     def say(self, line: str) -> None:
         """Prints a line above the bar."""
@@ -136,13 +153,18 @@ class TrainingProgress:
 
     @contextlib.contextmanager
     def phase(self, doing: str, *, says: bool = True) -> Generator[None]:
-        """Context for work other than training steps; `says`: print its time at the end."""
+        """Context for work other than training steps.
+
+        Args:
+            says: print its time at the end; it is part of an evaluation.
+        """
         start = self._now()
         if self._task is not None:
             self._moving.update(self._task, description=doing)
         try:
             yield
             if says:
+                self._evaluation_seconds[doing] = self._now() - start
                 self.say(f"{doing}: {self._now() - start:.1f} s")
         finally:
             self._since += self._now() - start
@@ -182,7 +204,8 @@ class TrainingProgress:
             self._throughput.add(seconds=seconds, tokens=tokens, flops=flops)
         self._compiled = (programs, compiling)
         speed = self._throughput.speed()
-        line = progress_text(loss, speed, max(self._total - step, 0), shown or {})
+        evaluations = self._evaluations_after(step) * sum(self._evaluation_seconds.values())
+        line = progress_text(loss, speed, max(self._total - step, 0), shown or {}, evaluations)
         if self._task is not None:
             self._moving.update(
                 self._task, completed=step, line=f"step {step}/{self._total}  {line}"
@@ -197,8 +220,14 @@ class TrainingProgress:
         return (0, 0.0) if self._clock is None else (self._clock.programs, self._clock.seconds)
 
 
-def progress_text(loss: float, speed: Speed, steps_left: int, shown: Mapping[str, float]) -> str:
-    """Formats the line of a step.
+def progress_text(
+    loss: float,
+    speed: Speed,
+    steps_left: int,
+    shown: Mapping[str, float],
+    evaluation_seconds: float = 0.0,
+) -> str:
+    """Formats the line of a step; `evaluation_seconds` is the time of the evaluations to come.
 
     >>> progress_text(2.5, Speed(1234.5, 0.31, 0.5), 60, {"lr": 1e-4})
     'loss 2.5000  lr 0.0001  1,234 tokens/s  MFU 31.0%  ETA 0:30'
@@ -209,7 +238,8 @@ def progress_text(loss: float, speed: Speed, steps_left: int, shown: Mapping[str
     if speed.mfu is not None:
         parts.append(f"MFU {speed.mfu:.1%}")
     if speed.seconds_per_step is not None and steps_left:
-        parts.append(f"ETA {clock_time(steps_left * speed.seconds_per_step)}")
+        seconds = steps_left * speed.seconds_per_step + evaluation_seconds
+        parts.append(f"ETA {clock_time(seconds)}")
     return "  ".join(parts)
 
 

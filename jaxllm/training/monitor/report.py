@@ -150,7 +150,7 @@ def html_report(
         "" if ended is None else f'<p class="sub">Stopped early: {escape(ended)}</p>',
         _tiles(_highlights(rows)),
         "<h2>Curves</h2>",
-        _charts(rows),
+        _charts(rows, card.config.get("checkpoints", {}).get("metric")),
         _samples(samples),
         "<h2>Last values</h2>",
         _table((name, _number(value)) for name, value in _last_values(rows).items()),
@@ -168,16 +168,19 @@ def html_report(
     )
 
 
-def _charts(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The charts side by side, or the installation hint without matplotlib."""
+def _charts(rows: Sequence[Mapping[str, Any]], metric: str | None) -> str:
+    """The charts side by side, that of the metric that chose the checkpoint first; or the
+    installation hint without matplotlib."""
     try:
-        charts = "".join(_chart(title, curves) for title, curves in _curves(rows))
+        charts = "".join(_chart(title, curves) for title, curves in _curves(rows, metric))
     except MissingExtraError as error:
         return f'<p class="sub">{escape(str(error))}</p>'
     return f'<div class="grid">{charts}</div>'
 
 
-def _curves(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, list[Curve]]]:
+def _curves(
+    rows: Sequence[Mapping[str, Any]], metric: str | None
+) -> Iterable[tuple[str, list[Curve]]]:
     """Yields titles and curves of the charts for which the rows have numbers."""
     shown = {name for _, fields in CHARTS for name, _ in fields}
     others = dict.fromkeys(name for row in rows for name in row if name.startswith("eval_"))
@@ -186,7 +189,8 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, list[Curve
         for name in others
         if name not in shown
     ]
-    for title, fields in (*CHARTS, *more):
+    charts = sorted((*CHARTS, *more), key=lambda chart: metric not in dict(chart[1]))
+    for title, fields in charts:
         curves_or_none = [curve(rows, field, name) for field, name in fields]
         curves = [c for c in curves_or_none if c is not None]
         if curves:

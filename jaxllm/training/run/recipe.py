@@ -13,7 +13,9 @@ from typing import Any, Literal
 
 import yaml
 
-from jaxllm.common.errors import ConfigError, MissingFileError, naming_file
+from jaxllm.batch.tables.templates import template_text
+from jaxllm.checkpoint.load import read_config_file
+from jaxllm.common.errors import ConfigError, JaxLLMError, MissingFileError, naming_file
 from jaxllm.common.files import read_text
 from jaxllm.common.validation import admits_null, from_plain
 from jaxllm.training.data import DataConfig
@@ -26,18 +28,20 @@ from jaxllm.training.optimizers import OptimizerConfig
 Dtype = Literal["float32", "bfloat16", "float16"]
 BYTES = "bytes"
 CHANGEABLE = (
-    *("output_dir", "max_steps", "eval_data", "evaluation", "early_stopping", "checkpoints.every"),
-    *("checkpoints.keep", "mesh", "log_every", "tensorboard", "wandb", "skip_limit"),
+    *("output_dir", "max_steps", "epochs", "eval_data", "evaluation", "early_stopping"),
+    *("checkpoints.every", "checkpoints.keep", "mesh", "log_every", "tensorboard", "wandb"),
+    "skip_limit",
     *("model.path", "data.path", "data.dataset"),  # digests of their contents are compared
 )
 """Fields that may change when a run resumes. The others determine the weights or the best
 checkpoint."""
+DEFAULT_STEPS = 1000
 MAX_FILE_BYTES = 1 << 20
 TAG = "tag:yaml.org,2002:"
 PATHS = {
-    "data": ("path", "dataset"),
-    "eval_data": ("path", "dataset"),
-    "model": ("path", "tokenizer"),
+    "data": ("path", "dataset", "templates"),
+    "eval_data": ("path", "dataset", "templates"),
+    "model": ("path", "tokenizer", "config"),
 }
 """Fields of a recipe that may be paths."""
 KINDS = ("null", "bool", "int", "float", "str", "seq", "map")
@@ -59,7 +63,8 @@ class ModelSource:
 
     Args:
         path: a Hugging Face folder, a .gguf file, a Hub id, or "smollm2" (the bundled model).
-        config: fields of config.json, in place of `path`: a new model with random weights.
+        config: fields of config.json, or the path of one, in place of `path`: a new model with
+            random weights.
         architecture: class name that replaces the one in the config.
         num_labels: make a classifier with this many outputs from the language model at `path`.
         problem_type: problem type of that classifier; None: single label, or regression for one
@@ -76,7 +81,7 @@ class ModelSource:
     """
 
     path: str | None = None
-    config: Mapping[str, Any] | None = None
+    config: Mapping[str, Any] | str | None = None
     architecture: str | None = None
     num_labels: int | None = None
     problem_type: str | None = None
@@ -90,6 +95,12 @@ class ModelSource:
     def __post_init__(self):
         if (self.path is None) == (self.config is None):
             raise ConfigError("path, config: give one of the two")
+        if isinstance(self.config, str):
+            try:
+                config = read_config_file(Path(self.config))
+            except JaxLLMError as error:
+                raise ConfigError(f"config: {error}") from None
+            object.__setattr__(self, "config", config)
         if self.config is not None:
             for name in ("num_labels", "problem_type", "overrides"):
                 if getattr(self, name):
@@ -191,7 +202,9 @@ class Recipe:
         eval_data: evaluation data. None: no evaluation; as an override (``--eval-data null``) it
             also drops the file's `evaluation` and `early_stopping`.
         output_dir: folder of the run.
-        max_steps: last step. The length of the schedule is `optimizer.schedule_steps`.
+        max_steps: last step. None: 1000, or the end of the last epoch. The length of the schedule
+            is `optimizer.schedule_steps`.
+        epochs: passes over the data, such as 3 or 0.5, in place of `max_steps`.
         batch_size: rows of one optimizer step, over all devices and micro-batches.
         accumulation: number of micro-batches of a step, computed sequentially.
         seed: seed of random weights, data order and dropout.
@@ -201,7 +214,7 @@ class Recipe:
             no average.
         skip_limit: number of consecutive batches without a finite gradient that stops the run.
         log_every: steps between progress lines without a terminal; there is at least one line every
-            half minute.
+            ten seconds.
         tensorboard: write event files; needs the extra `tensorboard`.
         wandb: project on Weights & Biases to log to; needs the extra `wandb`.
     """
@@ -210,7 +223,8 @@ class Recipe:
     data: DataConfig
     eval_data: DataConfig | None = None
     output_dir: str | None = None
-    max_steps: int = 1000
+    max_steps: int | None = None
+    epochs: float | None = None
     batch_size: int = 8
     accumulation: int = 1
     seed: int = 0
@@ -232,6 +246,11 @@ class Recipe:
 
     def __post_init__(self):
         at_least(1, self, "max_steps", "batch_size", "accumulation", "skip_limit", "log_every")
+        if self.epochs is not None:
+            if self.max_steps is not None:
+                raise ConfigError("epochs cannot be combined with max_steps; remove one of them")
+            if not self.epochs > 0:
+                raise ConfigError(f"epochs: expected more than 0, found {self.epochs}")
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed: expected 0 to {2**32 - 1}, found {self.seed}")
         if self.batch_size % self.accumulation:
@@ -261,6 +280,12 @@ class Recipe:
         if self.early_stopping is not None and self.evaluation.every is None:
             raise ConfigError("early_stopping: has no effect without evaluation.every")
 
+    def last_step(self, steps_per_epoch: int) -> int:
+        """The step at which the run ends."""
+        if self.epochs is not None:
+            return max(1, round(self.epochs * steps_per_epoch))
+        return DEFAULT_STEPS if self.max_steps is None else self.max_steps
+
     def _check_preferences(self) -> None:
         for name in ("data", "eval_data"):
             data = getattr(self, name)
@@ -284,6 +309,8 @@ def read_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recip
     Paths of data and models in the file are relative to its folder, those in `overrides` and
     `output_dir` to the working directory.
 
+    An override of `epochs` replaces the file's `max_steps`, and the other way round.
+
     An override null drops a section or field of the file that cannot be null, so that it has its
     default. ``eval_data: null`` switches evaluation off: the file's `evaluation`, `early_stopping`
     and the metric of its `checkpoints` have no effect then.
@@ -300,6 +327,9 @@ def read_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recip
             raw["checkpoints"] = {
                 name: value for name, value in checkpoints.items() if name not in ("metric", "mode")
             }
+    for name, other in (("epochs", "max_steps"), ("max_steps", "epochs")):
+        if name in (overrides or {}):
+            raw.pop(other, None)
     for name, value in (overrides or {}).items():
         if value is None and not admits_null(Recipe, name):
             drop_field(raw, name)
@@ -325,6 +355,9 @@ def with_paths_from(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     def joined(section: str, name: str, value: Any) -> Any:
         if isinstance(value, list):
             return [joined(section, name, each) for each in value]
+        if name == "templates" and isinstance(value, dict):
+            # The text itself, by which a resumed run knows that it is the same.
+            return {key: template_text(joined(section, key, each)) for key, each in value.items()}
         if not isinstance(value, str) or value.startswith("~"):
             return value
         path = folder / value

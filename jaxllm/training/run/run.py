@@ -85,7 +85,7 @@ def train(
     quiet: bool = False,
     stop: Callable[[], int | None] = lambda: None,
 ) -> RunResult:
-    """Trains according to a recipe, up to `max_steps`.
+    """Trains according to a recipe, up to `max_steps` or the end of the last epoch.
 
     Every process calls this, with a shared folder; the first process writes.
 
@@ -131,7 +131,7 @@ def train(
             say(line)
         peak = peak_flops()
         say(f"peak for the MFU: {peak}")
-        progress = stack.enter_context(open_progress(recipe, start, peak, console))
+        progress = stack.enter_context(open_progress(setup, start, peak, console))
         keeper = sample_keeper(folder, leads)
         patience = patience_of(recipe, saved, partial(measured_on, recipe, setup.eval_batches))
         loop = Loop(setup, checkpoints, progress, log, sinks, base, patience, keeper)
@@ -140,7 +140,7 @@ def train(
         if start == 0:
             sample_before(folder, loop, state)
         evaluated = saved.get("evaluated", False)
-        state, signal = loop.run_to(recipe.max_steps, state, stop, evaluated=evaluated)
+        state, signal = loop.run_to(setup.last_step, state, stop, evaluated=evaluated)
         checkpoints.wait()
         checkpoints.delete_expired()
         if leads:
@@ -156,13 +156,19 @@ def train(
         )
 
 
-def open_progress(recipe: Recipe, start: int, peak: Peak, console: Console) -> TrainingProgress:
+def open_progress(setup: Setup, start: int, peak: Peak, console: Console) -> TrainingProgress:
     """Opens the progress of a run that begins after step `start`."""
+    last, every = setup.last_step, setup.recipe.evaluation.every or setup.last_step
+
+    def evaluations_after(step: int) -> int:
+        return 0 if setup.eval_batches is None else -(-last // every) - step // every
+
     return TrainingProgress(
-        recipe.max_steps,
+        setup.last_step,
         start=start,
         peak=peak,
-        every=recipe.log_every,
+        every=setup.recipe.log_every,
+        evaluations_after=evaluations_after,
         quiet=console.quiet,
         console=console,
     )
@@ -213,7 +219,7 @@ def start_or_resume(
         state, saved = restore(checkpoints, setup, base, folder)
         setup = dataclasses.replace(setup, state=state)
     start = int(setup.state.step)
-    check_ahead(start, recipe.max_steps, folder)
+    check_ahead(start, setup.last_step, folder)
     if resume:
         say(f"resuming at step {start}" if has_checkpoint else "no checkpoint yet: a new run")
     return setup, base, saved

@@ -43,15 +43,16 @@ def saved_steps(folder: Path) -> list[int]:
     return numbered(folder / CHECKPOINTS)
 
 
-def check_ahead(step: int, max_steps: int, folder: Path) -> None:
-    """Checks that a run does not resume beyond `max_steps`.
+def check_ahead(step: int, last_step: int, folder: Path) -> None:
+    """Checks that a run does not resume beyond its last step.
 
     Raises:
         RunError: it is beyond that step.
     """
-    if step > max_steps:
+    if step > last_step:
         raise RunError(
-            f"{folder}: the run is at step {step}, beyond max_steps, {max_steps}; set a larger one"
+            f"{folder}: the run is at step {step}, beyond its last one, {last_step}; set a larger "
+            "max_steps, or epochs"
         )
 
 

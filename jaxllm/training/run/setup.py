@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxllm.auto import AutoTokenizer
 from jaxllm.checkpoint.load import LoadProgress
-from jaxllm.common.errors import ConfigError, MissingFileError
+from jaxllm.common.errors import ConfigError, InputError, MissingFileError
 from jaxllm.loading import load
 from jaxllm.models.build_options import Options
 from jaxllm.models.model import Card, Model
@@ -30,6 +30,7 @@ from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.classifier import with_classifier
 from jaxllm.training.data import Batches, Epoch, ModelInfo, epoch_batches, make_batches
+from jaxllm.training.data.pipeline import check_fields
 from jaxllm.training.data.rows import find_files
 from jaxllm.training.dpo import DPOLoss
 from jaxllm.training.evaluation.generation import EvalPrompt, score_texts
@@ -103,7 +104,7 @@ def loaded_model(
 
 def new_model(source: ModelSource, seed: int) -> tuple[Model[Any], None]:
     """Creates a model of `source.config` with random weights in float32."""
-    assert source.config is not None
+    assert isinstance(source.config, Mapping)  # a path is read by the recipe
     spec = model_spec(source.config, source.architecture)
     options = Options(
         dtype=jnp.dtype(source.dtype or "float32"),
@@ -157,6 +158,8 @@ class Setup:
     eval_loss: Loss
     """Loss without label smoothing and z-loss, which would distort the perplexity; DPO's own."""
     eval_batches: Epoch | None
+    last_step: int
+    """The step at which the run ends."""
     prompts: list[EvalPrompt]
     """Prompts to generate for at every evaluation."""
 
@@ -177,7 +180,8 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
     info = info_of(model)
     batches, eval_batches = load_data(recipe, tokenizer, info, mesh, say)
     prompts = eval_prompts(recipe, model, tokenizer, info)
-    say_if_beyond_schedule(recipe, say)
+    last_step = recipe.last_step(batches.batches_per_epoch)
+    say_if_beyond_schedule(recipe, last_step, say)
     optimizer = make_optimizer(recipe.optimizer)
     state = TrainState.create(
         model,
@@ -206,6 +210,7 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
         batches=batches,
         eval_loss=preferences or loss_for(model),
         eval_batches=eval_batches,
+        last_step=last_step,
         prompts=prompts,
     )
 
@@ -260,7 +265,8 @@ def load_data(
             progress=rows_progress(say, "training data"),
             **shared,
         )
-    say(f"training data: {batches.counts}; {batches.batches_per_epoch} steps an epoch")
+    steps = batches.batches_per_epoch
+    say(f"training data: {batches.counts}; steps of an epoch: {steps}")
     if recipe.eval_data is None:
         return batches, None
     with section("eval_data"):
@@ -275,30 +281,34 @@ def load_data(
     return batches, eval_batches
 
 
-def say_if_beyond_schedule(recipe: Recipe, say: Callable[[str], None]) -> None:
+def say_if_beyond_schedule(recipe: Recipe, last_step: int, say: Callable[[str], None]) -> None:
     """Reports the learning rate of a run that continues beyond the end of its schedule."""
     end = recipe.optimizer.schedule_steps
-    if end is not None and recipe.max_steps > end:
+    if end is not None and last_step > end:
         rate = recipe.optimizer.learning_rate * (recipe.optimizer.final_factor or 0.0)
         say(
             f"the learning rate is {rate:g} from step {end} on (optimizer.schedule_steps), and the "
-            f"run goes on to step {recipe.max_steps} (max_steps)"
+            f"run goes on to step {last_step}"
         )
 
 
 def check_files_and_packages(recipe: Recipe) -> None:
-    """Checks for missing files and packages, before the model is loaded.
+    """Checks for missing files, fields and packages, before the model is loaded.
 
     Raises:
         DataError, MissingFileError: a path names no files.
         MissingExtraError: a package is not installed.
     """
     for name, data in (("data", recipe.data), ("eval_data", recipe.eval_data)):
-        if data is not None and data.path is not None:
+        if data is None:
+            continue
+        if data.path is not None:
             try:
                 find_files(data.path)
             except MissingFileError as error:
                 raise MissingFileError(f"{name}.path: {error}") from None
+        with section(name):
+            check_fields(data)
     if recipe.tensorboard:
         tensorboard_package()
     if recipe.wandb is not None:
@@ -314,6 +324,8 @@ def section(name: str) -> Generator[None]:
         yield
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
+    except InputError as error:  # of a template
+        raise ConfigError(f"{name}.{error}") from None
 
 
 def rows_progress(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import sys
 
+import pyarrow
+import pyarrow.parquet as pq
 import pytest
 
 from jaxllm.common.errors import DataError, MissingFileError, UnsupportedError
@@ -100,8 +103,32 @@ def test_text_and_bytes(tmp_path):
         open_rows(binary, file_type="text")[0]
     with pytest.raises(DataError, match="set file_type"):
         open_rows(write(tmp_path, "x.weights", b""))
-    with pytest.raises(DataError, match="give the folder that holds this file as dataset"):
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
         open_rows(write(tmp_path, "x.parquet", b""))
+
+
+def test_tables(tmp_path):
+    """Several files of one type; cells of CSV are texts, but messages are read as JSON."""
+    chat = '"[{""role"": ""user"", ""content"": ""Hi""}]"'
+    write(tmp_path, "a.csv", "question,n,messages\nWhy?,1,\n")
+    write(tmp_path, "b.csv", f'question,n,messages\n"two\nlines",2,{chat}\n')
+    rows = open_rows(str(tmp_path / "*.csv"))
+    assert [rows[i] for i in range(len(rows))] == [
+        {"question": "Why?", "n": "1", "messages": ""},
+        {"question": "two\nlines", "n": "2", "messages": [{"role": "user", "content": "Hi"}]},
+    ]
+    assert [rows.where(i) for i in (0, 1)] == [f"{tmp_path}/{name}.csv:2" for name in "ab"]
+    table = pyarrow.table({"question": ["Why?", None], "n": [1, 2]})
+    pq.write_table(table, tmp_path / "c.parquet")
+    rows = open_rows(tmp_path / "c.parquet")
+    assert rows[1] == {"question": None, "n": 2}
+    assert rows.where(1) == f"{tmp_path}/c.parquet[1]"
+    compressed = gzip.compress(b"question\tn\nWhy?\t1\n")
+    assert open_rows(write(tmp_path, "d.tsv.gz", compressed))[0] == {"question": "Why?", "n": "1"}
+    with pytest.raises(DataError, match="and tables also with"):
+        open_rows(write(tmp_path, "e.jsonl.gz", compressed))
+    with pytest.raises(DataError, match=r"f\.csv: line 3: has 1 cells, but the header 2"):
+        open_rows(write(tmp_path, "f.csv", "a,b\n1,2\n3\n"))[1]
 
 
 def test_hashes(tmp_path):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import re
+import time
 
 import jax
 import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
+from jaxllm.training.monitor import progress as training_progress
 from jaxllm.training.monitor.flops import Peak
 from jaxllm.training.monitor.progress import Throughput, TrainingProgress, clock_time
 
@@ -49,10 +51,40 @@ def test_slow_steps_have_lines_of_their_own(capsys: pytest.CaptureFixture[str]) 
     clock = Clock()
     with TrainingProgress(50, every=10, now=clock) as progress:
         for step in range(1, 21):
-            clock.seconds += 12 if step < 15 else 1
+            clock.seconds += 4 if step < 15 else 1
             progress.step(step, loss=3.0, tokens=50)
     starts = [line.split("/")[0] for line in capsys.readouterr().err.splitlines()]
     assert starts == [f"step {n}" for n in (1, 4, 7, 10, 13, 20)]
+
+
+def test_the_remaining_time_includes_evaluations(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+
+    def evaluations_after(step: int) -> int:
+        return (40 - step) // 10
+
+    with TrainingProgress(40, every=10, evaluations_after=evaluations_after, now=clock) as progress:
+        for step in range(1, 21):
+            clock.seconds += 1
+            progress.step(step, loss=3.0, tokens=50)
+            if step == 10:
+                with progress.phase("evaluating"):
+                    clock.seconds += 30
+    lines = capsys.readouterr().err.splitlines()
+    assert "ETA 0:30" in lines[1]  # no evaluation has been measured
+    assert lines[-1].endswith("ETA 1:20")  # 20 steps and 2 evaluations
+
+
+def test_long_compilations_are_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_progress, "QUIET_SECONDS", 0.01)
+    with TrainingProgress(2) as progress:
+        assert progress._clock is not None
+        progress._clock.started = time.monotonic() - 75
+        time.sleep(0.2)
+        progress._clock.started = None
+    assert "compiling, 75 s so far" in capsys.readouterr().err
 
 
 def test_quiet(capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,9 +109,9 @@ def test_values_of_the_command_line(text: str, value: Any):
         ({"data": {"format": "text", "path": 3}}, "data.path: expected"),
         ({"data": {"path": "a"}}, "data.format: missing"),
         ({"data": {"path": "a", "format": "txt"}}, "data.format: expected 'text', "),
-        ({"max_steps": "many"}, "max_steps: expected an integer, found 'many'"),
-        ({"max_steps": True}, "max_steps: expected an integer, found True"),
-        ({"max_steps": 1.0}, "max_steps: expected an integer, found 1.0"),
+        ({"max_steps": "many"}, "max_steps: expected an integer or null, found 'many'"),
+        ({"max_steps": True}, "max_steps: expected an integer or null, found True"),
+        ({"max_steps": 1.0}, "max_steps: expected an integer or null, found 1.0"),
         ({"max_steps": 0}, "max_steps: expected 1 or more, found 0"),
         ({"batch_size": [4]}, "batch_size: expected an integer"),
         ({"batch_size": 5, "accumulation": 2}, "accumulation: 2 does not divide batch_size, 5"),
@@ -154,7 +154,7 @@ def test_overrides_are_named_where_they_are_wrong(tmp_path: Path):
     path = write_recipe(tmp_path)
     with pytest.raises(ConfigError, match=r"with --optimizer\.nam.*optimizer\.nam: unknown; is it"):
         read_recipe(path, {"optimizer.nam": "lion"})
-    with pytest.raises(ConfigError, match=r"max_steps: expected an integer, found {'a': 1}"):
+    with pytest.raises(ConfigError, match=r"max_steps: expected an integer or null, found"):
         read_recipe(path, {"max_steps.a": 1})
 
 

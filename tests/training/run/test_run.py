@@ -114,7 +114,7 @@ def test_going_on_at_the_end_changes_nothing(copied: Recipe):
 
 @pytest.mark.ci
 def test_a_run_does_not_go_back(copied: Recipe):
-    with pytest.raises(RunError, match="is at step 4, beyond max_steps, 3"):
+    with pytest.raises(RunError, match="is at step 4, beyond its last one, 3"):
         go_on(copied, max_steps=3)
 
 

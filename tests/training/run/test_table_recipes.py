@@ -1,0 +1,158 @@
+"""Recipes over tables: templates, epochs, a config file, and what is checked before loading."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import recipe
+
+import jaxllm
+from jaxllm.common.errors import ConfigError, DataError, RunError
+from jaxllm.tokenizers.byte_level import byte_tokenizer
+from jaxllm.training.data import DataConfig, ModelInfo
+from jaxllm.training.data.pipeline import read_examples, rows_of, with_templates
+from jaxllm.training.monitor.charts import Curve, svg_chart
+from jaxllm.training.run.recipe import ModelSource, read_recipe
+from jaxllm.training.run.setup import set_up
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 384,
+    "max_position_embeddings": 64,
+}
+ROWS = 'question,context,answer\n"Where, now?",Here,there\nWho?,,me\nWhat?,x,y\nWhy?,z,because\n'
+RECIPE = """
+model: {config: tiny/config.json, tokenizer: bytes}
+data:
+  format: prompt_completion
+  path: rows.csv
+  templates: {prompt: prompt.jinja, completion: " {{ answer }}"}
+optimizer: {learning_rate: 0.01}
+batch_size: 2
+epochs: 1.5
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    files = tmp_path / "recipes"
+    (files / "tiny").mkdir(parents=True)
+    (files / "tiny" / "config.json").write_text(json.dumps(CONFIG))
+    (files / "rows.csv").write_text(ROWS)
+    (files / "prompt.jinja").write_text("{{ context or 'no context' }}: {{ question }}\n")
+    (files / "recipe.yaml").write_text(RECIPE)
+    return files
+
+
+def test_rows_of_a_table(folder: Path):
+    data = read_recipe(folder / "recipe.yaml").data
+    rows = with_templates(rows_of(data), data)
+    assert rows[0] == {
+        "question": "Where, now?",
+        "context": "Here",
+        "answer": "there",
+        "prompt": "Here: Where, now?",
+        "completion": " there",
+    }
+    assert rows[1]["prompt"] == "no context: Who?"
+    info = ModelInfo(kind="causal", vocab_size=384, context_length=64)
+    assert read_examples(data, byte_tokenizer(), info).counts.examples == 4
+
+
+@pytest.mark.ci
+def test_epochs_and_a_config_file(folder: Path):
+    overrides = {"output_dir": str(folder / "run")}
+    result = jaxllm.train(folder / "recipe.yaml", overrides, quiet=True)
+    assert result.step == 3  # 1.5 epochs of 2 batches
+    assert result.model.config.hidden_size == 32
+    longer = jaxllm.train(
+        folder / "recipe.yaml", {**overrides, "epochs": 2.5}, resume=True, quiet=True
+    )
+    assert longer.step == 5
+    with pytest.raises(RunError, match="is at step 5, beyond its last one, 2"):
+        jaxllm.train(folder / "recipe.yaml", {**overrides, "max_steps": 2}, resume=True, quiet=True)
+    (folder / "prompt.jinja").write_text("{{ question }}")
+    with pytest.raises(RunError, match=r"data\.templates"):
+        jaxllm.train(folder / "recipe.yaml", {**overrides, "epochs": 4}, resume=True, quiet=True)
+
+
+def test_epochs_and_steps(folder: Path):
+    spec = read_recipe(folder / "recipe.yaml", {"max_steps": 7})
+    assert (spec.max_steps, spec.epochs, spec.last_step(100)) == (7, None, 7)
+    spec = read_recipe(folder / "recipe.yaml", {"epochs": 0.25})
+    assert [spec.last_step(steps) for steps in (100, 2)] == [25, 1]
+    assert replace(spec, epochs=None).last_step(5) == 1000
+    with pytest.raises(ConfigError, match="epochs cannot be combined with max_steps"):
+        replace(spec, max_steps=3)
+    with pytest.raises(ConfigError, match="epochs: expected more than 0, found 0"):
+        replace(spec, epochs=0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "why"),
+    [
+        (
+            {"templates": {"prompt": "{{ qestion }}", "completion": "{{ answer }}"}},
+            DataError,
+            r"templates\.prompt: no column 'qestion'; the nearest is 'question'",
+        ),
+        (
+            {"templates": {}, "prompt_field": "question", "completion_field": "anser"},
+            DataError,
+            "completion_field: .*rows.csv:2 has no field 'anser'; the nearest is 'answer'",
+        ),
+        ({"templates": {"prompt": "{{"}}, ConfigError, r"data\.templates\.prompt: .*in line 1"),
+    ],
+)
+def test_fields_are_checked_before_the_model_is_loaded(
+    folder: Path, changes: dict[str, Any], error: type[Exception], why: str
+):
+    spec = read_recipe(folder / "recipe.yaml")
+    spec = replace(
+        spec, data=replace(spec.data, **changes), model=ModelSource(path="no/such/model")
+    )
+    with pytest.raises(error, match=why):
+        set_up(spec, print)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"templates": {"answer": "x"}}, "templates.answer: .*it reads prompt, completion"),
+        ({"templates": {"prompt": "x"}, "prompt_field": "q"}, "cannot be combined with prompt_f"),
+        ({"format": "chat", "templates": {"messages": "x"}}, "templates.messages: format 'chat'"),
+    ],
+)
+def test_templates_that_a_format_does_not_read(changes: dict[str, Any], why: str):
+    with pytest.raises(ConfigError, match=why):
+        DataConfig(**{"format": "prompt_completion", **changes})
+
+
+def test_a_config_file_that_is_not_there(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"config: .*none\.json: no such file"):
+        replace(recipe(tmp_path).model, config=str(tmp_path / "none.json"))
+
+
+@pytest.mark.parametrize(
+    ("values", "lowest", "highest"),
+    [([0.4, 0.4], 0.0, 0.42), ([0.0, 0.0], 0.0, 1.0), ([-2.0, -2.001], -2.101, 0.0)],
+)
+def test_axes_of_flat_curves(
+    values: list[float], lowest: float, highest: float, monkeypatch: pytest.MonkeyPatch
+):
+    from matplotlib.axes import Axes
+
+    limits: list[tuple[float, float]] = []
+    monkeypatch.setattr(Axes, "set_ylim", lambda self, *bounds: limits.append(bounds))
+    svg_chart([Curve("a", list(enumerate(values)))], label="a")
+    assert limits == [pytest.approx((lowest, highest), abs=1e-3)]
+    svg_chart([Curve("a", [(0.0, 1.0), (1.0, 2.0)])], label="a")
+    assert len(limits) == 1
