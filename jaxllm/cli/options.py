@@ -28,11 +28,11 @@ STREAM = "-"
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 
 
-def add_field_flags(parser: argparse.ArgumentParser) -> None:
+def add_field_flags(parser: argparse.ArgumentParser, *, in_server: bool = False) -> None:
     """Adds an option for each generation field; boolean fields also get ``--no-...``.
 
-    Values are only parsed here; the library checks them. Fields that jaxllm does not implement are
-    accepted, so that the library's error names them, but hidden from ``--help``.
+    Values are only parsed here; the library checks them. Fields that a command (or a server, with
+    `in_server`) cannot use are parsed too, so that an error names them, but ``--help`` hides them.
     """
     group = parser.add_argument_group(
         "generation fields",
@@ -40,7 +40,18 @@ def add_field_flags(parser: argparse.ArgumentParser) -> None:
     )
     for field in FIELDS.values():
         if not field.metadata:
-            _add_flag(group, field)
+            _add_flag(group, field, hidden=not _is_usable(field, in_server))
+
+
+def _is_usable(field: Field, in_server: bool) -> bool:
+    supported = field.supported
+    has_choice = supported is None or any(value and value != field.default for value in supported)
+    if field.library_only or field.record or not has_choice:
+        return False
+    if in_server:  # each request sets its length
+        is_length = field.name in ("max_length", "max_new_tokens")
+        return field.slots is not False and not field.per_call and not is_length
+    return True
 
 
 def generation_fields(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -51,13 +62,16 @@ def generation_fields(arguments: argparse.Namespace) -> dict[str, Any]:
 def _add_flag(
     group: argparse._ArgumentGroup,  # pyright: ignore[reportPrivateUsage]
     field: Field,
+    hidden: bool,
 ) -> None:
     flag = "--" + field.name.replace("_", "-")
-    text = field.doc if field.default in (None, False) else f"{field.doc} ({field.default})"
+    # generate()'s default of max_length is not that of commands.
+    has_default = field.default not in (None, False, ()) and field.name != "max_length"
+    text = f"{field.doc} ({field.default})" if has_default else field.doc
     options: dict[str, Any] = {
         "dest": field.name,
         "default": argparse.SUPPRESS,
-        "help": argparse.SUPPRESS if field.supported is not None else text.replace("%", "%%"),
+        "help": argparse.SUPPRESS if hidden else text.replace("%", "%%"),
     }
     if field.check is boolean:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)

@@ -106,7 +106,7 @@ def _parser(program: str) -> Parser:
         help="also serve /v1/embeddings, as the mean over all tokens or the last token's",
     )
     _add_http_flags(parser)
-    add_field_flags(parser)
+    add_field_flags(parser, in_server=True)
     add_compile_cache_flags(parser)
     return parser
 

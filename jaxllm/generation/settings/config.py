@@ -36,7 +36,7 @@ from jaxllm.generation.settings.mode import (
 )
 
 _WATERMARK = "jaxllm.contrib.watermark"
-_OTHER_VOCABULARY = "assistants of another vocabulary"
+_OTHER_VOCABULARY = "for assistants of another vocabulary, which are not supported"
 
 
 @with_fields
@@ -60,44 +60,44 @@ class GenerationConfig(Settings):
     # fmt: off
     # Lengths and stopping
     max_length: int = setting(default=20, converter=integer(1),
-        doc="maximum length of a row, prompt included", off=UNSET)
+        doc="maximum length of a sequence, prompt included; max_new_tokens overrides it", off=UNSET)
     max_new_tokens: int | None = setting(default=None, converter=integer(1),
-        doc="maximum number of new tokens; overrides max_length")
+        doc="maximum number of new tokens; if no length is set, 256 in commands and batches, and "
+        "20 in generate()")
     min_length: int = setting(default=0, converter=integer(0),
-        doc="no end token before a row has this length, prompt included", off=0)
+        doc="minimum length of a sequence, prompt included: no end token comes before", off=0)
     min_new_tokens: int | None = setting(default=None, converter=integer(0),
-        doc="no end token before this number of new tokens; overrides min_length", per_row=0)
+        doc="minimum number of new tokens; overrides min_length", per_row=0)
     early_stopping: Literal[True, False, "never"] = setting(default=False,
         converter=choice(True, False, "never"),
-        doc='True: beam search stops with num_beams finished beams; "never": when none can improve',
+        doc='True ends beam search with num_beams ended beams, "never" when none can improve',
         off=UNSET, needs="num_beams")
     max_time: float | None = setting(default=None, converter=number("(0, inf)"),
-        doc="time limit in seconds, checked after each token", slots=False,
-        alone=True)
+        doc="time limit in seconds, checked after each token", slots=False, alone=True)
     stop_strings: tuple[str, ...] | None = setting(default=None, converter=strings,
-        doc="strings that end a row when they occur; needs tokenizer=", alone=True)
+        doc="texts that end a sequence when one of them occurs", alone=True)
 
     # Strategy
     do_sample: bool = setting(default=False, converter=boolean,
-        doc="samples instead of choosing the most probable token", off=UNSET, static=True)
+        doc="samples each token instead of taking the most probable one", off=UNSET, static=True)
     num_beams: int = setting(default=1, converter=integer(1),
-        doc="number of beams; above 1: beam search", off=UNSET, static=True)
+        doc="number of beams; above 1, beam search", off=UNSET, static=True)
     num_beam_groups: int = setting(default=1, converter=integer(1),
-        doc="number of beam groups; above 1: diverse beam search", off=UNSET, static=True)
+        doc="number of beam groups; above 1, diverse beam search", off=UNSET, static=True)
     diversity_penalty: float = setting(default=0.0, converter=number("[0, inf)"),
         doc="penalty on tokens that earlier beam groups chose", off=0.0, needs="num_beam_groups")
     penalty_alpha: float | None = setting(default=None, converter=number("[0, 1]"),
-        doc="weight of the penalty on repetition in contrastive search", off=0.0,
-        needs=CONTRASTIVE)
+        doc="contrastive search: weight of the penalty on repetition", off=0.0, needs=CONTRASTIVE)
     dola_layers: Literal["low", "high"] | tuple[int, ...] | None = setting(default=None,
-        converter=layers, doc='layers that DoLa contrasts with the last: "low", "high" or a list',
+        converter=layers, doc='DoLa: layers to contrast with the last one: "low", "high" or a list',
         needs=GREEDY_OR_SAMPLING, static=True, slots=False)
     constraints: Any = setting(default=None, converter=anything,
-        doc="list of constraints for constrained beam search", slots=False)
+        doc="constrained beam search: a list of constraint objects", slots=False,
+        library_only=True)
     force_words_ids: Any = setting(default=None, converter=anything,
-        doc="phrases, as token ids, that beam search must produce", slots=False)
+        doc="phrases, as lists of token ids, that beam search must produce", slots=False)
     num_return_sequences: int = setting(default=1, converter=integer(1),
-        doc="number of results per prompt", off=UNSET, static=True)
+        doc="number of results for each prompt", off=UNSET, static=True)
     use_mtp: bool | None = setting(default=None, converter=boolean,
         doc="drafts by multi-token prediction", execution=True, supported=(None, False))
 
@@ -112,14 +112,15 @@ class GenerationConfig(Settings):
         doc='options of the KV cache: {"nbits": 8} or {"sliding_window": W}', static=True,
         slots=False)
     max_cache_len: int | None = setting(default=None, converter=integer(1),
-        doc="minimum number of cache slots to allocate", static=True, slots=False)
+        doc="minimum number of tokens that the KV cache has room for", static=True, slots=False)
     return_legacy_cache: bool | None = setting(default=None, converter=boolean,
         doc="returns the cache as tuples", execution=True, supported=(None, False))
     low_memory: bool | None = setting(default=None, converter=boolean,
-        doc="contrastive search: decodes candidates one after the other", off=False,
+        doc="contrastive search: evaluates candidates one by one, to need less memory", off=False,
         needs=CONTRASTIVE_OR_BEAMS)
     prefill_chunk_size: int | None = setting(default=None, converter=integer(1),
-        doc="prefills the prompt in chunks of this size", execution=True, static=True, slots=False)
+        doc="number of prompt tokens that are processed at once, to need less memory",
+        execution=True, static=True, slots=False)
     compile_config: Any = setting(default=None, converter=anything, doc="options of torch.compile",
         execution=True, supported=(None,))
     disable_compile: bool = setting(default=False, converter=boolean,
@@ -130,78 +131,85 @@ class GenerationConfig(Settings):
 
     # Logits processors
     temperature: float = setting(default=1.0, converter=number("[1e-30, 1e30]"),
-        doc="divides the logits; below 1 sharpens the distribution", off=1.0, needs="do_sample",
-        per_row=1.0, always=True)
-    top_k: int = setting(default=50, converter=integer(0),
-        doc="keeps the k most probable tokens; 0 is off", off=0, needs=SAMPLING_OR_CONTRASTIVE,
-        per_row=0, always=True)
-    top_p: float = setting(default=1.0, converter=number("[0, 1]"),
-        doc="keeps the most probable tokens up to this total probability; 1 is off", off=1.0,
+        doc="divides the logits; below 1, probable tokens become more probable", off=1.0,
         needs="do_sample", per_row=1.0, always=True)
+    top_k: int = setting(default=50, converter=integer(0),
+        doc="considers only the k most probable tokens; 0 is off", off=0,
+        needs=SAMPLING_OR_CONTRASTIVE, per_row=0, always=True)
+    top_p: float = setting(default=1.0, converter=number("[0, 1]"),
+        doc="considers only the most probable tokens up to this total probability; 1 is off",
+        off=1.0, needs="do_sample", per_row=1.0, always=True)
     min_p: float | None = setting(default=None, converter=number("[0, 1]"),
-        doc="drops tokens less probable than this share of the most probable one",
+        doc="drops tokens whose probability is below min_p times that of the most probable token",
         needs="do_sample", per_row=0.0)
     top_h: float | None = setting(default=None, converter=number("(0, 1]"),
-        doc="keeps the most probable tokens up to this share of the entropy", needs="do_sample")
+        doc="considers only the most probable tokens up to this share of the entropy",
+        needs="do_sample")
     typical_p: float = setting(default=1.0, converter=number("(0, 1]"),
-        doc="keeps the most typical tokens up to this total probability; 1 is off", off=1.0,
-        needs="do_sample", per_row=1.0)
+        doc="like top_p, but begins with the tokens of the most average log-probability; 1 is off",
+        off=1.0, needs="do_sample", per_row=1.0)
     epsilon_cutoff: float = setting(default=0.0, converter=number("[0, 1)"),
-        doc="drops tokens of lower probability; 0 is off", off=0.0, needs="do_sample", per_row=0.0)
+        doc="drops tokens of a probability below this; 0 is off", off=0.0, needs="do_sample",
+        per_row=0.0)
     eta_cutoff: float = setting(default=0.0, converter=number("[0, 1)"),
-        doc="as epsilon_cutoff, but lower where the entropy is high; 0 is off", off=0.0,
+        doc="like epsilon_cutoff, but drops less where many tokens are probable; 0 is off", off=0.0,
         needs="do_sample", per_row=0.0)
     repetition_penalty: float = setting(default=1.0, converter=number("(0, inf)"),
-        doc="lowers the scores of tokens in the sequence so far; 1 is off", off=1.0, per_row=1.0)
+        doc="above 1, makes tokens of the text so far less probable; 1 is off", off=1.0,
+        per_row=1.0)
     encoder_repetition_penalty: float = setting(default=1.0, converter=number("(0, inf)"),
-        doc="raises the scores of tokens of the encoder's input; 1 is off", off=1.0,
+        doc="above 1, makes tokens of the encoder's input more probable; 1 is off", off=1.0,
         slots=False)
     presence_penalty: float = setting(default=0.0, converter=number("[-2, 2]"),
-        doc="subtracted from the scores of new tokens so far; 0 is off", off=0.0, per_row=0.0)
+        doc="subtracted from the scores of generated tokens; 0 is off", off=0.0, per_row=0.0)
     frequency_penalty: float = setting(default=0.0, converter=number("[-2, 2]"),
-        doc="the same, once for each time that a token occurs; 0 is off", off=0.0, per_row=0.0)
+        doc="subtracted from a token's score for each time it was generated; 0 is off", off=0.0,
+        per_row=0.0)
     length_penalty: float = setting(default=1.0, converter=number("(-inf, inf)"),
-        doc="exponent of the length by which beam scores are divided", off=1.0, needs="num_beams")
+        doc="divides beam scores by length ** length_penalty; higher favors long beams", off=1.0,
+        needs="num_beams")
     no_repeat_ngram_size: int = setting(default=0, converter=integer(0),
-        doc="size n of n-grams that must not occur twice; 0 is off", off=0, per_row=0)
+        doc="no sequence of this many tokens may occur twice; 0 is off", off=0, per_row=0)
     encoder_no_repeat_ngram_size: int = setting(default=0, converter=integer(0),
-        doc="size n of n-grams of the encoder's input that must not occur; 0 is off", off=0,
+        doc="no sequence of this many tokens of the encoder's input may occur; 0 is off", off=0,
         slots=False)
     bad_words_ids: tuple[tuple[int, ...], ...] | None = setting(default=None, converter=words,
-        doc="token sequences that must not occur", static=True, token_ids=ids_in)
+        doc="sequences of token ids that must not occur", static=True, token_ids=ids_in)
     sequence_bias: tuple[tuple[tuple[int, ...], float], ...] | None = setting(default=None,
-        converter=biases, doc="bias added to the score of the token that completes a sequence",
+        converter=biases,
+        doc="pairs of token ids and a bias, which is added to the score of their last token",
         static=True, token_ids=biased_ids)
     logit_bias: tuple[tuple[int, float], ...] = setting(default=(), converter=token_biases,
-        doc="map from tokens to biases that are added to their scores", off=(), per_row=(),
+        doc='numbers to add to the scores of tokens: {"TOKEN_ID": NUMBER, ...}', off=(), per_row=(),
         static=True, token_ids=biased_ids)
     renormalize_logits: bool = setting(default=False, converter=boolean,
-        doc="normalizes the scores (log-softmax) after all processors", off=False)
+        doc="normalizes the final scores, so that they are log-probabilities", off=False)
     forced_bos_token_id: int | None = setting(default=None, converter=integer(0),
         doc="first new token after a prompt of one token", static=True, alone=True,
         token_ids=ids_in)
     forced_eos_token_id: int | tuple[int, ...] | None = setting(default=None,
-        converter=token_id_or_ids, doc="last token of a row that reaches max_length", static=True,
-        token_ids=ids_in)
+        converter=token_id_or_ids, doc="last token of a sequence that reaches max_length",
+        static=True, token_ids=ids_in)
     forced_decoder_ids: Any = setting(default=None, converter=anything,
         doc="pairs (position, token); removed in transformers 4.47", supported=(None,))
     remove_invalid_values: bool = setting(default=False, converter=boolean,
-        doc="replaces NaN and infinities in the logits", off=False)
+        doc="replaces NaN and infinite logits, which are errors otherwise", off=False)
     exponential_decay_length_penalty: tuple[int, float] | None = setting(default=None,
         converter=decay,
-        doc="(start, factor): raises the scores of end tokens after start new tokens")
+        doc="[start, factor]: raises the scores of end tokens after `start` new tokens")
     suppress_tokens: tuple[int, ...] | None = setting(default=None, converter=token_ids,
-        doc="tokens that must not occur", static=True, token_ids=ids_in)
+        doc="token ids that must not occur", static=True, token_ids=ids_in)
     begin_suppress_tokens: tuple[int, ...] | None = setting(default=None, converter=token_ids,
-        doc="tokens that must not be the first new one", static=True, token_ids=ids_in)
+        doc="token ids that must not be the first new token", static=True, token_ids=ids_in)
     token_healing: bool = setting(default=False, converter=boolean,
-        doc="replaces the prompt's last token by one that begins with its text; needs tokenizer=",
-        off=False, per_call=True, provider="jaxllm.contrib.token_healing")
+        doc="generates the prompt's last token again, in case it was cut off", off=False,
+        per_call=True, provider="jaxllm.contrib.token_healing")
     guidance_scale: float | None = setting(default=None, converter=number("(-inf, inf)"),
-        doc="scale of classifier-free guidance; 1 is off", slots=False)
+        doc="classifier-free guidance: weight of the prompt against negative prompts; 1 is off",
+        slots=False)
     watermarking_config: Any = setting(default=None,
         converter=converted_by(_WATERMARK, "watermarking_config"),
-        doc="watermark: green lists or SynthID", slots=False, provider=_WATERMARK)
+        doc="options of a watermark: green lists or SynthID", slots=False, provider=_WATERMARK)
 
     # Outputs
     output_attentions: bool = setting(default=False, converter=boolean,
@@ -213,44 +221,47 @@ class GenerationConfig(Settings):
     output_logits: bool | None = setting(default=None, converter=boolean,
         doc="returns the raw logits of each step", per_call=True, record=True)
     return_dict_in_generate: bool = setting(default=False, converter=boolean,
-        doc="accepted; the result always has this form", off=UNSET)
+        doc="no effect; generate() always returns an object with fields", off=UNSET,
+        library_only=True)
 
     # Special tokens
     pad_token_id: int | None = setting(default=None, converter=integer(0),
-        doc="token after the end of a row; if unset, the first end token", static=True, unset=-1)
+        doc="token after a sequence's end; if unset, the first end token", static=True, unset=-1)
     bos_token_id: int | None = setting(default=None, converter=integer(0),
-        doc="token that starts an empty prompt", static=True, unset=-1)
+        doc="token that an empty prompt starts with", static=True, unset=-1)
     eos_token_id: int | tuple[int, ...] | None = setting(default=None, converter=token_id_or_ids,
-        doc="end token, or several; None in a call: none", static=True, unset=-1,
-        token_ids=ids_in)
+        doc="token that ends a sequence, or a list of them; None in a call switches them off",
+        static=True, unset=-1, token_ids=ids_in)
     decoder_start_token_id: int | tuple[int, ...] | None = setting(default=None,
-        converter=token_id_or_ids, doc="token that starts the decoder; if unset, bos_token_id",
+        converter=token_id_or_ids, doc="token that the decoder starts with; if unset, bos_token_id",
         static=True)
 
     # Assisted generation
     is_assistant: Any = setting(default=None, converter=anything,
         doc="written by transformers; no effect", metadata=True)
     num_assistant_tokens: int = setting(default=20, converter=integer(1),
-        doc="number of tokens of a draft", off=UNSET, needs=ASSISTANT, static=True)
+        doc="number of tokens in a draft", off=UNSET, needs=ASSISTANT, static=True)
     num_assistant_tokens_schedule: str = setting(default="constant",
         converter=choice("constant", "heuristic", "heuristic_transient"),
-        doc="heuristic: 2 tokens more after a draft accepted whole, else 1 less", off=UNSET,
+        doc="heuristic: drafts grow by 2 tokens if accepted whole, or else shrink by 1", off=UNSET,
         needs=ASSISTANT)
     assistant_confidence_threshold: float = setting(default=0.4, converter=number("[0, 1]"),
         doc="ends a draft at a token of lower probability", off=0.0, needs=ASSISTANT)
     assistant_lookbehind: int = setting(default=10, converter=integer(0), doc=_OTHER_VOCABULARY,
-        off=UNSET, needs=OTHER_VOCABULARY)
+        off=UNSET, needs=OTHER_VOCABULARY, library_only=True)
     target_lookbehind: int = setting(default=10, converter=integer(0), doc=_OTHER_VOCABULARY,
-        off=UNSET, needs=OTHER_VOCABULARY)
+        off=UNSET, needs=OTHER_VOCABULARY, library_only=True)
     max_matching_ngram_size: int | None = setting(default=None, converter=integer(1),
-        doc="longest n-gram of prompt lookup; if unset, 2", needs="prompt_lookup_num_tokens")
+        doc="prompt lookup: maximum number of tokens to match; if unset, 2",
+        needs="prompt_lookup_num_tokens")
     prompt_lookup_num_tokens: int | None = setting(default=None, converter=integer(1),
-        doc="number of tokens of drafts that are looked up in the sequence so far", static=True,
+        doc="prompt lookup: number of tokens of a draft, copied from earlier text", static=True,
         slots=False)
     assistant_early_exit: int | None = setting(default=None, converter=integer(1),
-        doc="number of the model's layers that write drafts", static=True, slots=False)
+        doc="number of the model's first layers that write the drafts", static=True, slots=False)
     assistant_ensemble_weight: float | None = setting(default=None, converter=number("(0, 1)"),
-        doc="w: drafts are accepted by w * model + (1 - w) * draft", needs=DRAFT, slots=False)
+        doc="w: checks drafts with w * model + (1 - w) * draft, which changes results", needs=DRAFT,
+        slots=False)
     speculation_type: Any = setting(default=None, converter=anything,
         doc="kind of assisted generation", execution=True, supported=(None,))
 

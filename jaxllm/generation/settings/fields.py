@@ -94,6 +94,7 @@ class Field:
         record: True if the field asks for a record of each step.
         token_ids: function that returns the token ids in a value other than None; they must be in
             the vocabulary.
+        library_only: True if commands have no use for the field; their help does not list it.
         metadata: True if the field only describes the origin of a file and has no effect.
         name: the field's name.
     """
@@ -115,6 +116,7 @@ class Field:
     provider: str | None = None
     record: bool = False
     token_ids: Callable[[Any], Iterable[Any]] | None = None
+    library_only: bool = False
     metadata: bool = False
     name: str = ""
 
