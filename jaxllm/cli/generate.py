@@ -68,6 +68,7 @@ examples:
   jaxllm generate --input rows.jsonl --output out.jsonl --engine ray --actors 4
 """
 
+_GIVE_ONE = 'give one, such as "Once upon a time", or - for stdin'
 _ONE_PROMPT = ("text", "prompt", "input_ids", "assistant_model")
 _BATCH = (
     *("output", "resume", "retry_errors", "slots", "memory", "whole_digest"),
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None, program: str = "jaxllm generate") ->
 def _parser(program: str) -> Parser:
     parser = Parser(
         program,
-        "[PROMPT]",
+        '[--model MODEL] ["PROMPT"]',
         description="Generate text for one prompt, or for the rows of a file.",
         epilog=_EXAMPLES,
     )
@@ -286,7 +287,7 @@ def _check(arguments: argparse.Namespace) -> None:
     prompts = [arguments.text, arguments.prompt, arguments.input_ids]
     count = sum(value is not None for value in prompts)
     if count == 0:
-        raise InputError('no prompt: give one, such as "Once upon a time", or - for stdin')
+        raise InputError(f"no prompt: {_GIVE_ONE}")
     if count > 1:
         raise InputError("give one of PROMPT, --prompt and --input-ids, not several")
     if arguments.chat and arguments.input_ids is not None:
@@ -331,8 +332,8 @@ def _generate(
         ids = _ids(arguments, prompt, tokenizer)
         fields = with_default_length(fields, model, len(ids))
         config, eos_ids = _effective(fields, model, assistant)
-        for name in config.to_dict():
-            if name.startswith("output_") and getattr(config, name):
+        for name, value in config.to_dict().items():
+            if FIELDS[name].record and value:
                 raise InputError(f"{name}: only text is printed; use jaxllm.generate")
         if config.token_healing:
             ids = _healed(model, tokenizer, ids)
@@ -390,14 +391,20 @@ def _load(
 def _prompt(arguments: argparse.Namespace) -> str:
     text = arguments.prompt if arguments.text is None else arguments.text
     if text != STREAM:
-        return text
+        return _not_empty(text)
     if jax.process_count() > 1:
         raise InputError("-: several processes cannot read one stdin; give the prompt itself")
     try:
         text = sys.stdin.buffer.read(MAX_TEXT_BYTES + 1).decode("utf-8")
     except UnicodeDecodeError as failure:
         raise InputError(f"stdin is not UTF-8 (byte {failure.start})") from failure
-    return text.removesuffix("\n")  # as in a shell's command substitution
+    return _not_empty(text.removesuffix("\n"))  # as in a shell's command substitution
+
+
+def _not_empty(text: str) -> str:
+    if not text:
+        raise InputError(f"the prompt is empty: {_GIVE_ONE}")
+    return text
 
 
 def _ids(

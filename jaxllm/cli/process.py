@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import difflib
 import errno
 import io
 import os
@@ -59,6 +60,19 @@ class Parser(argparse.ArgumentParser):
         )
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        """Parses arguments; the error for an unknown one says what was probably meant."""
+        parsed, unknown = self.parse_known_args(words)
+        for flag in (word.partition("=")[0] for word in unknown if word.startswith("-")):
+            shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+            flags = [flag for action in shown for flag in action.option_strings]
+            close = difflib.get_close_matches(flag.replace("_", "-"), flags, n=1)
+            self.error(f"unknown option {flag}" + "".join(f"; did you mean {c}?" for c in close))
+        if unknown:
+            usage = " ".join(self.format_usage().split())
+            self.error(f"unexpected argument {unknown[0]!r}; {usage}")
+        return parsed
+
     def error(self, message: str) -> NoReturn:
         message = str(JaxLLMError(one_line(message)))  # of at most 500 characters
         print(f"{self.prog}: error: {message} (see --help)", file=sys.stderr)
@@ -95,7 +109,7 @@ def run_parsed(
     parser: Parser, run: Callable[[argparse.Namespace], int], argv: Sequence[str] | None
 ) -> int:
     """Runs a command (see `run_command`) on the arguments that its parser reads."""
-    return run_command(lambda arguments: run(parser.parse_args(arguments)), parser.prog, argv)
+    return run_command(lambda arguments: run(parser.parse(arguments)), parser.prog, argv)
 
 
 def _exit_code(command: Callable[[list[str]], int], program: str, arguments: list[str]) -> int:

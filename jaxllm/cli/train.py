@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None, program: str = "jaxllm train") -> in
 def _parser(program: str) -> Parser:
     parser = Parser(
         program,
+        "[RECIPE]",
         description="Trains a model by a recipe.",
         epilog=(
             "Every field of the recipe is an option, under its dotted name; the value is YAML:\n"
@@ -99,7 +100,7 @@ def check_flags(options: argparse.Namespace) -> None:
 def _run(argv: list[str], program: str) -> int:
     """Runs the command; raises JaxLLMError for errors that the user can correct."""
     own, overrides = split_options(argv)
-    options = _parser(program).parse_args(own)
+    options = _parser(program).parse(own)
     check_flags(options)
     if options.list:
         from jaxllm.training.run.named_recipes import description, recipes

@@ -16,6 +16,8 @@ import pytest
 from paths import ROOT
 
 from jaxllm.cli.generate import main
+from jaxllm.generation.settings.config import FIELDS
+from jaxllm.generation.settings.lengths import DEFAULT_NEW_TOKENS
 
 MODELS = ROOT / "tests" / "data" / "conformance" / "models"
 PARITY = ROOT / "tests" / "data" / "parity"
@@ -91,7 +93,18 @@ def test_help_lists_supported_fields_only(run) -> None:
     assert result.code == 0
     assert "--repetition-penalty" in result.out
     assert "--num-beams" in result.out
-    assert "--speculation-type" not in result.out
+    assert "--cache-implementation" in result.out
+    hidden = ("speculation-type", "output-scores", "return-dict-in-generate", "constraints")
+    for name in (*hidden, "assistant-lookbehind"):
+        assert f"--{name}" not in result.out
+    assert "(())" not in result.out
+
+
+def test_help_names_the_default_length_of_the_command(run) -> None:
+    assert str(DEFAULT_NEW_TOKENS) in FIELDS["max_new_tokens"].doc
+    text = " ".join(run("--help").out.split())
+    assert FIELDS["max_new_tokens"].doc in text
+    assert f"{FIELDS['max_length'].doc} --max-new-tokens" in text, "no default of its own"
 
 
 @pytest.mark.ci
@@ -218,6 +231,10 @@ ERRORS = {
     "two prompts": (("--prompt", "a", "b"), "not several"),
     "unknown option": (("--top-q", "3", "hi"), "--top-q"),
     "abbreviated option": (("--max-new-t=3", "hi"), "--max-new-t"),
+    "an option of other programs": (("--max-tokens", "3"), "did you mean --max-new-tokens?"),
+    "underscores": (("--top_p", "0.5", "hi"), "unknown option --top_p; did you mean --top-p?"),
+    "a model as prompt": (("smollm2", "hi"), "unexpected argument 'hi'; usage: generate.py "),
+    "an empty prompt": (("",), "the prompt is empty"),
     "not a number": (("--top-k", "many", "hi"), "`top_k` must be an integer"),
     "out of range": (("--top-p", "1.5", "hi"), "`top_p` must be a number in [0, 1]"),
     "not there yet": (

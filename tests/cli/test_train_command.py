@@ -153,7 +153,7 @@ def test_options_go_anywhere(tmp_path: Path, call: Any):
         (["--model", "null"], "model: missing"),
         (["lora=nul"], "lora: expected fields or null, found 'nul'"),
         (["--lora.rank", "-1"], "lora.rank: expected an integer from 1 on"),
-        (["more.yaml"], "unrecognized arguments: more.yaml"),
+        (["more.yaml"], "unexpected argument 'more.yaml'; usage: train.py [options] [RECIPE]"),
         (["--mesh.data", "3"], "mesh: data=3"),
         (["--data.path", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--seed", "*x"], "seed: expected an integer, found '*x'"),
