@@ -42,11 +42,11 @@ class Prediction:
 
     def __str__(self) -> str:
         return (
-            f"up to {self.slots} rows at once, of up to {self.capacity} tokens each: weights "
-            f"{format_bytes(self.weights)}, cache {format_bytes(self.cache)}, activations "
-            f"{format_bytes(self.activations)}, in all {format_bytes(self.total)} of "
-            f"{format_bytes(self.budget)}"
-            + (f" on each of {self.devices}" if self.devices > 1 else "")
+            f"{self.slots} sequence{'s' * (self.slots != 1)} at a time, up to {self.capacity} "
+            f"tokens each: weights {format_bytes(self.weights)}, KV cache "
+            f"{format_bytes(self.cache)}, activations {format_bytes(self.activations)}, together "
+            f"{format_bytes(self.total)} of {format_bytes(self.budget)}"
+            + (f" on each of {self.devices} devices" if self.devices > 1 else "")
         )
 
 

@@ -68,7 +68,7 @@ def test_rows_report_and_errors(tmp_path, capsys):
     assert len(lines[0]["output_ids"]) <= 4
     assert "exactly one of" in lines[1]["error"]
     # The prediction comes before the table, which has what the report has.
-    assert err.index("slots of") < err.index("finished by")
+    assert err.index("1 sequence at a time, up to 16 tokens each") < err.index("finished by")
     for name in ("rows", "errors", "2 InputError", "tokens/s", "busy", "compiling", "programs"):
         assert name in err
     report = json.loads((tmp_path / "out.jsonl.report.json").read_text())

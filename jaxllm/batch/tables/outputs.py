@@ -52,8 +52,8 @@ def output_writer(output: Path) -> Writer:
     suffix = (["", *suffixes[:-1]] if compressed else ["", *suffixes])[-1]
     if suffix in _REFUSED:
         raise UnsupportedError(
-            f"--output: {output} would be of a kind that is not written; name it .jsonl, .csv or "
-            ".parquet (.jsonl and .csv also with .gz)"
+            f"--output: {suffix} files are not written, but {output} would be one; name it .jsonl, "
+            ".csv, .tsv or .parquet, also with .gz"
         )
     if suffix == ".parquet":
         require("pyarrow.parquet", extra="parquet", purpose="Parquet files")

@@ -24,7 +24,8 @@ KINDS = {
 }
 """Kinds of files by suffix; any other name is JSONL."""
 OTHER_FORMATS = {
-    **dict.fromkeys((".arrow", ".feather", ".xlsx", ".xls"), "a binary table"),
+    **dict.fromkeys((".xlsx", ".xls"), "an Excel sheet"),
+    **dict.fromkeys((".arrow", ".feather"), "an Arrow file"),
     **dict.fromkeys((".bz2", ".xz", ".zst", ".zip", ".tar"), "compressed, and not by gzip"),
     **dict.fromkeys((".safetensors", ".gguf", ".bin", ".pt", ".npy", ".npz"), "a file of arrays"),
 }
@@ -110,7 +111,7 @@ def _kind_of(path: Path) -> str:
     other_format = OTHER_FORMATS.get(suffixes[-1]) if suffixes else None
     if other_format is not None:
         raise DataError(
-            f"{path}: is {other_format}; write its rows as Parquet, CSV or JSONL, {EXAMPLE}"
+            f"{path}: is {other_format}; write its rows as Parquet, CSV, TSV or JSONL, {EXAMPLE}"
         )
     if suffixes and suffixes[-1] == ".gz":
         suffixes.pop()

@@ -85,7 +85,7 @@ class DataConfig:
         max_target_length: maximum tokens of a seq2seq target, or of T5's preferred and rejected
             answers. None: `max_length`.
         on_too_long: handling of longer examples: an error that names the row, or they are truncated
-            at the end, dropped, or (`text` only) split into several. All are counted in `Counts`.
+            at the end, dropped, or (`text` only) split into several. The run prints how many.
         packing: put several examples into a row; they do not attend to each other.
         bucket: round the lengths of unpacked batches up to a power of two, or to a multiple of
             this number; None pads every batch to `max_length`. Each length is compiled once.

@@ -142,7 +142,7 @@ def html_report(
         )
         for start in card.starts
     ]
-    peaks = [] if peak is None else [("peak for the MFU", str(peak))]
+    peaks = [] if peak is None else [("peak speed of the devices", str(peak))]
     steps = sum(row["step"] > 0 for row in rows)
     sections = [
         f"<h1>{escape(title)}</h1>"

@@ -265,8 +265,7 @@ def load_data(
             progress=rows_progress(say, "training data"),
             **shared,
         )
-    steps = batches.batches_per_epoch
-    say(f"training data: {batches.counts}; steps of an epoch: {steps}")
+    say(f"training data: {batches.counts}; steps per epoch: {batches.batches_per_epoch}")
     if recipe.eval_data is None:
         return batches, None
     with section("eval_data"):

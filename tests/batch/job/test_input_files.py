@@ -118,7 +118,7 @@ REFUSED = {
     "plain.jsonl.gz": (jsonl(ROWS), "it is not compressed"),
     "cut.jsonl.gz": (gzip.compress(jsonl(ROWS))[:-9], "damaged gzip data"),
     "sheet.jsonl": (b"PK\x03\x04 and so on", "found a zip archive or an Excel sheet"),
-    "rows.xlsx": (b"PK\x03\x04", "is a binary table"),
+    "rows.xlsx": (b"PK\x03\x04", "is an Excel sheet; write its rows as Parquet, CSV, TSV or JSONL"),
     "list.json": (b' [{"prompt": "Hi"}]', "is one JSON list"),
     "noise": (b"\x01\x00\x02", "expected JSONL, found binary data"),
     "cut.parquet": (parquet(ROWS)[:-20], "cannot be read as Parquet"),
@@ -294,7 +294,7 @@ def test_outputs_of_several_types_and_other_names(tmp_path):
         {"id": "1", "text": "a", "error": None, "row": None},
         {"id": "b", "text": None, "error": "wrong", "row": 2},
     ]
-    with pytest.raises(UnsupportedError, match="of a kind that is not written"):
+    with pytest.raises(UnsupportedError, match=r"\.xlsx files are not written, but out\.xlsx"):
         output_writer(Path("out.xlsx"))
 
 
