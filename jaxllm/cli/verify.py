@@ -190,7 +190,7 @@ def _import_reference() -> tuple[Any, Any]:
     except ImportError as failure:
         raise UnsupportedError(
             f"verify compares with transformers on torch, and cannot import them ({failure}): "
-            "pip install torch transformers"
+            "pip install 'jaxllm[verify]'"
         ) from failure
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

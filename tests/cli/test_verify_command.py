@@ -169,7 +169,7 @@ def test_missing_torch_or_transformers(
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["verify", str(MODELS / "s_llama_tok")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "pip install torch transformers" in line
+    assert "pip install 'jaxllm[verify]'" in line
 
 
 def test_prompt_needs_a_tokenizer(

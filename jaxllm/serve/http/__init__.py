@@ -1,4 +1,4 @@
 """OpenAI's HTTP interface over `AsyncEngine`: `jaxllm serve`.
 
-Internal: the command is the interface. Needs ``pip install jaxllm[serve]``.
+Internal: the command is the interface. Needs ``pip install 'jaxllm[serve]'``.
 """

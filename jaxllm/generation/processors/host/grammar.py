@@ -4,7 +4,7 @@
     jaxllm.generate(model, input_ids, logits_processor=[processor])
 
 The grammar applies to the new tokens only. The end token is allowed if and only if the text is
-complete. Needs ``pip install jaxllm[grammar]``.
+complete. Needs ``pip install 'jaxllm[grammar]'``.
 """
 
 from __future__ import annotations
