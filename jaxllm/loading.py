@@ -107,7 +107,7 @@ def load(
     _check_options(config, mesh, options, progress)
     if adapter is not None:
         if quantize == KEEP:
-            raise InputError("quantize='keep': blocks of a file cannot take up an adapter")
+            raise InputError("quantize='keep': not with an adapter; use 'int8' or 'int4'")
         options["quantize"] = None  # the merged weights are quantized
 
     def read() -> tuple[Any, GenerationConfig, Tokenizer | None]:
@@ -181,7 +181,7 @@ def _check_options(
         types, expected = _OPTION_TYPES.get(name, ((bool,), "True or False"))
         checked(value, types, name, expected)
     if options["quantize"] is not None and options["allow_nonfinite"]:
-        raise InputError("allow_nonfinite: weights that are quantized must be finite")
+        raise InputError("allow_nonfinite cannot be combined with quantize; remove one of them")
     if progress is not None:
         checked_function(progress, "progress")
 

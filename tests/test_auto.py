@@ -302,7 +302,7 @@ def test_configs_know_their_model_type():
 def test_the_bundled_model_has_a_name(smollm2_gguf, tmp_path, monkeypatch):
     assert resolve("smollm2") == smollm2_gguf
     assert jaxllm.auto.AutoConfig.from_pretrained("smollm2").model_type == "llama"
-    with pytest.raises(InputError, match=r"revision='v2' is for Hub ids, smollm2 is bundled"):
+    with pytest.raises(InputError, match=r"revision='v2' needs a Hub id; smollm2 is bundled"):
         resolve("smollm2", "v2")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2").mkdir()

@@ -137,7 +137,7 @@ def only_one(constraints: dict[str, Any]) -> tuple[str, Any] | None:
     pairs = [(key, source) for key, source in constraints.items() if source is not None]
     if len(pairs) > 1:
         names = " and ".join(key for key, _ in pairs)
-        raise InputError(f"{names}: give one of them")
+        raise InputError(f"{names}: give only one of them")
     return pairs[0] if pairs else None
 
 

@@ -180,7 +180,7 @@ class RowReader:
                 raise InputError(str(warning.message))
         for name, value in config.to_dict().items():
             if value and FIELDS[name].per_call:
-                raise UnsupportedError(f"{name}: not in a batch of rows; use jaxllm.generate")
+                raise UnsupportedError(f"{name}: not for rows of a batch; use jaxllm.generate")
         if config.num_return_sequences > MAX_SEQUENCES:
             raise InputError(
                 f"num_return_sequences: {config.num_return_sequences} is more than a row may have, "

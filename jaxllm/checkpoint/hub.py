@@ -67,7 +67,7 @@ def resolve(
         return path
     if text == BUNDLED:
         if revision not in (None, "main"):
-            raise InputError(f"revision={quoted(revision)} is for Hub ids, {BUNDLED} is bundled")
+            raise InputError(f"revision={quoted(revision)} needs a Hub id; {BUNDLED} is bundled")
         return smollm2()
     if not isinstance(path_or_hub_id, str) or _looks_like_path(text):
         raise MissingFileError(f"{expanded!r}: no such file or folder")

@@ -44,7 +44,7 @@ def save_model(
         arrays: the model's parameters by path, from `with_host_arrays`.
     """
     if os.path.exists(folder) and not os.path.isdir(folder):  # False for a name that is too long
-        raise CheckpointError(f"{folder}: not a folder")
+        raise CheckpointError(f"{folder}: is not a folder; name another one")
     make_folder(folder)
     tensors = dict(hf_tensors(model, arrays))
     original = original_dtypes(model, tensors)
@@ -80,8 +80,8 @@ def check_no_lora(parameters: Iterable[str], function: str) -> None:
     """Raises InputError if one of the parameters, by their names, is of LoRA."""
     if any(path.endswith(".lora_a") for path in parameters):
         raise InputError(
-            f"{function}: the model has LoRA; write merge_lora(model), or the adapter with "
-            "save_adapter"
+            f"{function}: the model has LoRA adapters; save merge_lora(model), or the adapters "
+            "with save_adapter"
         )
 
 
@@ -95,8 +95,8 @@ def hf_tensors(
     check_no_lora(arrays, "save_hf")
     if is_quantized(model):
         raise UnsupportedError(
-            "save_hf: the weights are quantized, for which its files have no format; use "
-            "save_orbax, or load the model without quantize="
+            "save_hf: Hugging Face's format cannot hold these quantized weights; use save_orbax, "
+            "or load the model without quantize="
         )
     for entry in table.for_model(arrays):
         name = tensor_name(entry, table, stripped=origin is not None and origin.stripped)

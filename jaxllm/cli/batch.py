@@ -111,7 +111,7 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
             kept = job.resumed + job.engine.counts.rows
             reporter.say(
                 f"stopped: {kept:,} of {len(source):,} rows are kept in {job.journal_path}; run "
-                "the same command with --resume to go on"
+                "the same command with --resume to continue"
             )
         return 128 + number
     report = job.report
@@ -233,7 +233,7 @@ def column_choice(arguments: argparse.Namespace) -> ColumnChoice:
     if arguments.score:
         return ColumnChoice(SCORE_KEYS, **columns)
     if arguments.completion_column is not None:
-        raise InputError("--completion-column: only for --score")
+        raise InputError("--completion-column has no effect without --score")
     return ColumnChoice(EMBED_KEYS if arguments.embed else generation_keys(), **columns)
 
 
@@ -258,7 +258,7 @@ def constraint(arguments: argparse.Namespace) -> dict[str, Any]:
     if key != "regex" and names_file(text):
         text = read_text(Path(text), max_bytes=_MAX_CONSTRAINT_BYTES, error=InputError)
     elif key == "schema" and text.lstrip()[:1] not in ("{", "["):
-        raise InputError(f"--schema: {quoted(text)} is no JSON object, and no such file is there")
+        raise InputError(f"--schema: {quoted(text)} is neither a JSON object nor a file")
     if key != "schema":
         return {key: text}
     schema = parse_json(os.fsencode(text), source="--schema", error=InputError)
@@ -270,7 +270,7 @@ def constraint(arguments: argparse.Namespace) -> dict[str, Any]:
 def check_task(arguments: argparse.Namespace, source: Source) -> None:
     """Raises InputError for options that the task, or the rows of this input, do not use."""
     if arguments.score and arguments.embed:
-        raise InputError("--score and --embed: give one of them")
+        raise InputError("--score cannot be combined with --embed; remove one of them")
     if arguments.slots is not None and arguments.slots < 1:
         raise InputError(f"--slots: expected 1 or more, found {arguments.slots}")
     task = "--score" if arguments.score else "--embed" if arguments.embed else None
@@ -282,16 +282,16 @@ def check_task(arguments: argparse.Namespace, source: Source) -> None:
             raise InputError(f"--{options[0]}: has no effect with {task}, which generates nothing")
     if not isinstance(source, OpenAIRequests):
         if arguments.context is not None:
-            raise InputError("--context: only for OpenAI batch files; rows have max_new_tokens")
+            raise InputError("--context is only for OpenAI batch files; use --max-new-tokens")
         return
     if task is not None:
-        raise InputError(f"{task}: not for an OpenAI batch file")
+        raise InputError(f"{task} cannot be used on an OpenAI batch file; give prompts")
     if constraint_keys:
         raise InputError(
-            f"--{constraint_keys[0]}: requests of an OpenAI batch file have response_format"
+            f"--{constraint_keys[0]} has no effect on an OpenAI batch file; set response_format"
         )
     if arguments.chat:
-        raise InputError("--chat: an OpenAI batch file says itself which requests are chats")
+        raise InputError("--chat: remove it; the url in an OpenAI batch file selects chats")
 
 
 def load_engine(

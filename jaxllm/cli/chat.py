@@ -89,7 +89,7 @@ def _run(arguments: argparse.Namespace) -> int:
     model, tokenizer = load_named(arguments, None, reporter)
     model = checked_generative(model, path)
     if model.is_encoder_decoder:
-        raise UnsupportedError(f"{path}: a {type(model).__name__} cannot chat")
+        raise UnsupportedError(f"{path}: a {type(model).__name__} is not a chat model")
     if tokenizer is None or tokenizer.chat_template is None:
         raise InputError(f"{path} has no chat template: use jaxllm generate")
     seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
@@ -194,7 +194,7 @@ class Session:
                     raise InputError(f"/unset: {argument or 'no field'} is not set")
                 chat.fields = chat.fields.without({argument})
             case _:
-                raise InputError(f"{name}: no such command; /help lists them")
+                raise InputError(f"unknown command {name}; /help lists the commands")
 
 
 def _write(text: str) -> None:
@@ -287,8 +287,8 @@ class Conversation:
         limit = self._model.config.context_length
         if limit is not None and len(prompt) >= limit:
             raise InputError(
-                f"the conversation has {len(prompt)} tokens, the model's {limit} at most: send"
-                " less, or begin anew with /reset"
+                f"the conversation has {len(prompt)} tokens, but the model's context has "
+                f"{limit}; send less, or begin anew with /reset"
             )
         config = with_default_length(self.fields, self._model, len(prompt))
         streamer = _Streamer(self._tokenizer, show, stopped)

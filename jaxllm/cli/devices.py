@@ -101,7 +101,7 @@ def join_processes(arguments: argparse.Namespace) -> None:
     }
     missing = [flag for flag, value in options.items() if value is None]
     if arguments.distributed and len(missing) < len(options):
-        raise InputError("give --distributed or --coordinator, not both")
+        raise InputError("--distributed cannot be combined with --coordinator; remove one of them")
     # JAX's preemption service would take SIGTERM from `process` and only record it.
     jax.config.update("jax_enable_preemption_service", False)
     if arguments.distributed:
@@ -290,6 +290,6 @@ def check_ray_flags(arguments: argparse.Namespace, worker: str) -> None:
         return reject(arguments, names, "has no effect without --engine ray")
     count = getattr(arguments, f"{worker}s")
     if count is None:
-        raise InputError(f"--{worker}s: --engine ray needs the number of {worker}s")
+        raise InputError(f"--engine ray needs --{worker}s N, the number of {worker}s")
     if count < 1:
         raise InputError(f"--{worker}s: expected 1 or more, found {count}")

@@ -226,5 +226,5 @@ def _load(arguments: argparse.Namespace, reporter: Reporter) -> tuple[Generative
     keep_programs(arguments, reporter)
     model, tokenizer = load_named(arguments, local_mesh(arguments), reporter)
     if tokenizer is None:
-        raise UnsupportedError(f"{arguments.model}: has no tokenizer, which a text needs")
+        raise UnsupportedError(f"{arguments.model}: has no tokenizer files, which a text needs")
     return checked_generative(model, arguments.model), tokenizer

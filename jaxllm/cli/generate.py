@@ -271,6 +271,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return run_batch(arguments, reporter)
     join_processes(arguments)
     prompt = _prompt(arguments) if arguments.input_ids is None else None
+    if prompt == "":
+        raise InputError(f"the prompt is empty: {_GIVE_ONE}")
     reporter = Reporter(quiet=arguments.quiet or not is_main_process())
     keep_programs(arguments, reporter)
     _generate(arguments, fields, prompt, reporter)
@@ -303,10 +305,10 @@ def check_flags(arguments: argparse.Namespace) -> None:
         reject(arguments, ["calibrate"], "has no effect without --dry-run")
         reject(arguments, ["price_per_hour"], "has no effect without --dry-run --calibrate")
     if arguments.output is None and not arguments.dry_run:
-        raise InputError("--output: --input needs a file for the results")
+        raise InputError("--input needs --output FILE for the results")
     if arguments.output == STREAM:
         for flag in ("resume", "retry_errors"):
-            message = "nothing is kept of a job that writes to stdout; give --output a file"
+            message = "cannot continue a job that writes to stdout; give a file with --output"
             reject(arguments, [flag], message)
     reject(
         arguments,
@@ -334,7 +336,7 @@ def _generate(
         config, eos_ids = _effective(fields, model, assistant)
         for name, value in config.to_dict().items():
             if FIELDS[name].record and value:
-                raise InputError(f"{name}: only text is printed; use jaxllm.generate")
+                raise InputError(f"{name}: this command prints only text; use Python")
         if config.token_healing:
             ids = _healed(model, tokenizer, ids)
             fields = fields.replace(token_healing=False)
@@ -391,20 +393,14 @@ def _load(
 def _prompt(arguments: argparse.Namespace) -> str:
     text = arguments.prompt if arguments.text is None else arguments.text
     if text != STREAM:
-        return _not_empty(text)
+        return text
     if jax.process_count() > 1:
         raise InputError("-: several processes cannot read one stdin; give the prompt itself")
     try:
         text = sys.stdin.buffer.read(MAX_TEXT_BYTES + 1).decode("utf-8")
     except UnicodeDecodeError as failure:
         raise InputError(f"stdin is not UTF-8 (byte {failure.start})") from failure
-    return _not_empty(text.removesuffix("\n"))  # as in a shell's command substitution
-
-
-def _not_empty(text: str) -> str:
-    if not text:
-        raise InputError(f"the prompt is empty: {_GIVE_ONE}")
-    return text
+    return text.removesuffix("\n")  # as in a shell's command substitution
 
 
 def _ids(

@@ -44,14 +44,12 @@ def add_field_flags(parser: argparse.ArgumentParser, *, in_server: bool = False)
 
 
 def _is_usable(field: Field, in_server: bool) -> bool:
-    supported = field.supported
-    has_choice = supported is None or any(value and value != field.default for value in supported)
-    if field.library_only or field.record or not has_choice:
+    supported = field.supported or (field,)  # a value other than the default
+    if field.library_only or field.record or not any(v and v != field.default for v in supported):
         return False
-    if in_server:  # each request sets its length
-        is_length = field.name in ("max_length", "max_new_tokens")
-        return field.slots is not False and not field.per_call and not is_length
-    return True
+    is_served = field.slots is not False and not field.per_call
+    # Each request to a server sets its length.
+    return not in_server or (is_served and field.name not in ("max_length", "max_new_tokens"))
 
 
 def generation_fields(arguments: argparse.Namespace) -> dict[str, Any]:

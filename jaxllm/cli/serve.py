@@ -300,5 +300,5 @@ def _state(arguments: argparse.Namespace, keys: tuple[bytes, ...] | None) -> Ser
 def _load(arguments: argparse.Namespace, reporter: Reporter) -> tuple[Any, Any]:
     model, tokenizer = load_named(arguments, local_mesh(arguments), reporter)
     if tokenizer is None:
-        raise UnsupportedError(f"{arguments.model}: has no tokenizer, which a server needs")
+        raise UnsupportedError(f"{arguments.model}: has no tokenizer files, which a server needs")
     return model, tokenizer

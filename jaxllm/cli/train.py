@@ -109,7 +109,7 @@ def _run(argv: list[str], program: str) -> int:
             print(f"{name:22} {description(path)}")
         return 0
     if options.recipe is None:
-        raise InputError("name a recipe: a YAML file, or one of those that --list prints")
+        raise InputError("no recipe: give a YAML file, or a name that `jaxllm train --list` prints")
     # Imported after option errors, since these imports take seconds.
     from jaxllm.training.run import read_recipe, train
     from jaxllm.training.run.named_recipes import find_recipe
@@ -202,7 +202,7 @@ def split_options(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         if not equals:
             value = next(words, "--")
             if value.startswith("--"):
-                raise InputError(f"{option}: no value follows (`null` switches a field off)")
+                raise InputError(f"{option}: needs a value; `null` switches a field off")
         name = option.removeprefix("--").replace("-", "_")
         if name in found:
             raise InputError(f"{option}: given twice")

@@ -47,7 +47,12 @@ def test_rows_match_their_own_or_the_jobs_constraint():
     assert outputs[3].text in ("a", "bb")
     for output, why in zip(
         outputs[4:],
-        ("invalid regex", "schema and regex: give one", "schema: expected a JSON schema", "eos"),
+        (
+            "invalid regex",
+            "schema and regex: give only one",
+            "schema: expected a JSON schema",
+            "eos",
+        ),
         strict=True,
     ):
         assert why in output.error
@@ -76,7 +81,7 @@ def test_a_grammar_that_fails_while_it_runs_is_an_error_of_its_row_alone():
 def test_a_jobs_constraint_is_compiled_at_once():
     with pytest.raises(InputError, match="regex: "):
         jaxllm.BatchGenerator(MODEL, TOKENIZER, regex="(")
-    with pytest.raises(InputError, match="schema and grammar: give one"):
+    with pytest.raises(InputError, match="schema and grammar: give only one"):
         jaxllm.BatchGenerator(MODEL, TOKENIZER, schema={}, grammar="x")
 
 

@@ -186,5 +186,5 @@ except Exception as error:
 @pytest.mark.slow
 def test_load_and_save_in_two_processes(tmp_path):
     first, second = on_processes(TWO_PROCESSES, DATA, tmp_path)
-    assert first == "OUT/blocked: not a folder\nCheckpointError"
+    assert first == "OUT/blocked: is not a folder; name another one\nCheckpointError"
     assert re.fullmatch("it failed in process 0\n[A-Za-z]*Error", second)

@@ -115,7 +115,10 @@ def test_chat(tmp_path, capsys):
         (("--input", __file__, "--output", "b", "--split", "train"), "--split, --dataset-name: "),
         (("--input", "none.jsonl", "--output", "b"), "no such file"),
         (("--input", "a", "--output", "b", "--seed", "-1"), "--seed must be"),
-        (("--input", "a", "--output", "-", "--resume"), "nothing is kept of a job"),
+        (
+            ("--input", "a", "--output", "-", "--resume"),
+            "cannot continue a job that writes to stdout",
+        ),
         (("--input", "rows.zip", "--output", "b"), "rows.zip: is compressed, and not by gzip"),
         (("--prompt-column", "q", "hello"), "--prompt-column: has no effect without --input"),
     ],
@@ -364,15 +367,15 @@ def test_tasks_and_constraints(tmp_path, capsys):
         assert f"{flags[0]}" in json.loads(report_file(output).read_text())["settings"]
     assert [line["text"] for line in lines] == ["a", "a"]
     for flags, why in (
-        (("--score", "--embed"), "--score and --embed: give one"),
+        (("--score", "--embed"), "--score cannot be combined with --embed"),
         (("--score", "--top-k", 5), "--top-k: has no effect with --score"),
         (("--score", "--memory", "1KB"), "--memory: has no effect with --score"),
         (("--embed", "--slots", 0), "--slots: expected 1 or more, found 0"),
         (("--embed", "--regex", "a"), "--regex: has no effect with --embed"),
-        (("--completion-column", "a"), "--completion-column: only for --score"),
-        (("--regex", "a", "--schema", "{}"), "--schema and --regex: give one"),
+        (("--completion-column", "a"), "--completion-column has no effect without --score"),
+        (("--regex", "a", "--schema", "{}"), "--schema and --regex: give only one"),
         (("--schema", "[]"), "--schema: expected a JSON object"),
-        (("--schema", "none.json"), "'none.json' is no JSON object, and no such file"),
+        (("--schema", "none.json"), "'none.json' is neither a JSON object nor a file"),
         (("--score", "--completion-column", "b"), "no column 'b'"),
     ):
         code, err = in_process(capsys, *question, "--output", tmp_path / "x", *flags)

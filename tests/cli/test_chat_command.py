@@ -97,7 +97,9 @@ def test_an_error_changes_nothing(folder: Path) -> None:
     chat.fields = chat.fields.merge(jaxllm.GenerationConfig(do_sample=True, num_return_sequences=2))
     with pytest.raises(InputError):
         chat.ask("Two answers", lambda text: None, lambda: False)
-    with pytest.raises(InputError, match=r"the conversation has .* tokens, the model's 512"):
+    with pytest.raises(
+        InputError, match=r"the conversation has .* tokens, but the model's context has 512"
+    ):
         chat.ask("x" * 600, lambda text: None, lambda: False)
     assert (chat.messages, chat.ids) == before
 
@@ -180,13 +182,16 @@ def test_commands(
     assert "did you mean `temperature`?" in errors
     assert "{'max_new_tokens': 3}" in errors
     assert "/unset: max_new_tokens is not set" in errors
-    assert "/nothing: no such command" in errors
+    assert "unknown command /nothing" in errors
 
 
-@pytest.mark.by_default("tiny-t5-a T5ForConditionalGeneration cannot chat")
+@pytest.mark.by_default("tiny-t5-a T5ForConditionalGeneration is not a chat model")
 @pytest.mark.parametrize(
     ("model", "message"),
-    [("tiny-t5", "a T5ForConditionalGeneration cannot chat"), ("tiny-gpt2", "no chat template")],
+    [
+        ("tiny-t5", "a T5ForConditionalGeneration is not a chat model"),
+        ("tiny-gpt2", "no chat template"),
+    ],
 )
 def test_models_that_cannot_chat(
     model: str, message: str, capsys: pytest.CaptureFixture[str]

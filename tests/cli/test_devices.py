@@ -66,7 +66,7 @@ def test_mesh_sizes():
         (["--coordinator", "a", "--num-processes", "2", "--process-id", "0"], "HOST:PORT"),
         (["--coordinator", "a:b", "--num-processes", "2", "--process-id", "0"], "HOST:PORT"),
         (["--coordinator", "a:70000", "--num-processes", "2", "--process-id", "0"], "HOST:PORT"),
-        (["--distributed", "--process-id", "0"], "not both"),
+        (["--distributed", "--process-id", "0"], "cannot be combined with --coordinator"),
     ],
 )
 def test_invalid_process_options(flags, message):

@@ -243,7 +243,7 @@ ERRORS = {
     ),
     "no place for it": (
         ("--model", LLAMA, "--output-scores", "hi"),
-        "output_scores: only text is printed",
+        "output_scores: this command prints only text",
     ),
     "no effect": (("--model", LLAMA, "--temperature", "0.5", "hi"), "add --do-sample"),
     "seed": (("--seed", str(2**32), "hi"), "--seed must be from 0"),

@@ -169,7 +169,7 @@ def test_what_is_refused(tmp_path, capsys, chat_model):
         read_source(path).check_rows()
     write(path, [request("a")])
     for flags, why in (
-        (("--chat",), "--chat: an OpenAI batch file says itself"),
+        (("--chat",), "--chat: remove it"),
         (("--prompt-column", "x"), "--prompt-column: .* is an OpenAI batch file"),
         (("--num-return-sequences", 2, "--do-sample"), "requests of a batch file have `n`"),
     ):
@@ -179,7 +179,9 @@ def test_what_is_refused(tmp_path, capsys, chat_model):
         assert why.split(".*")[-1].strip() in err
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
     files = ("--input", tmp_path / "rows.jsonl", "--output", tmp_path / "out.jsonl")
-    assert "only for OpenAI batch files" in in_process(capsys, *files, "--context", 64)[1]
+    assert (
+        "--context is only for OpenAI batch files" in in_process(capsys, *files, "--context", 64)[1]
+    )
     write(path, [request("a", stream=True)])
     files = ("--input", path, "--output", tmp_path / "out.jsonl")
     code, err = in_process(capsys, "--model", chat_model, *files, "--slots", 8, "--context", 64)

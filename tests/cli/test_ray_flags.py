@@ -13,7 +13,7 @@ BATCH = ("--input", "rows.jsonl", "--output", "out.jsonl")
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ((*BATCH, "--engine", "ray"), "--actors: --engine ray needs the number of actors"),
+        ((*BATCH, "--engine", "ray"), "--engine ray needs --actors N, the number of actors"),
         ((*BATCH, "--engine", "ray", "--actors", "0"), "--actors: expected 1 or more"),
         ((*BATCH, "--actors", "2"), "--actors: has no effect without --engine ray"),
         (("--engine", "ray", "--actors", "2", "Hi"), "--engine: has no effect without --input"),
@@ -29,7 +29,7 @@ def test_generate(flags, why, capsys):
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (("--engine", "ray"), "--workers: --engine ray needs the number of workers"),
+        (("--engine", "ray"), "--engine ray needs --workers N, the number of workers"),
         (("--restarts", "2"), "--restarts: has no effect without --engine ray"),
         (("--engine", "ray", "--workers", "2", "--distributed"), "--distributed: Ray starts"),
         (("--engine", "ray", "--workers", "2", "--topology", "4x4"), "only with TPU"),

@@ -146,8 +146,8 @@ def test_options_go_anywhere(tmp_path: Path, call: Any):
     [
         (["--max-step", "3"], "max_step: unknown; is it max_steps?"),
         (["--max-steps", "many"], "max_steps: expected an integer or null, found 'many'"),
-        (["--max-steps"], "--max-steps: no value follows"),
-        (["--max-steps", "--resume"], "--max-steps: no value follows"),
+        (["--max-steps"], "--max-steps: needs a value"),
+        (["--max-steps", "--resume"], "--max-steps: needs a value"),
         (["--max-steps", "3", "--max_steps=4"], "--max_steps: given twice"),
         (["--trainable", "[a"], "trainable: expected a list of strings, found '[a'"),
         (["--model", "null"], "model: missing"),

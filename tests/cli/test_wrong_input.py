@@ -44,7 +44,7 @@ CASES = {
     "recipe: binary": (("train", "binary"), "binary: not UTF-8 (byte 0)"),
     "tolerance: nan": (("verify", MODEL, "--tolerance", "nan"), "above 0, but is nan"),
     "model: a pipe as config": (("generate", "--model", "piped", "a"), "no regular file"),
-    "schema: not UTF-8": ((*ROWS, "rows.jsonl", "--schema", "\udcff"), "no JSON object"),
+    "schema: not UTF-8": ((*ROWS, "rows.jsonl", "--schema", "\udcff"), "neither a JSON object"),
     "seed of a score": ((*ROWS, "rows.jsonl", "--score", "--seed", "3"), "--seed: has no effect"),
     "float embeddings": (("chat", MODEL, "--float-embeddings"), "no effect without --quantize"),
     "body": (("serve", MODEL, "--max-body", "0"), "--max-body: expected 1 or more bytes, found 0"),

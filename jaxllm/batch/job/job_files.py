@@ -45,7 +45,7 @@ def is_finished(
     if not resume:
         if started.exists():
             raise RunError(
-                f"{folder}: holds a job that was not finished; go on with --resume, or remove the "
+                f"{folder}: holds an unfinished job; continue it with --resume, or remove the "
                 "folder"
             )
         if output.exists():
@@ -59,7 +59,7 @@ def is_finished(
     if not output.exists():
         return False  # nothing was done before it was stopped
     if report is None:
-        raise RunError(f"{output}: exists, but is no output of a job; give another --output")
+        raise RunError(f"{output}: exists, but no job wrote it; give another --output")
     check_identity(report["settings"], identity, retry=retry)
     if not (retry and report["errors"]):
         return True
@@ -82,7 +82,7 @@ def read_report(output: Path) -> dict[str, Any] | None:
         return None
     report = read_json_file(path)
     if not isinstance(report.get("settings"), dict) or "errors" not in report:
-        raise RunError(f"{path}: is no report of a job; give another --output")
+        raise RunError(f"{path}: is not the report of a job; give another --output")
     return report
 
 
@@ -163,7 +163,7 @@ def check_journal_folder(folder: Path) -> None:
     others = sorted(path.name for path in entries if not is_of_journal(path))
     if others:
         raise RunError(
-            f"{folder}: holds {quoted(others[0])}, which is not of a job; move it, or give another "
+            f"{folder}: holds {quoted(others[0])}, which no job wrote; move it, or give another "
             "--output"
         )
 
@@ -196,9 +196,8 @@ def check_identity(
     now = json.loads(json.dumps(identity))  # as read from a file
     if ENVIRONMENT in now and ENVIRONMENT not in before:
         raise RunError(
-            "this job is of an earlier version of jaxllm, which did not note the dtype and the "
-            "settings of JAX that it computed with; finish it with that version, or begin another "
-            "output"
+            "an earlier version of jaxllm began this job, and its dtype and settings of JAX are "
+            "unknown; finish it with that version, or begin another output"
         )
     for name in dict.fromkeys((*before, *now)):
         old, new = before.get(name), now.get(name)
@@ -223,7 +222,7 @@ def read_json_file(path: Path) -> dict[str, Any]:
     """
     content = read_json(path, max_bytes=_MAX_IDENTITY_BYTES, error=RunError)
     if not isinstance(content, dict):
-        raise RunError(f"{path}: is no file of a job; give another --output")
+        raise RunError(f"{path}: is not a file of a job; give another --output")
     return content
 
 

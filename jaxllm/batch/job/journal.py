@@ -94,7 +94,7 @@ class Journal:
         """Checks that this job may run here, and reads what it has finished."""
         started, finished = started_file(self.folder), finished_file(self.folder)
         if is_finished(self.output, identity, resume=resume, retry=retry):
-            raise RunError(f"{self.output}: another run has finished it meanwhile")
+            raise RunError(f"{self.output}: another run has finished this job")
         if finished.exists():
             if retry:
                 os.replace(finished, started)
@@ -193,8 +193,8 @@ class Journal:
                 or file_digest(self.output) == self._begun.get(OUTPUT_DIGEST)
             ):
                 raise RunError(
-                    f"{self.output}: another file has taken its place while the job ran; move "
-                    "that, and go on with --resume"
+                    f"{self.output}: another program wrote this file while the job ran; move "
+                    "it, and continue with --resume"
                 )
             os.replace(partial, self.output)
             sync_folder(self.output.parent)

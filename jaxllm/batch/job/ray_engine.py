@@ -132,7 +132,7 @@ class RayEngine:
                     yield output
         except self._ray.exceptions.RayError as failure:
             reason = str(failure).strip().split("\n")[-1]
-            raise RunError(f"Ray: {reason}; go on with --resume") from failure
+            raise RunError(f"Ray: {reason}; continue with --resume") from failure
 
     def _results(self, rows: Sequence[RawRow]) -> Iterator[Mapping[str, bytes]]:
         """Pickled results, as batches end."""

@@ -195,9 +195,8 @@ def cache_kind(config: GenerationConfig, *, ring: bool) -> CacheKind:
         bits = options.pop("nbits", None)
         if bits != 8:
             raise UnsupportedError(
-                f"cache_config: nbits={quoted(bits)} is not supported; a quantized cache has "
-                "8 bits "
-                'here, so say cache_config={"nbits": 8}'
+                f"cache_config: nbits={quoted(bits)} is not supported; use "
+                'cache_config={"nbits": 8}'
             )
         if options:
             name, value = next(iter(options.items()))
@@ -261,7 +260,7 @@ def cache_capacity(config: GenerationConfig, kind: CacheKind, slots: int, needed
     limit = config.max_cache_len
     if kind.window is not None:
         if limit is not None:
-            raise InputError("max_cache_len: a sliding window has a length of its own; drop it")
+            raise InputError("max_cache_len has no effect on a sliding window; remove it")
         return min(bucket(int(kind.window), SMALLEST_BUCKET), slots) if kind.ring else slots
     if limit is None:
         return slots

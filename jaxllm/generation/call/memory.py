@@ -50,7 +50,7 @@ def check_memory(model: Decoder, layout: Layout, mesh: Mesh | None, state: objec
         sequences, slots = layout.prefill_inputs.keys.shape[0], layout.capacity
         raise InputError(
             f"a KV cache of {slots} slots (for each of {sequences} sequences) and the weights need "
-            f"{format_bytes(needed)}, and there are {format_bytes(memory)} of memory: lower "
+            f"{format_bytes(needed)}, but there are {format_bytes(memory)} of memory: lower "
             "num_return_sequences, num_beams, max_new_tokens, max_cache_len or the number of "
             "prompts"
         )

@@ -107,7 +107,7 @@ def continued_inputs(
     if not model.is_encoder_decoder:
         refuse_encoder_inputs(inputs)
         if inputs.input_ids is None:
-            raise InputError("input_ids: past_key_values needs the whole conversation")
+            raise InputError("input_ids: missing; past_key_values needs the whole conversation")
         prompt = decoder_only_prompt(model, inputs, config, eos, pad)
         if prompt.rows != batch:
             raise InputError(f"input_ids: {prompt.rows} rows, but past_key_values has {batch}")

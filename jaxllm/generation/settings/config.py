@@ -70,7 +70,7 @@ class GenerationConfig(Settings):
         doc="minimum number of new tokens; overrides min_length", per_row=0)
     early_stopping: Literal[True, False, "never"] = setting(default=False,
         converter=choice(True, False, "never"),
-        doc='True ends beam search with num_beams ended beams, "never" when none can improve',
+        doc='True stops beam search once num_beams beams ended, "never" once none can improve',
         off=UNSET, needs="num_beams")
     max_time: float | None = setting(default=None, converter=number("(0, inf)"),
         doc="time limit in seconds, checked after each token", slots=False, alone=True)

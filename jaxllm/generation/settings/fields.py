@@ -319,8 +319,7 @@ class Settings:
             except (TypeError, ValueError):
                 raise InputError(
                     f"`{name}`={quoted(value)} cannot be written to generation_config.json: "
-                    "remove it "
-                    "from model.generation_config and set it in each call"
+                    "remove it from model.generation_config and set it in each call"
                 ) from None
         return values
 

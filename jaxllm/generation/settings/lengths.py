@@ -90,7 +90,7 @@ def checked_lengths(
     if prompt.ids is None and "max_length" in config.to_dict() and config.max_new_tokens is None:
         max_length -= prompt.length  # max_length counts the embedded prompt, which is not returned
         if max_length < 1:
-            raise InputError("inputs_embeds: the prompt alone reaches max_length")
+            raise InputError("inputs_embeds: the prompt alone reaches max_length; raise it")
     min_length = config.min_length
     if prompt.ids is None and (is_traced(min_length) or min_length):  # counts the embeddings too
         min_length = min_length - prompt.length
@@ -99,8 +99,8 @@ def checked_lengths(
         )
     if max_length > MAX_COLUMNS:
         raise InputError(
-            f"max_length: {max_length} columns; the cache is allocated for all of them, at most "
-            f"{MAX_COLUMNS}: lower max_new_tokens or max_length"
+            f"max_length: {max_length} tokens, but a KV cache has room for {MAX_COLUMNS} at most: "
+            "lower max_new_tokens or max_length"
         )
     check_positions(model, prompt, max_length - prompt.start_len)
     return config, max_length

@@ -85,7 +85,7 @@ def open_rows(
     files = find_files(path)
     types = {file_type if file_type != "auto" else _type_of(file) for file in files}
     if len(types) > 1:
-        raise DataError(f"path: the files are of several types, {', '.join(sorted(types))}")
+        raise DataError(f"path: expected files of one type, found {', '.join(sorted(types))}")
     match types.pop():
         case "jsonl":
             return JsonlRows(files)

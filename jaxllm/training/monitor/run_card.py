@@ -1,4 +1,4 @@
-"""Writes OUTPUT/run_card.json and run_card.md: config, data, versions and devices of a run.
+"""Writes OUTPUT/run_card.json: config, data, versions and devices of a run.
 
 Environment variables, host and user names are not recorded; secrets in the config and on the
 command line are replaced.
@@ -120,48 +120,20 @@ def make_run_card(
 
 
 def write_run_card(folder: str | PathLike[str], card: RunCard) -> RunCard:
-    """Writes both files atomically; returns the card written.
+    """Writes the file atomically; returns the card written.
 
     The card of a resumed run lists the earlier starts first.
 
     Raises:
         RunError: the existing card cannot be read, or the new one cannot be written.
     """
-    folder = Path(folder)
-    path = folder / "run_card.json"
+    path = Path(folder) / "run_card.json"
     with writing(path):
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
     if card.starts[0].resumed_at is not None and path.exists():
         card = dataclasses.replace(card, starts=[*_earlier_starts(path), *card.starts])
     write_text(path, json.dumps(card.to_dict(), indent=2, allow_nan=False) + "\n")
-    write_text(folder / "run_card.md", to_markdown(card))
     return card
-
-
-def to_markdown(card: RunCard) -> str:
-    """The card as Markdown."""
-    first = card.starts[0]
-    total, trainable = card.parameters["total"], card.parameters["trainable"]
-    share = f" ({trainable / total:.2%})" if total else ""
-    counts = [("total", f"{total:,}"), ("trainable", f"{trainable:,}{share}")]
-    data = [(name, file.path, f"{file.bytes:,}", file.sha256) for name, file in card.data.items()]
-    config = [(name, json.dumps(value)) for name, value in flat(card.config).items()]
-    lines = [
-        "# Run card",
-        "",
-        f"Started {first.time} as `{_code(' '.join(first.command))}`.",
-        "",
-        *_table(("Parameters", ""), counts),
-        *_table(("Data", "File", "Bytes", "SHA-256"), data),
-        *_table(("Config", ""), config),
-        "## Starts",
-        "",
-    ]
-    for start in card.starts:
-        resumed = "new run" if start.resumed_at is None else f"resumed at step {start.resumed_at}"
-        lines += [f"{start.time}: {resumed}, `{_code(' '.join(start.command))}`", ""]
-        lines += _table(("What", ""), start_rows(start))
-    return "\n".join(lines).rstrip() + "\n"
 
 
 def start_rows(start: Start) -> list[tuple[str, str]]:
@@ -229,21 +201,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    if not rows:
-        return []
-    lines = ["| " + " | ".join(map(_cell, row)) + " |" for row in (head, *rows)]
-    return [lines[0], "|" + " --- |" * len(head), *lines[1:], ""]
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("\\", "\\\\").replace("|", "\\|").split())
-
-
-def _code(text: str) -> str:
-    return " ".join(text.replace("`", "'").split())
 
 
 def is_secret(name: str) -> bool:

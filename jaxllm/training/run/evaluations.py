@@ -84,7 +84,7 @@ def check_metric(recipe: Recipe, info: ModelInfo) -> None:
     watched = None if recipe.early_stopping is None else recipe.early_stopping.metric
     for field, name in (("checkpoints.metric", metric), ("early_stopping.metric", watched)):
         if name is not None and name not in metrics:
-            raise ConfigError(f"{field}: no {name!r} is measured; there are {', '.join(metrics)}")
+            raise ConfigError(f"{field}: unknown metric {name!r}; use {', '.join(metrics)}")
     expected = "min" if is_lower_better(metric) else "max"
     if mode != expected:
         better = "smaller" if expected == "min" else "larger"

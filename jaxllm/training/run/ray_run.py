@@ -92,7 +92,7 @@ def train_on_ray(
     try:
         result = trainer(workers, folder, config).fit()
     except ray_train.TrainingFailedError as failure:
-        raise RunError(f"{folder}: {reason(failure)}; go on with --resume") from failure
+        raise RunError(f"{folder}: {reason(failure)}; continue with --resume") from failure
     return RayResult(folder, result.return_value)
 
 

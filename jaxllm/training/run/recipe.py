@@ -94,7 +94,7 @@ class ModelSource:
 
     def __post_init__(self):
         if (self.path is None) == (self.config is None):
-            raise ConfigError("path, config: give one of the two")
+            raise ConfigError("path, config: give exactly one of the two")
         if isinstance(self.config, str):
             try:
                 config = read_config_file(Path(self.config))
@@ -104,7 +104,7 @@ class ModelSource:
         if self.config is not None:
             for name in ("num_labels", "problem_type", "overrides"):
                 if getattr(self, name):
-                    raise ConfigError(f"{name}: only for a checkpoint (path); put it into config")
+                    raise ConfigError(f"{name}: has no effect on a new model; set it in config")
             if self.tokenizer is None:
                 raise ConfigError('tokenizer: required for a new model, such as "bytes"')
         if self.problem_type is not None and self.num_labels is None:

@@ -34,7 +34,7 @@ def folder_of(recipe: Recipe) -> Path:
         ConfigError: the recipe has none.
     """
     if recipe.output_dir is None:
-        raise ConfigError("output_dir: name the folder of the run (--output-dir)")
+        raise ConfigError("output_dir: missing; name the folder of the run with --output-dir")
     return expanded(recipe.output_dir)
 
 
@@ -66,7 +66,7 @@ def check_new(folder: Path) -> None:
     if steps or (metrics.exists() and metrics.stat().st_size):
         last = f", saved at step {max(steps)}" if steps else ""
         raise RunError(
-            f"{folder}: holds a run already{last}; pass --resume to resume it, or name another "
+            f"{folder}: holds a run already{last}; continue it with --resume, or name another "
             "folder"
         )
 

@@ -74,11 +74,11 @@ def initial_model(
     if source.tokenizer is not None:
         tokenizer = named_tokenizer(source.tokenizer)
     if tokenizer is None:
-        raise ConfigError(f"model.tokenizer: {source.path} has none; name one")
+        raise ConfigError(f"model.tokenizer: {source.path} has no tokenizer; name another one")
     if len(tokenizer) > model.config.vocab_size:
         raise ConfigError(
-            f"model.tokenizer: {len(tokenizer)} tokens, but the model has vocab_size "
-            f"{model.config.vocab_size}"
+            f"model.tokenizer: has {len(tokenizer)} tokens, but the model's vocab_size is "
+            f"{model.config.vocab_size}; name another tokenizer"
         )
     if recipe.lora is not None:
         model = add_lora(model, recipe.lora, key=recipe.seed)

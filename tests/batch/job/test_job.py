@@ -75,7 +75,7 @@ def test_bad_rows_are_records_and_the_others_go_on(tmp_path):
         "`max_new_tokens` must be": {"prompt": "x", "max_new_tokens": 0},
         "a string or an integer": {"id": [1], "prompt": "x"},
         "seed: expected": {"prompt": "x", "seed": -1},
-        "not in a batch": {"prompt": "x", "output_scores": True},
+        "not for rows of a batch": {"prompt": "x", "output_scores": True},
         "appears twice": '{"prompt": "x", "prompt": "y"}',
         "no token of the vocabulary": {"prompt": "x", "stop_strings": ["東"]},
         "forbid every token": {"prompt": "x", "suppress_tokens": list(range(len(TOKENIZER)))},
@@ -166,7 +166,7 @@ def test_what_is_refused(tmp_path):
     ):
         with pytest.raises(RunError, match=name):
             run(job(tmp_path, **{"rows": ROWS, "resume": True, **changes}))
-    with pytest.raises(RunError, match="not finished"):
+    with pytest.raises(RunError, match="holds an unfinished job"):
         run(job(tmp_path, ROWS))
     assert len(run(job(tmp_path, ROWS, resume=True))) == len(ROWS)
     with pytest.raises(RunError, match="exists already"):
@@ -176,7 +176,7 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(RunError, match="--top-k: was None"):
         is_finished(finished.output, {**finished.identity, "--top-k": 6}, resume=True)
     finished.report_path.unlink()
-    with pytest.raises(RunError, match="no output of a job"):
+    with pytest.raises(RunError, match="no job wrote it"):
         is_finished(finished.output, finished.identity, resume=True)
 
 

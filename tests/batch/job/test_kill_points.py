@@ -110,7 +110,7 @@ def test_a_running_job_is_named_before_what_it_left(tmp_path):
                 check_output(output, IDENTITY, resume=resume)
             with pytest.raises(RunError, match="is writing here"):
                 Journal(output, IDENTITY, resume=resume)
-    with pytest.raises(RunError, match="go on with --resume"):
+    with pytest.raises(RunError, match="continue it with --resume"):
         check_output(output, IDENTITY, resume=False)
 
 
@@ -137,7 +137,7 @@ def test_files_that_are_not_of_a_job_are_never_removed(tmp_path):
 
     parts = journal_folder(output)
     foreign.rename(parts)
-    refused(r"holds 'thesis\.txt', which is not of a job")
+    refused(r"holds 'thesis\.txt', which no job wrote")
     (parts / "thesis.txt").unlink()
     (parts / "merged").mkdir()
     refused("holds 'merged'")
@@ -152,7 +152,7 @@ def test_files_that_are_not_of_a_job_are_never_removed(tmp_path):
     refused("nowhere, which is missing")
     output.unlink()
     report_file(output).write_text('{"mine": 1}')
-    refused("is no report of a job")
+    refused("is not the report of a job")
     assert report_file(output).read_text() == '{"mine": 1}'
 
 
@@ -171,7 +171,7 @@ def test_a_file_added_during_the_job_stays(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [
-        ("out.jsonl", b"of another program", "another file has taken its place .* move that"),
+        ("out.jsonl", b"of another program", "another program wrote this file .* move it"),
         ("out.jsonl.parts/rows.jsonl", b"", "was changed by another program"),
         ("out.jsonl.parts/rows.jsonl", b"[1]" + b" " * 4096, "was changed by another program"),
         ("out.jsonl.parts/rows.jsonl", None, "was removed or replaced while the job ran"),

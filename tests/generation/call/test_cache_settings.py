@@ -180,5 +180,5 @@ def test_what_a_cache_cannot_be(fields, error, message):
 
 def test_a_window_has_a_length_of_its_own():
     fields = {"cache_implementation": "sliding_window", "cache_config": {"sliding_window": 4}}
-    with pytest.raises(InputError, match="max_cache_len: a sliding window"):
+    with pytest.raises(InputError, match="max_cache_len has no effect on a sliding window"):
         jaxllm.generate(tiny.cached("llama"), np.array([[3, 4]]), max_cache_len=99, **fields)

@@ -18,7 +18,7 @@ HUGE = {
         "`num_return_sequences` must be an integer of at most 2147483647",
     ),
     "beams": ({"num_beams": 10**9}, "num_beams: 1000000000 for each of 2 prompts"),
-    "new tokens": ({"max_new_tokens": 10**9}, "max_length: 1000000003 columns"),
+    "new tokens": ({"max_new_tokens": 10**9}, "max_length: 1000000003 tokens"),
     "slots": ({"max_cache_len": 10**9}, "max_cache_len: 1000000000 slots"),
     "all together": (
         {"num_return_sequences": 2**18, "max_new_tokens": 2**18} | SAMPLING,

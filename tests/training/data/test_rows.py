@@ -42,7 +42,7 @@ def test_files_by_glob_list_and_folder(tmp_path):
     assert open_rows(tmp_path / "c.json")[0]["name"] == "c.json"
     with pytest.raises(DataError, match=r"b\.jsonl is named twice"):
         open_rows([f"{tmp_path}/*.jsonl", f"{tmp_path}/b.jsonl"])
-    with pytest.raises(DataError, match="several types, json, jsonl"):
+    with pytest.raises(DataError, match="expected files of one type, found json, jsonl"):
         open_rows(f"{tmp_path}/*")
     with pytest.raises(DataError, match=r"cannot be read \(File name too long"):
         open_rows(tmp_path / ("x" * 300))

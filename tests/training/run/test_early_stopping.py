@@ -82,7 +82,7 @@ def test_settings_without_effect(tmp_path: Path):
     with pytest.raises(ConfigError, match="early_stopping: has no effect without eval_data"):
         stopping(tmp_path, eval_data=None, evaluation={})
     wrong = stopping(tmp_path, early_stopping={"metric": "eval_bleu"})
-    with pytest.raises(ConfigError, match=r"early_stopping\.metric: no 'eval_bleu' is measured"):
+    with pytest.raises(ConfigError, match=r"early_stopping\.metric: unknown metric 'eval_bleu'"):
         train(wrong, quiet=True)
 
 

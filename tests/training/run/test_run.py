@@ -79,10 +79,12 @@ def test_what_a_run_leaves(done: tuple[Recipe, Path]):
 
 
 def test_a_second_run_in_the_folder(copied: Recipe):
-    with pytest.raises(RunError, match=r"holds a run already, saved at step 4; pass --resume"):
+    with pytest.raises(
+        RunError, match=r"holds a run already, saved at step 4; continue it with --resume"
+    ):
         train(copied, quiet=True)
     (run_of(copied) / "checkpoints").rename(run_of(copied) / "elsewhere")
-    with pytest.raises(RunError, match="holds a run already; pass --resume"):
+    with pytest.raises(RunError, match="holds a run already; continue it with --resume"):
         train(copied, quiet=True)
 
 
@@ -378,13 +380,13 @@ def test_weights_beyond_all_numbers_end_the_run(tmp_path: Path):
         train(spec, quiet=True)
 
 
-@pytest.mark.by_default("changes2-output_dir: name the folder")
+@pytest.mark.by_default("changes2-output_dir: missing; name the folder")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"checkpoints": {"metric": "eval_los"}}, "no 'eval_los' is measured; there are eval_loss"),
+        ({"checkpoints": {"metric": "eval_los"}}, "unknown metric 'eval_los'; use eval_loss"),
         ({"evaluation": {"metrics": ["exact_match"]}}, "format 'text' have no answers"),
-        ({"output_dir": None}, "output_dir: name the folder"),
+        ({"output_dir": None}, "output_dir: missing; name the folder"),
     ],
 )
 def test_what_cannot_work_ends_before_the_first_step(
