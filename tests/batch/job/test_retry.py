@@ -137,7 +137,7 @@ def test_what_retrying_needs(tmp_path):
 def test_another_output_is_not_replaced(tmp_path):
     run(job(tmp_path, "5"))
     (tmp_path / "out.csv").write_text("mine")
-    with pytest.raises(RunError, match="another file has taken its place"):
+    with pytest.raises(RunError, match="another program wrote this file"):
         run(job(tmp_path, "x", **RETRY))
     assert (tmp_path / "out.csv").read_text() == "mine"
     (tmp_path / "other.csv.errors.jsonl").write_text("mine\n")
