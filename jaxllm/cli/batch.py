@@ -109,10 +109,9 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
     if number is not None:
         if isinstance(job, Job):
             kept = job.resumed + job.engine.counts.rows
-            reporter.say(
-                f"stopped: {kept:,} of {len(source):,} rows are kept in {job.journal_path}; run "
-                "the same command with --resume to continue"
-            )
+            again = arguments.command + ("" if arguments.resume else " --resume")
+            reporter.say(f"stopped: {kept:,} of {len(source):,} rows are kept; continue with")
+            reporter.say(again)
         return 128 + number
     report = job.report
     reporter.table(report.table())

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
 import jax.monitoring
+import jax.numpy
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -169,15 +170,17 @@ class CompileReports:
 
 
 def _program_name(function: str) -> str:
-    """Name of a program by its function: words for one that is private to the library.
+    """Name of a program by its function: words for one of the library, and none for JAX's own.
 
-    >>> _program_name("jit(prefill)"), _program_name("_score_batch"), _program_name("<lambda>")
-    ('prefill', 'score batch', 'a function')
+    >>> _program_name("jit(prefill_slots)"), _program_name("_score_batch")
+    ('prefill slots', 'score batch')
+    >>> _program_name("<lambda>"), _program_name("convert_element_type")
+    ('a function', 'a function')
     """
     name = function.removeprefix("jit(").removesuffix(")")
-    if name == "<lambda>":
+    if name == "<lambda>" or hasattr(jax.lax, name) or hasattr(jax.numpy, name):
         return "a function"
-    return name.lstrip("_").replace("_", " ") if name.startswith("_") else name
+    return name.strip("_").replace("_", " ")
 
 
 _reports: list[tuple[Reporter, CompileReports]] = []
