@@ -15,6 +15,7 @@ import difflib
 import errno
 import io
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -109,7 +110,14 @@ def run_parsed(
     parser: Parser, run: Callable[[argparse.Namespace], int], argv: Sequence[str] | None
 ) -> int:
     """Runs a command (see `run_command`) on the arguments that its parser reads."""
-    return run_command(lambda arguments: run(parser.parse(arguments)), parser.prog, argv)
+
+    def parsed(arguments: list[str]) -> int:
+        namespace = parser.parse(arguments)
+        # For messages that repeat the command.
+        namespace.command = shlex.join([*parser.prog.split(), *arguments])
+        return run(namespace)
+
+    return run_command(parsed, parser.prog, argv)
 
 
 def _exit_code(command: Callable[[list[str]], int], program: str, arguments: list[str]) -> int:

@@ -473,3 +473,4 @@ def test_ctrl_c_keeps_what_was_done(tmp_path):
     assert process.returncode == 130
     assert "Traceback" not in err
     assert killed.part.read_bytes().endswith(b"}\n")
+    assert err == ""
