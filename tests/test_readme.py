@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import time
@@ -34,8 +35,13 @@ def test_python_blocks_run(smollm2_gguf: Path, tmp_path: Path, monkeypatch: pyte
 @pytest.mark.ci
 def test_the_batch_runs(smollm2_gguf: Path, tmp_path: Path):
     run_shell(BATCH, tmp_path)
-    (line,) = (tmp_path / "answers.jsonl").read_text().splitlines()
-    assert json.loads(line)["text"]
+    with (tmp_path / "answers.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["city"], row["country"]) for row in rows] == [
+        ("Paris", "France"),
+        ("Rome", "Italy"),
+    ]
+    assert all(row["text"] and not row["error"] for row in rows)
 
 
 @pytest.mark.slow
