@@ -24,6 +24,7 @@ from jaxllm.models.pretrained import pretrained
 from jaxllm.models.registry import FAMILIES, model_spec
 from jaxllm.models.t5 import T5ForConditionalGeneration
 from jaxllm.tokenizers import Tokenizer, load_tokenizer
+from jaxllm.tokenizers.batch import checked_side
 
 
 def read_config(config: ModelConfig | Mapping[str, Any] | str | PathLike[str]) -> Any:
@@ -135,6 +136,9 @@ class AutoConfig:
             return read_spec(checkpoint, None, fields).config
 
 
+_GGUF_OPTIONS = frozenset({"padding_side", "truncation_side"})
+
+
 class AutoTokenizer:
     """Tokenizers of checkpoints."""
 
@@ -148,8 +152,8 @@ class AutoTokenizer:
             path_or_hub_id: a Hugging Face folder, a .gguf file or a Hub id.
             revision: branch, tag or commit on the Hub.
             options: fields that override those of tokenizer_config.json, also in the files that
-                `save_pretrained` writes: see `jaxllm.tokenizers.load_tokenizer`. None of them for a
-                .gguf file.
+                `save_pretrained` writes: see `jaxllm.tokenizers.load_tokenizer`. For a .gguf file
+                only `padding_side` and `truncation_side`.
 
         Raises:
             MissingFileError: there are no tokenizer files.
@@ -161,11 +165,13 @@ class AutoTokenizer:
         path = resolve(path_or_hub_id, revision, weights=False)
         tokenizer = load_tokenizer(path, **options) if path.is_dir() else None
         if tokenizer is None and (path.is_file() or list(path.glob("*.gguf"))):
-            if options:
-                raise UnsupportedError(f"{path}: a .gguf file takes no {', '.join(options)}")
+            if other := sorted(options.keys() - _GGUF_OPTIONS):
+                raise UnsupportedError(f"{path}: a .gguf file takes no {', '.join(other)}")
             checkpoint = open_checkpoint(path)
             with checkpoint.weights:
                 tokenizer = tokenizer_of(checkpoint)
+            for name, value in options.items():
+                setattr(tokenizer, name, checked_side(value, InputError, name))
         if tokenizer is None:
             raise MissingFileError(f"{path}: no tokenizer files")
         return tokenizer

@@ -1,14 +1,16 @@
 """Tokenizers from GGUF metadata: SmolLM2's file, and models converted to GGUF."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import paths
 import pytest
 import sentencepiece
 
+from jaxllm.auto import AutoTokenizer
 from jaxllm.checkpoint.gguf.reader import GGUFFile
-from jaxllm.common.errors import TokenizerError, UnsupportedError
+from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError
 from jaxllm.tokenizers import load_tokenizer, tokenizer_from_gguf
 from jaxllm.tokenizers.sentencepiece_model import _fields
 
@@ -236,3 +238,13 @@ def test_invalid_metadata(gpt2_metadata, key, value, message):
 def test_invalid_sentencepiece_metadata(llama_metadata, key, value, message):
     with pytest.raises(TokenizerError, match=message):
         tokenizer_from_gguf(llama_metadata | {key: value})
+
+
+@pytest.mark.ci
+def test_sides_of_a_gguf_tokenizer(smollm2_gguf: Path) -> None:
+    load = AutoTokenizer.from_pretrained
+    assert load(smollm2_gguf, padding_side="left", truncation_side="left").padding_side == "left"
+    with pytest.raises(InputError, match="padding_side is 'up'"):
+        load(smollm2_gguf, padding_side="up")
+    with pytest.raises(UnsupportedError, match="takes no legacy"):
+        load(smollm2_gguf, legacy=True)

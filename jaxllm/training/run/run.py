@@ -56,7 +56,7 @@ from jaxllm.training.run.run_folder import (
     saved_steps,
     settings_of,
 )
-from jaxllm.training.run.setup import Setup, set_up
+from jaxllm.training.run.setup import Setup, mesh_for, set_up
 from jaxllm.training.state import TRAINED, TrainState, parameter_count
 
 
@@ -112,6 +112,7 @@ def train(
     elif overrides is not None:
         raise InputError("overrides: only for a recipe that is read from a file")
     folder = folder_of(recipe)
+    mesh_for(recipe)  # a wrong one is told before there is a folder
     leads = jax.process_index() == 0
     console = Console(stderr=True, quiet=quiet or not leads, highlight=False, soft_wrap=True)
 

@@ -170,9 +170,7 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
     Raises:
         JaxLLMError: as the parts of the recipe raise, with the field or the row.
     """
-    sizes = recipe.mesh
-    mesh = make_mesh(data=sizes.data, fsdp=sizes.fsdp, tensor=sizes.tensor)
-    check_rows(recipe, mesh)
+    mesh = mesh_for(recipe)
     check_files_and_packages(recipe)
     start = time.perf_counter()
     model, tokenizer = initial_model(recipe)
@@ -227,6 +225,18 @@ def check_no_decay(config: OptimizerConfig, params: Params) -> None:
                 f"optimizer.no_decay: {pattern!r} matches no trained parameter, such as "
                 f"{next(iter(params))}"
             )
+
+
+def mesh_for(recipe: Recipe) -> Mesh:
+    """The mesh of a recipe, over which the rows of its batches divide.
+
+    Raises:
+        ConfigError, InputError: there are not enough devices, or the rows do not divide.
+    """
+    sizes = recipe.mesh
+    mesh = make_mesh(data=sizes.data, fsdp=sizes.fsdp, tensor=sizes.tensor)
+    check_rows(recipe, mesh)
+    return mesh
 
 
 def check_rows(recipe: Recipe, mesh: Mesh) -> None:

@@ -12,11 +12,12 @@ import pytest
 from jax.sharding import AbstractMesh
 from tiny_runs import plain, recipe
 
-from jaxllm.common.errors import ConfigError, DataError, MissingExtraError
+from jaxllm.common.errors import ConfigError, DataError, JaxLLMError, MissingExtraError
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.data import DataConfig, ModelInfo
 from jaxllm.training.evaluation.generation import generation_rows
-from jaxllm.training.run.recipe import Evaluation, ModelSource
+from jaxllm.training.run.recipe import Evaluation, MeshSizes, ModelSource
+from jaxllm.training.run.run import train
 from jaxllm.training.run.setup import SECONDS, check_rows, rows_progress, set_up
 
 CAUSAL = ModelInfo(kind="causal", vocab_size=260, context_length=32)
@@ -152,3 +153,10 @@ def test_the_metric_and_its_direction(tmp_path: Path):
     ):
         with pytest.raises(ConfigError, match=message):
             set_up(recipe(tmp_path, eval_data=data, checkpoints=changes), print)
+
+
+def test_a_mesh_that_does_not_fit_leaves_no_folder(tmp_path: Path):
+    spec = replace(recipe(tmp_path), mesh=MeshSizes(data=64), output_dir=str(tmp_path / "run"))
+    with pytest.raises(JaxLLMError, match="64"):
+        train(spec, quiet=True)
+    assert not (tmp_path / "run").exists()
