@@ -146,7 +146,7 @@ class ColumnChoice:
             DataError: the prompt or the completion is missing, or a template fails.
 
         >>> ColumnChoice(prompt="question").row({"question": "Why?", "top_k": "5"}, are_texts=True)
-        {'top_k': 5, 'prompt': 'Why?'}
+        {'prompt': 'Why?', 'top_k': 5}
         """
         row: dict[str, Any] = {}
         for name in self.fields(list(cells)):
