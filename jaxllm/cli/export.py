@@ -20,10 +20,17 @@ def main(argv: Sequence[str] | None = None, program: str = "jaxllm export") -> i
 
 
 def _parser(program: str) -> Parser:
-    parser = Parser(program, description=__doc__)
+    parser = Parser(
+        program,
+        description="Write the model of a training run as a folder for transformers or PEFT.",
+    )
     parser.add_argument("run", type=expanded, help="the output_dir of a run")
     parser.add_argument("out", type=expanded, help="the new folder")
-    parser.add_argument("--step", help="a step, best or last (default: best, or last)")
+    parser.add_argument(
+        "--step",
+        help="the number of a step, best or last (default: best if the run was "
+        "evaluated, else last)",
+    )
     parser.add_argument(
         "--adapter", action="store_true", help="write only the LoRA, as PEFT's files"
     )

@@ -358,7 +358,10 @@ def _generate(
             "assistant_model": assistant,
         }
         if arguments.stream and config.num_return_sequences == config.num_beams == 1:
-            _print_streamed(stream(model, **call), new_decoder(), reporter, clock)
+            count = _print_streamed(stream(model, **call), new_decoder(), reporter, clock)
+            answers_chats = tokenizer is not None and tokenizer.chat_template is not None
+            if count <= 1 and answers_chats and prompt is not None and not arguments.chat:
+                reporter.say("the text is empty; this model answers chats: add --chat")
             return
 
         def generated() -> list[list[int]]:
@@ -474,8 +477,8 @@ def _print_streamed(
     decoder: StreamDecoder | IdDecoder,
     reporter: Reporter,
     clock: CompileClock,
-) -> None:
-    """Prints the tokens of one sequence as they are generated."""
+) -> int:
+    """Prints the tokens of one sequence as they are generated; returns their number."""
     with reporter.phase("compiling and reading the prompt"):
         # Two chunks: the first comes from the prefill program, the second from the loop.
         first = [index for chunk in itertools.islice(chunks, 2) for index in chunk[0].tolist()]
@@ -487,7 +490,9 @@ def _print_streamed(
     _write(decoder.end() + "\n")
     seconds = time.perf_counter() - start
     speed = f", {later / seconds:.1f} tokens/s after the first {len(first)}" if later else ""
-    reporter.say(f"{len(first) + later} tokens{speed}; {clock.summary()}")
+    count = len(first) + later
+    reporter.say(f"{count} token{'s' * (count != 1)}{speed}; {clock.summary()}")
+    return count
 
 
 def _print_whole(

@@ -38,7 +38,7 @@ def _parser(program: str) -> Parser:
     parser = Parser(
         program,
         "[MODEL]",
-        description=__doc__,
+        description="Show the memory and the time of a model on TPUs or GPUs that are not here.",
         epilog=_EXAMPLES,
     )
     add_model(parser)
