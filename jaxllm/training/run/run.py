@@ -131,7 +131,7 @@ def train(
         for line in device_report():
             say(line)
         peak = peak_flops()
-        say(f"peak speed of the devices (of which MFU is the share in use): {peak}")
+        say(f"MFU 100% would be {peak}")
         progress = stack.enter_context(open_progress(setup, start, peak, console))
         keeper = sample_keeper(folder, leads)
         patience = patience_of(recipe, saved, partial(measured_on, recipe, setup.eval_batches))
