@@ -118,7 +118,7 @@ $(VENV)/pyvenv.cfg:
 
 $(PACKAGE): pyproject.toml | $(VENV)/pyvenv.cfg
 	$(PIP) install --upgrade "pip>=25.1"  # the first with --group
-	$(PIP) install --editable .
+	$(PIP) install --editable '.[serve]'  # all that the README runs
 	touch $@
 
 $(DEV): $(PACKAGE)
