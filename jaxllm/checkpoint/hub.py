@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from importlib import metadata
@@ -95,9 +96,12 @@ def _download(hub_id: str, revision: str | None, weights: bool) -> Path:
         )
     except Exception as failure:  # errors of the client and of its HTTP library
         reason = (str(failure).strip() or type(failure).__name__).splitlines()[0].rstrip(".")
+        reason = reason.removeprefix("Got: ")  # of the client's own
+        meant = difflib.get_close_matches(hub_id, [BUNDLED], n=1)
+        hint = f" (did you mean {BUNDLED}?)" if meant else ""
         version = "" if revision is None else f" (revision {revision})"
         raise MissingFileError(
-            f"{hub_id!r}: no such file or folder, and the Hub download failed{version}: "
+            f"{hub_id!r}: no such file or folder{hint}, and the Hub download failed{version}: "
             f"{reason}. Check the name and the network, log in with `hf auth login` if the model "
             "needs it, or download it elsewhere and give the folder's path."
         ) from None  # the chain of the HTTP client's errors is a hundred lines

@@ -104,7 +104,7 @@ def load_adapter(
 def _not_an_adapter(folder: Path) -> str:
     """What a folder without adapter_config.json is, and what to do."""
     if not folder.is_dir():
-        return "no such folder"
+        return "no such folder; an adapter is a folder that `jaxllm export --adapter` or PEFT wrote"
     if (folder / "checkpoints").is_dir():
         export = f"`jaxllm export {folder} OUT --adapter`"
         return f"holds a training run, not an adapter; write its adapter with {export}"

@@ -54,6 +54,10 @@ def run_dry(
     reporter.table([("rows", f"{len(source):,}"), ("rows that can run", f"{len(plan.rows):,}")])
     for line in histogram([len(row.input_ids) for row in plan.rows]):
         reporter.say(line)
+    if plan.rows:
+        longest = max(plan.rows, key=lambda row: len(row.input_ids))
+        where = f"{source.unit} {source.number(longest.index)}"
+        reporter.say(f"the longest prompt: {len(longest.input_ids):,} tokens, {where}")
     for line in refused(source, plan.errors):
         reporter.say(line)
     reporter.table([("memory", str(memory)) for memory in plan.memory])

@@ -211,7 +211,7 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
         "--calibrate",
         action="store_true",
         default=None,
-        help="with --dry-run: load the model, generate for some rows for about 10 seconds, and "
+        help="with --dry-run: load the model, generate for some rows (10 seconds or more), and "
         "print the expected time of the job",
     )
     group.add_argument(

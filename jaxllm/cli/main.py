@@ -18,6 +18,7 @@ from jaxllm.cli.process import (
     run_command,
     signals,
 )
+from jaxllm.common.errors import nearest
 
 # Each command's module has `main(argv, program) -> int`, and is imported on use.
 COMMANDS = {
@@ -43,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_command(_about, "jaxllm", arguments)
     name, *rest = arguments
     if name not in COMMANDS:
-        known = ", ".join(COMMANDS)
-        print(f"jaxllm: error: no command {one_line(name)!r}: use {known}", file=sys.stderr)
+        hint = nearest(name, list(COMMANDS))
+        print(f"jaxllm: error: no command {one_line(name)!r}; {hint}", file=sys.stderr)
         return USAGE_ERROR
     return run_named(name, f"jaxllm {name}", rest)
 
