@@ -50,6 +50,9 @@ def generate_texts(
         loaded = model
     if tokenizer is None:
         raise InputError("tokenizer: give the model's, since there is none")
+    for number, each in enumerate(prompts):
+        if isinstance(each, Mapping) and "role" in each:
+            raise InputError(f"prompts[{number}]: is a message; a chat is a list of messages")
     rows = [each if isinstance(each, str | Mapping) else {"messages": each} for each in prompts]
     texts = []
     for output in BatchGenerator(loaded, tokenizer, **options).generate(rows):

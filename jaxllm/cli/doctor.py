@@ -20,7 +20,7 @@ from jaxllm.cli.process import Parser, backend_failure, one_line, run_parsed
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers")
 EXTRAS = {
     "grammar": ("llguidance", "answers that match a JSON schema, a regex or a grammar"),
-    "parquet": ("pyarrow", "batch jobs on Parquet files"),
+    "parquet": ("pyarrow", "Parquet files and data frames"),
     "datasets": ("datasets", "rows of Hugging Face data sets"),
     "serve": ("uvicorn", "jaxllm serve"),
     "ray": ("ray", "batch jobs and training on several machines"),

@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = arguments
     if name not in COMMANDS:
         hint = nearest(name, list(COMMANDS))
+        if name == "batch":
+            hint = "a batch is `jaxllm generate --input FILE --output FILE`"
         print(f"jaxllm: error: no command {one_line(name)!r}; {hint}", file=sys.stderr)
         return USAGE_ERROR
     return run_named(name, f"jaxllm {name}", rest)

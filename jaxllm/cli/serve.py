@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import math
 import re
 import socket
@@ -22,10 +23,11 @@ from jaxllm.cli.options import (
     load_named,
 )
 from jaxllm.cli.process import Parser, run_parsed, signals
+from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError, quoted
 from jaxllm.common.files import expanded, read_text
 from jaxllm.common.optional_packages import require
-from jaxllm.common.progress import Reporter
+from jaxllm.common.progress import PLAIN_SECONDS, Reporter
 from jaxllm.serve.async_engine import DEFAULT_QUEUE_SIZE, AsyncEngine
 
 if TYPE_CHECKING:
@@ -227,7 +229,15 @@ def _serve(arguments: argparse.Namespace, state: ServerState, bound: socket.sock
         ready = asyncio.Event()
 
         async def stop_on_signal() -> None:
-            await ready.wait()
+            with contextlib.closing(CompileClock()) as clock:
+                while not ready.is_set():
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(ready.wait(), PLAIN_SECONDS)
+                        break
+                    signals.say(
+                        f"compiling, {clock.seconds_so_far:.0f} s so far, programs: "
+                        f"{clock.programs}"
+                    )
             signals.say(f"compiling: {server.warm_up_seconds:.1f} s")
             stopped = signals.stop_after(lambda: _running(server.running_requests))
             stopped()  # before clients hear of it, since from now on requests may run

@@ -93,7 +93,7 @@ class ColumnChoice:
         has_prompt = self.prompt or self.template or set(PROMPT_KEYS).intersection(columns)
         if columns and not has_prompt:  # JSONL without one right line has no columns
             raise DataError(
-                f"no column is called {', '.join(PROMPT_KEYS)}; name the column of the prompts "
+                f"no column is called {' or '.join(PROMPT_KEYS)}; name the column of the prompts "
                 "with --prompt-column, or write one from several columns with --template "
                 f"(columns: {listed(columns)})"
             )

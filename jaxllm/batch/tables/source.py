@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -118,14 +119,15 @@ class Source:
         return {name: array for name, array in arrays.items() if array is not None}
 
     def inputs(self, index: int) -> dict[str, Any]:
-        """The cells of a row, as a row of JSONL that means the same."""
+        """The cells of a row, as a row of JSONL that means the same; empty if it has no cells."""
+        row: dict[str, Any] = {}
         try:
             cells = self.table.cells(index)
-            row = self.choice.row(cells, are_texts=self.table.has_texts)
+            with contextlib.suppress(JaxLLMError):  # such as of an empty prompt
+                row = self.choice.row(cells, are_texts=self.table.has_texts)
         except JaxLLMError:
             return {}
-        fields = self.choice.fields(list(cells))
-        typed = {name: row[name] for name in fields if name in row}
+        typed = {name: row[name] for name in self.choice.fields(list(cells)) if name in row}
         return {name: typed.get(name, cell) for name, cell in cells.items() if cell is not None}
 
     def remarks(self) -> list[str]:

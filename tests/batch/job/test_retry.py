@@ -149,3 +149,11 @@ def _clock() -> Any:
     from jaxllm.common.compiling import CompileClock
 
     return CompileClock()
+
+
+def test_the_inputs_of_rows_without_a_prompt(tmp_path: Path):
+    """All cells of a row, except where it has none."""
+    (tmp_path / "rows.csv").write_text("id,question,price\na,ok,1\nb,,2\nragged\n")
+    source = read_source(tmp_path / "rows.csv", ColumnChoice(prompt="question"))
+    assert source.inputs(1) == {"id": "b", "question": "", "price": "2"}
+    assert source.inputs(2) == {}
