@@ -204,7 +204,7 @@ class BatchGenerator:
             system_template=(
                 None if system_template is None else RowTemplate(system_template, "system_template")
             ),
-            keep="all" if keep == "all" else tuple(keep),
+            keep="all" if keep == "all" else (keep,) if isinstance(keep, str) else tuple(keep),
             keep_prefix=keep_prefix,
         )
         is_path = isinstance(table, str | PathLike)

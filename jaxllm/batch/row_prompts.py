@@ -88,6 +88,8 @@ class PromptReader:
             ids = [encode(text)]
         else:
             ids = [self._tokenizer.apply_chat_template(messages)]
+        if len(ids[0]) == 0:
+            raise InputError(f"{key}: is empty, and the tokenizer adds no token to it")
         return checked_ids(key, np.asarray(ids), self._vocab_size)[0]
 
 

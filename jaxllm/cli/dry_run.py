@@ -58,6 +58,9 @@ def run_dry(
         longest = max(plan.rows, key=lambda row: len(row.input_ids))
         where = f"{source.unit} {source.number(longest.index)}"
         reporter.say(f"the longest prompt: {len(longest.input_ids):,} tokens, {where}")
+    context = model.config.context_length
+    if count := sum(row.max_length > context for row in plan.rows if context is not None):
+        reporter.say(f"rows that may exceed the model's context of {context:,} tokens: {count:,}")
     for line in refused(source, plan.errors):
         reporter.say(line)
     reporter.table([("memory", str(memory)) for memory in plan.memory])

@@ -53,6 +53,25 @@ def test_frames_of_every_kind(engine: jaxllm.BatchGenerator, number: int):
         assert list(joined["text_new"]) == expected
 
 
+def test_types_of_pandas_are_kept(engine: jaxllm.BatchGenerator):
+    frame = pd.DataFrame(
+        {
+            "q": ["a", None],
+            "kind": pd.Categorical(["x", "y"]),
+            "day": pd.to_datetime(["2020-01-01", None]),
+            "count": pd.array([1, None], dtype="Int64"),
+            "n": [1.5, float("nan")],
+        }
+    )
+    result = engine.generate_table(frame, template="{{ q }} {{ kind }} {{ count }} {{ n }}")
+    kept = list(frame.columns)
+    pd.testing.assert_frame_equal(result[kept], frame)
+    expected = [output.text for output in engine.generate(["a x 1 1.5", " y  "])]
+    assert list(result["text"]) == expected
+    one = engine.generate_table(frame[:1], prompt_column="q", keep="day")
+    assert list(one.columns)[:3] == ["id", "row", "day"]
+
+
 def test_rows_that_fail(engine: jaxllm.BatchGenerator):
     frame = pd.DataFrame({"prompt": ["Why", "x"], "max_new_tokens": [2, 0]})
     result = engine.generate_table(frame)
@@ -86,5 +105,9 @@ def test_what_is_refused(engine: jaxllm.BatchGenerator, tmp_path: Path):
             engine.generate_table(frame, **options)
     with pytest.raises(InputError, match="table: expected a pandas or Polars data frame"):
         engine.generate_table([{"prompt": "x"}])
+    with pytest.raises(InputError, match="'LazyFrame'"):
+        engine.generate_table(pl.DataFrame(COLUMNS).lazy())
+    with pytest.raises(InputError, match="the column 'price' is there twice"):
+        engine.generate_table(pd.concat([frame, frame[["price"]]], axis=1))
     with pytest.raises(InputError, match="output: give the file of the results"):
         engine.generate_table(tmp_path / "rows.csv")

@@ -161,6 +161,8 @@ def test_a_dry_run(tmp_path, capsys):
     assert code == 0
     assert re.search(r"rows that can run +3", err)
     assert re.search(r" 1 to 16 +2  #{40}\n", err)
+    assert "the longest prompt: " in err
+    assert "tokens, line 3" in err
     assert "2 rows would have an error:\n  2 InputError, the first in line 4: " in err
     memory = r"\d sequences at a time, up to \d+ tokens each: weights"
     assert re.search(memory, " ".join(err.split()))
@@ -193,7 +195,7 @@ def test_options_of_dry_runs(tmp_path, capsys, options, why):
         (["id,prompt", "1,Hello"], r"no line has a prompt, .*line 1: not JSON"),
         (
             [json.dumps({"text": "Hi"})] * 2,
-            r"no column is called prompt, messages",
+            r"no column is called prompt or messages",
         ),
         ([], "has no rows"),
         (['{"id": "a", "prompt": "x"}'] * 2, r"lines 1 and 2 have the same id, 'a'"),

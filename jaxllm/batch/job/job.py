@@ -134,8 +134,11 @@ class Job:
             for record in journal.records(len(self.source)):
                 if record["facts"]["error_kind"] is not None:
                     index = record["index"]
+                    inputs = self.source.inputs(index)
                     failed = {"row": index, **record["line"]}
-                    lines.append(encoded({**self.source.inputs(index), FAILED: failed}))
+                    if not inputs:  # it has no cells
+                        failed["text"] = self.source.table.text(index)
+                    lines.append(encoded({"id": failed["id"], **inputs, FAILED: failed}))
             write_whole(self.errors_path, b"".join(lines))
 
 

@@ -202,10 +202,10 @@ def check_identity(
     for name in dict.fromkeys((*before, *now)):
         old, new = before.get(name), now.get(name)
         if old != new and name not in NOT_COMPARED and not (retry and name in LIMITS):
-            raise RunError(
-                f"{name}: was {old!r:.80} when this job began, and is {new!r:.80} now; resume "
-                "with what it was, or begin another output"
-            )
+            change = f"was {old!r:.80} when this job began, and is {new!r:.80} now"
+            if name == "input":  # a digest
+                change = "has other rows than when this job began"
+            raise RunError(f"{name}: {change}; resume with what it was, or begin another output")
 
 
 def job_id(identity: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxllm.batch.tables.table import ArrowTable, Table
-from jaxllm.common.errors import InputError
+from jaxllm.common.errors import InputError, quoted
 from jaxllm.common.optional_packages import require
 
 
@@ -22,15 +22,24 @@ def table_of_frame(frame: Any) -> tuple[Table, Callable[[Any], Any]]:
         MissingExtraError: pyarrow is missing.
     """
     arrow = require("pyarrow", extra="parquet", purpose="data frames")
-    kind = type(frame).__module__.partition(".")[0]
+    kind, name = type(frame).__module__.partition(".")[0], type(frame).__name__
     if isinstance(frame, arrow.Table):
         return ArrowTable("table", frame), lambda table: table
-    if kind == "pandas" and hasattr(frame, "columns"):
-        table = arrow.Table.from_pandas(frame, preserve_index=False)
-        return ArrowTable("table", table), lambda table: table.to_pandas().set_axis(frame.index)
-    if kind == "polars" and hasattr(frame, "columns"):
+    if (kind, name) == ("pandas", "DataFrame"):
+        if not frame.columns.is_unique:
+            twice = frame.columns[frame.columns.duplicated()][0]
+            raise InputError(f"table: the column {twice!r} is there twice; rename one")
+        own = arrow.Table.from_pandas(frame, preserve_index=False)
+
+        def to_pandas(table: Any) -> Any:
+            # The metadata has pandas' own types of the columns.
+            typed = table.replace_schema_metadata(own.schema.metadata)
+            return typed.to_pandas().set_axis(frame.index)
+
+        return ArrowTable("table", own), to_pandas
+    if (kind, name) == ("polars", "DataFrame"):
         return ArrowTable("table", frame.to_arrow()), type(frame)
     raise InputError(
-        f"table: expected a pandas or Polars data frame, a pyarrow.Table or a path, found "
-        f"{type(frame).__name__}"
+        "table: expected a pandas or Polars data frame, a pyarrow.Table or a path, found "
+        f"{quoted(type(frame).__name__)}"
     )

@@ -59,6 +59,10 @@ class JsonLines(Table):
                 return list(self.cells(index))
         return []
 
+    def text(self, index: int) -> str:
+        line = self._data[self._starts[index] : self._stops[index]]
+        return line[:MAX_ROW_BYTES].decode("utf-8", "backslashreplace")
+
     def cells(self, index: int) -> dict[str, Any]:
         number, start, stop = self.number(index), self._starts[index], self._stops[index]
         if stop - start > MAX_ROW_BYTES:

@@ -72,6 +72,10 @@ class Table(ABC):
             DataError: it is not a row.
         """
 
+    def text(self, index: int) -> str | None:
+        """The text of a row in the file; None where rows are no text."""
+        return None
+
     def arrow(self, column: str) -> Any:
         """A column as an Arrow array, where the table has its type; else None."""
         return None
@@ -142,9 +146,12 @@ class CsvTable(Table):
     def number(self, index: int) -> int:
         return self._numbers[index]
 
+    def text(self, index: int) -> str:
+        return self._data[self._starts[index] : self._stops[index]].decode("utf-8")
+
     def cells(self, index: int) -> dict[str, Any]:
-        text = self._data[self._starts[index] : self._stops[index]].decode("utf-8")
-        cells = next(csv.reader(io.StringIO(text, newline=""), delimiter=self._delimiter))
+        text = io.StringIO(self.text(index), newline="")
+        cells = next(csv.reader(text, delimiter=self._delimiter))
         if len(cells) != len(self._columns):
             raise DataError(
                 f"line {self.number(index)}: has {len(cells)} cells, but the header "

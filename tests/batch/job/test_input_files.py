@@ -277,7 +277,7 @@ def test_a_job_over_a_table_goes_on(tmp_path):
     assert answered(tmp_path, source, "out.parquet", resume=True) == full
     (tmp_path / "rows.parquet").write_bytes(parquet([*rows, {"prompt": "more"}]))
     changed = read_source(tmp_path / "rows.parquet")
-    with pytest.raises(JaxLLMError, match="input: was"):
+    with pytest.raises(JaxLLMError, match="input: has other rows"):
         answered(tmp_path, changed, "out.parquet", resume=True)
 
 

@@ -162,7 +162,7 @@ def test_what_is_refused(tmp_path):
     for changes, name in (
         ({"settings": {**SETTINGS, "--temperature": 0.6}}, "--temperature: was 0.5"),
         ({"settings": {**SETTINGS, "--top-k": 6}}, "--top-k: was None"),
-        ({"rows": ROWS[:-1]}, "input: was "),
+        ({"rows": ROWS[:-1]}, "input: has other rows "),
     ):
         with pytest.raises(RunError, match=name):
             run(job(tmp_path, **{"rows": ROWS, "resume": True, **changes}))

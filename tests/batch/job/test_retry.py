@@ -157,3 +157,4 @@ def test_the_inputs_of_rows_without_a_prompt(tmp_path: Path):
     source = read_source(tmp_path / "rows.csv", ColumnChoice(prompt="question"))
     assert source.inputs(1) == {"id": "b", "question": "", "price": "2"}
     assert source.inputs(2) == {}
+    assert source.table.text(2) == "ragged\n"
