@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
 from jax.sharding import Mesh
 
 from jaxllm.batch.generator import BatchGenerator, RowPlan
-from jaxllm.batch.job.report import explained, row_facts, row_statistics
 from jaxllm.batch.rows import BatchOutput
 from jaxllm.batch.tables import Source
 from jaxllm.checkpoint.hub import resolve
@@ -26,6 +25,7 @@ from jaxllm.planning.abstract import abstract_model
 
 CALIBRATION_SECONDS = 10.0
 """Seconds of decoding by which the time of a job is estimated; compiling comes on top."""
+SHOWN_ERRORS = 10
 _BAR = 40
 
 
@@ -106,17 +106,15 @@ def histogram(lengths: Sequence[int]) -> list[str]:
     return lines
 
 
-def refused(source: Source, errors: Iterable[BatchOutput]) -> list[str]:
-    """The rows that would have an error, by kind, with the first of each."""
-    records = [
-        {"facts": row_facts(output), "line": source.result(output)}
-        for output in sorted(errors, key=lambda output: output.index)
-    ]
-    if not records:
+def refused(source: Source, errors: Sequence[BatchOutput]) -> list[str]:
+    """The rows that would have an error, one per line, as far as `SHOWN_ERRORS`."""
+    if not errors:
         return []
-    statistics = row_statistics(records)
-    lines = explained(statistics["errors"], statistics["first_errors"])
-    return [f"{len(records):,} rows would have an error:", *lines]
+    ordered = sorted(errors, key=lambda output: output.index)
+    lines = [f"  {source.result(output)['error']}" for output in ordered[:SHOWN_ERRORS]]
+    more = len(ordered) - SHOWN_ERRORS
+    shown = [f"rows that would have an error: {len(ordered):,}", *lines]
+    return [*shown, f"  and {more:,} more"] if more > 0 else shown
 
 
 def estimate(

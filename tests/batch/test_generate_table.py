@@ -72,6 +72,17 @@ def test_types_of_pandas_are_kept(engine: jaxllm.BatchGenerator):
     assert list(one.columns)[:3] == ["id", "row", "day"]
 
 
+def test_settings_of_columns_with_gaps(engine: jaxllm.BatchGenerator, tmp_path: Path):
+    """pandas makes floats of integers where a cell is empty, also in the CSV that it writes."""
+    frame = pd.DataFrame({"prompt": ["Why", "Who"], "max_new_tokens": [2, None]})
+    result = engine.generate_table(frame)
+    assert [len(ids) for ids in result["output_ids"]] == [2, 3]
+    frame.to_csv(tmp_path / "rows.csv", index=False)
+    engine.generate_table(tmp_path / "rows.csv", keep=(), output=tmp_path / "out.parquet")
+    written = pd.read_parquet(tmp_path / "out.parquet")
+    assert list(written["text"]) == list(result["text"])
+
+
 def test_rows_that_fail(engine: jaxllm.BatchGenerator):
     frame = pd.DataFrame({"prompt": ["Why", "x"], "max_new_tokens": [2, 0]})
     result = engine.generate_table(frame)
@@ -105,6 +116,8 @@ def test_what_is_refused(engine: jaxllm.BatchGenerator, tmp_path: Path):
             engine.generate_table(frame, **options)
     with pytest.raises(InputError, match="table: expected a pandas or Polars data frame"):
         engine.generate_table([{"prompt": "x"}])
+    with pytest.raises(InputError, match=r"table: .*column mixed"):
+        engine.generate_table(pd.DataFrame({"mixed": [1, "a"]}), template="{{ mixed }}")
     with pytest.raises(InputError, match="'LazyFrame'"):
         engine.generate_table(pl.DataFrame(COLUMNS).lazy())
     with pytest.raises(InputError, match="the column 'price' is there twice"):

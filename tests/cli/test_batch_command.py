@@ -163,7 +163,7 @@ def test_a_dry_run(tmp_path, capsys):
     assert re.search(r" 1 to 16 +2  #{40}\n", err)
     assert "the longest prompt: " in err
     assert "tokens, line 3" in err
-    assert "2 rows would have an error:\n  2 InputError, the first in line 4: " in err
+    assert "rows that would have an error: 2\n  line 4: " in err
     memory = r"\d sequences at a time, up to \d+ tokens each: weights"
     assert re.search(memory, " ".join(err.split()))
     assert "loading" not in err

@@ -118,7 +118,7 @@ class ColumnChoice:
         if close and name not in self.keys:
             raise DataError(
                 f"{name!r} is nearly the generation field {close[0]!r}: rename it to that, or, if "
-                f"it is data, keep it in the output with --keep {name}"
+                f"it is data, name it in keep (--keep {name})"
             )
 
     def kept(self, columns: Sequence[str]) -> list[str]:
@@ -156,8 +156,11 @@ class ColumnChoice:
             key = "completion" if name == self.completion else name
             if name == self.prompt:
                 key = _prompt_key(value)
-            is_text = not are_texts or key in _TEXT_KEYS
-            row[key] = value if is_text else _json_or_text(value)
+            if are_texts and key not in _TEXT_KEYS:
+                value = _json_or_text(value)
+            if isinstance(value, float) and value.is_integer():
+                value = int(value)  # pandas writes integers as floats where a cell is empty
+            row[key] = value
         if self.completion is not None and "completion" not in row:
             raise DataError(f"nothing in {self.completion!r}, the column of the completions")
         if self.template is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxllm.batch.tables.table import ArrowTable, Table
-from jaxllm.common.errors import InputError, quoted
+from jaxllm.common.errors import InputError, quoted, shortened
 from jaxllm.common.optional_packages import require
 
 
@@ -29,7 +29,10 @@ def table_of_frame(frame: Any) -> tuple[Table, Callable[[Any], Any]]:
         if not frame.columns.is_unique:
             twice = frame.columns[frame.columns.duplicated()][0]
             raise InputError(f"table: the column {twice!r} is there twice; rename one")
-        own = arrow.Table.from_pandas(frame, preserve_index=False)
+        try:
+            own = arrow.Table.from_pandas(frame, preserve_index=False)
+        except arrow.ArrowException as failure:  # a column of several types
+            raise InputError(f"table: {shortened(str(failure), 300)}") from None
 
         def to_pandas(table: Any) -> Any:
             # The metadata has pandas' own types of the columns.

@@ -48,7 +48,7 @@ class Source:
         if taken := [name for name in names if name in ("id", "row", *own)]:
             raise InputError(
                 f"--keep: the output has a column {taken[0]!r} of its own; put a prefix before "
-                "the kept columns, such as --keep-prefix input_"
+                "the kept columns with keep_prefix (--keep-prefix input_)"
             )
         self.columns = ["id", "row", *names, *own]
         read = {"id", *used, *self._kept}

@@ -39,24 +39,27 @@ from jaxllm.training.data.rows import (
 
 
 def rows_of(config: DataConfig) -> Rows:
-    """Opens the data source of a config.
+    """Opens the data source of a config, with the fields that its templates make.
 
     Raises:
         ConfigError: the config has no source.
         MissingFileError, DataError, UnsupportedError: as `open_rows` and `dataset_rows`.
+        InputError: as `with_templates`.
     """
     if config.dataset is not None:
-        return dataset_rows(config.dataset, config.dataset_name, config.split)
-    if config.path is None:
+        rows = dataset_rows(config.dataset, config.dataset_name, config.split)
+    elif config.path is None:
         raise ConfigError("path: give the files of the data, or a dataset")
-    return open_rows(config.path, file_type=config.file_type, by_line=config.by_line)
+    else:
+        rows = open_rows(config.path, file_type=config.file_type, by_line=config.by_line)
+    return with_templates(rows, config)
 
 
 def with_templates(rows: Rows, config: DataConfig) -> Rows:
     """The rows with the fields that the config's templates make.
 
     Raises:
-        ConfigError, InputError: a template is wrong, or names a column that the first row lacks.
+        DataError, InputError: a template is wrong, or names a column that the first row lacks.
     """
     templates = {
         name: RowTemplate(text, f"templates.{name}") for name, text in config.templates.items()
@@ -73,7 +76,7 @@ def check_fields(config: DataConfig) -> None:
     Raises:
         DataError: it lacks one; names the nearest.
     """
-    rows = with_templates(rows_of(config), config)
+    rows = rows_of(config)
     if not len(rows):
         return
     row = rows[0]
@@ -139,7 +142,7 @@ def read_examples(
     limits = length_limits(config, model)
     if rows is not None and (config.path is not None or config.dataset is not None):
         raise ConfigError("path, dataset: have no effect when rows are given")
-    source = with_templates(rows_of(config) if rows is None else SequenceRows(rows), config)
+    source = rows_of(config) if rows is None else with_templates(SequenceRows(rows), config)
     return encode_rows(source, encode, model, limits, config.on_too_long, progress)
 
 

@@ -14,9 +14,9 @@ import jaxllm
 from jaxllm.common.errors import ConfigError, DataError, RunError
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.data import DataConfig, ModelInfo
-from jaxllm.training.data.pipeline import read_examples, rows_of, with_templates
+from jaxllm.training.data.pipeline import read_examples, rows_of
 from jaxllm.training.monitor.charts import Curve, svg_chart
-from jaxllm.training.run.recipe import ModelSource, read_recipe
+from jaxllm.training.run.recipe import Evaluation, ModelSource, read_recipe
 from jaxllm.training.run.setup import set_up
 
 CONFIG = {
@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_rows_of_a_table(folder: Path):
     data = read_recipe(folder / "recipe.yaml").data
-    rows = with_templates(rows_of(data), data)
+    rows = rows_of(data)
     assert rows[0] == {
         "question": "Where, now?",
         "context": "Here",
@@ -82,6 +82,17 @@ def test_epochs_and_a_config_file(folder: Path):
     (folder / "prompt.jinja").write_text("{{ question }}")
     with pytest.raises(RunError, match=r"data\.templates"):
         jaxllm.train(folder / "recipe.yaml", {**overrides, "epochs": 4}, resume=True, quiet=True)
+
+
+@pytest.mark.ci
+def test_answers_to_templated_prompts(folder: Path):
+    """An evaluation that generates reads the same rows as training."""
+    spec = read_recipe(folder / "recipe.yaml", {"output_dir": str(folder / "run"), "epochs": 0.5})
+    evaluation = Evaluation(metrics=("exact_match",), fields={"max_new_tokens": 2})
+    result = jaxllm.train(replace(spec, eval_data=spec.data, evaluation=evaluation), quiet=True)
+    assert result.metrics["eval_exact_match"] == 0
+    samples = json.loads((folder / "run" / "samples_after.json").read_text())
+    assert samples[0]["prompt"] == "Here: Where, now?"
 
 
 def test_epochs_and_steps(folder: Path):
