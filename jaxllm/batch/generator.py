@@ -24,17 +24,18 @@ from jaxllm.batch.tables.frames import table_of_frame
 from jaxllm.batch.tables.outputs import OutputTable, arrow_table, output_writer
 from jaxllm.batch.tables.read import RESULTS, read_table
 from jaxllm.batch.tables.source import Source
-from jaxllm.batch.tables.templates import RowTemplate
 from jaxllm.batch.task_run import TaskRun
 from jaxllm.common.arguments import checked, checked_function, checked_iterable, checks_flags
 from jaxllm.common.errors import (
     InputError,
     JaxLLMError,
+    MissingFileError,
     RunError,
     UnsupportedError,
     naming_file,
     quoted,
 )
+from jaxllm.common.files import replacing
 from jaxllm.common.progress import progress_phase
 from jaxllm.generation.inputs.batching import is_exhausted
 from jaxllm.generation.inputs.values import is_integer
@@ -136,6 +137,8 @@ class BatchGenerator:
         )
         self._budget = memory_budget(memory, 1 if self.mesh is None else self.mesh.size)
         self._announce = announce
+        self.returns_several = (fields.get("num_return_sequences") or 1) > 1
+        """Rows without a `num_return_sequences` of their own have a list of results."""
         self.counts = BatchCounts()
         """Counters of the current run, or of the last one."""
         self.memory: list[Prediction] = []
@@ -198,33 +201,41 @@ class BatchGenerator:
         Raises:
             InputError, DataError: the table lacks a column, or an argument is wrong.
         """
-        choice = ColumnChoice(
-            prompt=prompt_column,
-            template=None if template is None else RowTemplate(template, "template"),
-            system_template=(
-                None if system_template is None else RowTemplate(system_template, "system_template")
-            ),
-            keep="all" if keep == "all" else (keep,) if isinstance(keep, str) else tuple(keep),
+        choice = ColumnChoice.of(
+            prompt_column=prompt_column,
+            template=template,
+            system_template=system_template,
+            keep=keep,
             keep_prefix=keep_prefix,
         )
         is_path = isinstance(table, str | PathLike)
-        if is_path != (output is not None):
+        path = None if output is None else Path(output)
+        if is_path != (path is not None):
             raise InputError("output: give the file of the results for a path, and only then")
         rows, to_frame = (read_table(table), None) if is_path else table_of_frame(table)
         source = Source(rows, choice, RESULTS)
-        write = None if output is None else output_writer(Path(output))
-        if output is not None and Path(output).exists():
-            raise RunError(f"output: {output} exists already; give another name, or remove it")
+        source.check_rows()
+        write = None if path is None else output_writer(path)
+        if path is not None and path.exists():
+            raise RunError(f"output: {path} exists already; give another name, or remove it")
+        if path is not None and not path.parent.is_dir():
+            raise MissingFileError(f"output: {path.parent}: no such folder; create it")
         outputs = self._generate(map(source.row, range(len(source))), len(source))
         lines = [source.output_line(each.index, source.result(each)) for each in outputs]
-        result = OutputTable(source.columns, lambda: iter(lines), source.arrow())
+        result = OutputTable(
+            source.columns, lambda: iter(lines), source.arrow(), self.returns_several
+        )
         if to_frame is not None:
             return to_frame(arrow_table(result))
-        assert output is not None
+        assert path is not None
         assert write is not None
-        with naming_file(Path(output), RunError, "written"), Path(output).open("xb") as file:
+        with (
+            naming_file(path, RunError, "written"),
+            replacing(path) as partial,
+            partial.open("wb") as file,
+        ):
             write(file, result)
-        return Path(output)
+        return path
 
     def stream(self, rows: Iterable[Any]) -> Iterator[BatchOutput]:
         """Outputs in the order in which rows end; raises as `generate`."""
@@ -252,6 +263,8 @@ class BatchGenerator:
                 if not pool.memory.fits:
                     errors = ((task.row, too_large_error(task, pool)) for task in pool.tasks)
                     plan.errors.extend(error_output(row, error) for row, error in errors)
+        failed = {output.index for output in plan.errors}
+        plan.rows[:] = [row for row in plan.rows if row.index not in failed]
         return plan
 
     def _checked(self, rows: Iterable[RawRow]) -> Iterator[BatchRow | BatchOutput]:

@@ -26,11 +26,7 @@ from jaxllm.batch.constraints import CONSTRAINT_KEYS, only_one
 from jaxllm.batch.embedded_rows import EMBED_KEYS, EMBED_RESULTS, RowEmbedder
 from jaxllm.batch.job.file_digests import checkpoint_digests
 from jaxllm.batch.job.job import Job, RowEngine
-from jaxllm.batch.job.job_files import (
-    ENVIRONMENT,
-    check_output,
-    started_elsewhere,
-)
+from jaxllm.batch.job.job_files import ENVIRONMENT, check_output, check_paths, started_elsewhere
 from jaxllm.batch.job.ray_engine import RayEngine
 from jaxllm.batch.job.report import explained
 from jaxllm.batch.job.streamed_job import StreamedJob
@@ -165,6 +161,13 @@ def dry_run(arguments: argparse.Namespace, mesh: Mesh | None, reporter: Reporter
     """Prints what the job would do; see `run_dry`."""
     from jaxllm.cli.dry_run import run_dry  # with the planner
 
+    for name in ("resume", "retry_errors", "quiet"):
+        if getattr(arguments, name):
+            flag = "--" + name.replace("_", "-")
+            raise InputError(f"--dry-run cannot be combined with {flag}; remove one")
+    if arguments.output not in (None, STREAM):
+        output_writer(Path(arguments.output))
+        check_paths(Path(arguments.output))
     source = checked_source(arguments)
     if arguments.score or arguments.embed or isinstance(source, OpenAIRequests):
         raise InputError("--dry-run: only for rows that generate")

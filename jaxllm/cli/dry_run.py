@@ -46,8 +46,11 @@ def run_dry(
     Returns:
         The exit code: 1 if no row can run.
     """
-    if arguments.price_per_hour is not None and not arguments.calibrate:
+    price = arguments.price_per_hour
+    if price is not None and not arguments.calibrate:
         raise InputError("--price-per-hour has no effect without --calibrate")
+    if price is not None and not price >= 0:
+        raise InputError(f"--price-per-hour: expected 0 or more, found {price}")
     model, tokenizer = load() if arguments.calibrate else without_weights(arguments, mesh)
     engine = make_engine(model, tokenizer)
     plan = engine.plan(map(source.row, range(len(source))))
@@ -65,7 +68,7 @@ def run_dry(
         reporter.say(line)
     reporter.table([("memory", str(memory)) for memory in plan.memory])
     if arguments.calibrate and plan.rows:
-        reporter.table(estimate(engine, source, plan, arguments.price_per_hour))
+        reporter.table(estimate(engine, source, plan, price))
     return 0 if plan.rows else 1
 
 
@@ -73,6 +76,8 @@ def without_weights(arguments: argparse.Namespace, mesh: Mesh | None) -> tuple[A
     """The model without weights, and its tokenizer."""
     if arguments.architecture is not None:
         raise InputError("--architecture cannot be combined with --dry-run; add --calibrate")
+    if arguments.adapter is not None:
+        raise InputError("--adapter cannot be combined with --dry-run; add --calibrate")
     path = resolve(arguments.model)
     platform = None if mesh is None else mesh.devices.flat[0].platform
     dtype = model_options(arguments, platform or "cpu")["--dtype"]

@@ -46,6 +46,7 @@ def parse_row_template(template: str) -> tuple[Any, frozenset[str]]:
     _check_size(template, "the template")
     environment = _environment(strict=True)
     try:
+        environment.compile(template)  # also finds unknown filters and tests
         return environment.parse(template), frozenset(environment.globals)
     except jinja2.TemplateSyntaxError as error:
         message = shortened(str(error.message), 300)

@@ -12,7 +12,7 @@ import pytest
 from conformance_runs import DATA
 
 import jaxllm
-from jaxllm.errors import DataError, InputError, RunError
+from jaxllm.errors import DataError, InputError, MissingFileError, RunError
 
 MODEL = DATA / "models" / "s_llama_tok"
 COLUMNS = {
@@ -124,3 +124,27 @@ def test_what_is_refused(engine: jaxllm.BatchGenerator, tmp_path: Path):
         engine.generate_table(pd.concat([frame, frame[["price"]]], axis=1))
     with pytest.raises(InputError, match="output: give the file of the results"):
         engine.generate_table(tmp_path / "rows.csv")
+
+
+@pytest.mark.parametrize("wrong", [{"keep": None}, {"keep": 5}, {"keep": [1]}, {"template": 5}])
+def test_arguments_of_wrong_types(engine: jaxllm.BatchGenerator, wrong: dict[str, Any]):
+    with pytest.raises(InputError):
+        engine.generate_table(pd.DataFrame({"prompt": ["a"]}), **wrong)
+
+
+def test_outputs_are_checked_before_generating(engine: jaxllm.BatchGenerator, tmp_path: Path):
+    (tmp_path / "in.csv").write_text("prompt\na\n")
+    with pytest.raises(MissingFileError, match="no such folder"):
+        engine.generate_table(tmp_path / "in.csv", output=tmp_path / "none" / "out.csv")
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], ["q", "q"])
+    with pytest.raises(DataError, match="the column 'q' is there twice"):
+        engine.generate_table(table, prompt_column="q")
+
+
+def test_types_of_frames_without_a_success(engine: jaxllm.BatchGenerator):
+    tables = [
+        engine.generate_table(pyarrow.table({"prompt": ["a"], "top_k": [k]}), keep=())
+        for k in (None, -1)
+    ]
+    assert tables[1]["error"][0].is_valid
+    assert tables[0].schema == tables[1].schema

@@ -91,7 +91,7 @@ def test_chat(tmp_path, capsys):
     if tokenizer.chat_template is None:
         (line,) = read_lines(tmp_path / "out.jsonl.errors.jsonl")
         assert line["prompt"] == "Hello"
-        assert line["failed"]["error_kind"] == "TemplateError"
+        assert line["failed_row"]["error_kind"] == "TemplateError"
         assert (code, "no row succeeded" in err) == (1, True)
         assert [path.name for path in sorted(tmp_path.iterdir())] == [
             "out.jsonl.errors.jsonl",

@@ -131,7 +131,7 @@ def test_a_csv_file_is_killed_resumed_and_tried_again(tmp_path: Path):
     failed = before["error"] != ""
     assert list(before.index[failed]) == list(range(49, 5000, 50))
     lines = [json.loads(line) for line in errors.read_text(encoding="utf-8").splitlines()]
-    assert [line["failed"]["row"] for line in lines] == list(before.index[failed])
+    assert [line["failed_row"]["row"] for line in lines] == list(before.index[failed])
     assert [line["id"] for line in lines] == list(frame["id"][failed])
     assert [line["context"] for line in lines] == list(frame["context"][failed])
     kill(tmp_path, source, output, *new, "--retry-errors")

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxllm.batch.counts import BatchCounts
-from jaxllm.batch.job.job_files import FAILED, errors_file, journal_folder, report_file
+from jaxllm.batch.job.job_files import errors_file, journal_folder, report_file
 from jaxllm.batch.job.journal import Journal
 from jaxllm.batch.job.report import Report, RunCounters, row_facts, row_statistics
 from jaxllm.batch.memory import Prediction
 from jaxllm.batch.rows import BatchOutput, RawRow
 from jaxllm.batch.tables.outputs import Line, OutputTable, encoded, output_writer
-from jaxllm.batch.tables.source import Source
+from jaxllm.batch.tables.source import FAILED, Source
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import RunError, naming_file
 from jaxllm.common.files import write_whole

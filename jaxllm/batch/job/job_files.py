@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxllm.batch.tables.source import FAILED
 from jaxllm.common.errors import MissingFileError, RunError, naming_file, quoted
 from jaxllm.common.files import LOCK_FILE, RunLock
 from jaxllm.common.strict_json import read_json
@@ -19,12 +20,12 @@ ENVIRONMENT = "environment"
 """The part of an identity that has versions and devices, where the caller gives them."""
 OUTPUT_DIGEST = "output"
 """The digest of the output, beside the identity of a job whose rows can be tried again."""
-NOT_COMPARED = frozenset({"--model", ENVIRONMENT, OUTPUT_DIGEST})
-"""Parts of an identity that may change: the model's files are compared, not their path."""
 LIMITS = frozenset({"--max-new-tokens", "--max-length", "--context"})
 """Parts of an identity that may also change when rows with errors are tried again."""
-FAILED = "failed"
-"""Key of a row in the file of errors that has its number and its error."""
+ERRORS_DIGEST = "errors file"
+"""The digest of its file of errors."""
+NOT_COMPARED = frozenset({"--model", ENVIRONMENT, OUTPUT_DIGEST, ERRORS_DIGEST})
+"""Parts of an identity that may change: the model's files are compared, not their path."""
 _MAX_IDENTITY_BYTES = 1 << 24
 _JOURNAL_FILES = frozenset({"rows.jsonl", "merged", "job.json", "finished.json", LOCK_FILE})
 
@@ -55,7 +56,9 @@ def is_finished(
     if started.exists():
         check_identity(read_json_file(started), identity, retry=retry)
         return False
-    report = read_report(output)
+    report, finished = read_report(output), finished_file(folder)
+    if retry and finished.exists():
+        check_finished(output, read_json_file(finished), identity)
     if not output.exists():
         return False  # nothing was done before it was stopped
     if report is None:
@@ -63,12 +66,32 @@ def is_finished(
     check_identity(report["settings"], identity, retry=retry)
     if not (retry and report["errors"]):
         return True
-    if not finished_file(folder).exists():
+    if not finished.exists():
         raise RunError(
             f"--retry-errors: {folder} is gone, which had the results of the other rows; run a job "
             f"on {errors_file(output)} instead, with another --output"
         )
     return False
+
+
+def check_finished(output: Path, before: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Checks that a finished job can be tried again.
+
+    Args:
+        before: the identity of the job, and the digests of the files that it wrote.
+
+    Raises:
+        RunError: it is another job, or one of the files has changed.
+    """
+    check_identity(before, identity, retry=True)
+    errors = errors_file(output)
+    for path, digest in ((output, OUTPUT_DIGEST), (errors, ERRORS_DIGEST)):
+        if path.exists() and file_digest(path) != before.get(digest):
+            advice = f"move {path} away" if path == output else "run it as an --input of its own"
+            raise RunError(
+                f"--retry-errors: {path} has changed since the job wrote it, and would be "
+                f"replaced; {advice}"
+            )
 
 
 def read_report(output: Path) -> dict[str, Any] | None:
@@ -145,7 +168,7 @@ def check_errors_file(path: Path) -> None:
     with path.open("rb") as file:
         first = file.readline(_MAX_IDENTITY_BYTES)
     with contextlib.suppress(ValueError):
-        if FAILED in json.loads(first):
+        if isinstance(row := json.loads(first), dict) and FAILED in row:
             return
     raise RunError(f"{path}: exists, but is no file of a job's errors; give another --output")
 

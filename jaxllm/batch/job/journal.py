@@ -26,8 +26,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from jaxllm.batch.job.job_files import (
+    ERRORS_DIGEST,
     OUTPUT_DIGEST,
     check_paths,
+    errors_file,
     file_digest,
     finished_file,
     is_finished,
@@ -222,7 +224,11 @@ class Journal:
             started = started_file(self.folder)
             if keep:
                 (self.folder / "merged").unlink(missing_ok=True)
-                noted = {**self._begun, OUTPUT_DIGEST: file_digest(self.output)}
+                digests = {
+                    OUTPUT_DIGEST: file_digest(self.output),
+                    ERRORS_DIGEST: file_digest(errors_file(self.output)),
+                }
+                noted = {**self._begun, **digests}
                 write_whole(started, json.dumps(noted).encode())
             os.replace(started, finished_file(self.folder))
             sync_folder(self.folder)

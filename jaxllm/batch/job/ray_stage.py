@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -14,14 +15,14 @@ from jaxllm.batch.generator import BatchGenerator
 from jaxllm.batch.row_reader import checked_seed
 from jaxllm.batch.rows import BatchOutput, RawRow
 from jaxllm.batch.tables.columns import ColumnChoice
-from jaxllm.batch.tables.table import without_nulls
-from jaxllm.common.errors import DataError, InputError, JaxLLMError
+from jaxllm.batch.tables.outputs import OutputTable, arrow_table
+from jaxllm.batch.tables.read import RESULTS
+from jaxllm.batch.tables.source import Source
+from jaxllm.batch.tables.table import ArrowTable
+from jaxllm.common.errors import DataError, JaxLLMError
 from jaxllm.common.optional_packages import require
 from jaxllm.loading import load
 from jaxllm.parallel.mesh import make_mesh
-
-RESULTS = ("text", "output_ids", "finish_reason", "error", "error_kind")
-"""Columns of the results, beside `id`."""
 
 
 class JaxLLMStage:
@@ -49,8 +50,8 @@ class JaxLLMStage:
         model: as `jaxllm.load`; a folder that all nodes share, or an id of the Hub. All devices
             that the process sees are used, on a `data` mesh.
         load_options: other arguments of `jaxllm.load`, such as ``{"dtype": "bfloat16"}``.
-        prompt_column: the column of the prompts, if it has another name.
-        keep: columns that the results have too.
+        prompt_column, template, system_template, keep, keep_prefix: as
+            `BatchGenerator.generate_table`.
         seed: seed of rows that have none.
         options: arguments of `BatchGenerator`: slots, memory, chat, ..., generation fields.
 
@@ -64,16 +65,22 @@ class JaxLLMStage:
         *,
         load_options: Mapping[str, Any] | None = None,
         prompt_column: str | None = None,
-        keep: Sequence[str] = (),
+        template: str | None = None,
+        system_template: str | None = None,
+        keep: Sequence[str] | Literal["all"] = (),
+        keep_prefix: str = "",
         seed: int = 0,
         **options: Any,
     ) -> None:
-        self._arrow = require("pyarrow", extra="ray", purpose="clusters")
-        if taken := {"id", *RESULTS}.intersection(keep):
-            raise InputError(f"keep: the results have a column {min(taken)!r} of their own")
-        self._choice, self._keep = ColumnChoice(prompt=prompt_column), tuple(keep)
+        require("pyarrow", extra="ray", purpose="clusters")
+        self._choice = ColumnChoice.of(
+            prompt_column=prompt_column,
+            template=template,
+            system_template=system_template,
+            keep=keep,
+            keep_prefix=keep_prefix,
+        )
         self._seed = checked_seed(seed)
-        self._returns_several = options.get("num_return_sequences", 1) > 1
         mesh = make_mesh() if jax.device_count() > 1 else None
         loaded = load(model, **{"mesh": mesh, **(load_options or {})})
         self._engine = BatchGenerator(*loaded, **options)
@@ -92,47 +99,34 @@ class JaxLLMStage:
         Raises:
             DataError: a column is missing.
         """
-        table = batch if isinstance(batch, self._arrow.Table) else self._arrow.table(plain(batch))
-        if missing := {"id", *self._keep}.difference(table.column_names):
-            raise DataError(f"no column {min(missing)!r}; there are {table.column_names}")
-        columns = self._choice.used(table.column_names)
-        ids = table.column("id").to_pylist()
-        rows = [
-            RawRow(index, ids[index], self._row(row))
-            for index, row in enumerate(table.select(columns).to_pylist())
-        ]
-        outputs = sorted(self._engine.answer(rows), key=lambda output: output.index)
-        is_list = self._returns_several or "num_return_sequences" in columns
-        results = {"id": table.column("id"), **{name: table.column(name) for name in self._keep}}
-        return self._arrow.table({**results, **self._columns(outputs, is_list)})
+        arrow = require("pyarrow", extra="ray", purpose="clusters")
+        table = batch if isinstance(batch, arrow.Table) else arrow.table(plain(batch))
+        if "id" not in table.column_names:
+            raise DataError(f"no column 'id'; there are {table.column_names}")
+        source = Source(ArrowTable("batch", table), self._choice, RESULTS)
+        several = self._engine.returns_several or "num_return_sequences" in table.column_names
+        outputs = self._engine.answer(map(self._row, map(source.row, range(len(source)))))
+        lines = {
+            each.index: source.output_line(each.index, result(each, several)) for each in outputs
+        }
+        columns = [name for name in source.columns if name != "row"]  # the number in the batch
+        kept = {"id": table.column("id"), **source.arrow()}
+        ordered = [lines[index] for index in sorted(lines)]
+        return arrow_table(OutputTable(columns, lambda: iter(ordered), kept, several))
 
-    def _row(self, cells: Mapping[str, Any]) -> Mapping[str, Any] | JaxLLMError:
-        """The row of some cells, with a seed; an error if the prompt is missing."""
-        try:
-            row = self._choice.row(without_nulls(cells), are_texts=False)
-        except DataError as error:
-            return error
-        return {"seed": row_seed(self._seed, row.get("id")), **row}
+    def _row(self, row: RawRow) -> RawRow:
+        """The row with a seed, unless it has one or is an error."""
+        if isinstance(row.raw, JaxLLMError):
+            return row
+        return dataclasses.replace(row, raw={"seed": row_seed(self._seed, row.row_id), **row.raw})
 
-    def _columns(self, outputs: Sequence[BatchOutput], is_list: bool) -> dict[str, Any]:
-        """The columns of the results, of the same types for every batch."""
-        arrow = self._arrow
-        text, ids = arrow.string(), arrow.list_(arrow.int64())
-        types = {"text": text, "output_ids": ids, "finish_reason": text}
-        names = {"text": "texts", "output_ids": "output_ids", "finish_reason": "finish_reasons"}
-        columns: dict[str, Any] = {}
-        for name, type_ in types.items():
-            values: list[Any] = []
-            for output in outputs:
-                several = getattr(output, names[name])
-                if output.error is not None or several is None:
-                    values.append(None)
-                else:
-                    values.append(list(several) if is_list else several[0])
-            columns[name] = arrow.array(values, arrow.list_(type_) if is_list else type_)
-        for name in ("error", "error_kind"):
-            columns[name] = arrow.array([getattr(output, name) for output in outputs], text)
-        return columns
+
+def result(output: BatchOutput, several: bool) -> dict[str, Any]:
+    """The result of a row; with `several` of lists, even for a single sequence."""
+    line = output.to_dict()
+    if not several or len(output.output_ids) != 1:
+        return line
+    return {name: [value] if name in RESULTS else value for name, value in line.items()}
 
 
 def row_seed(seed: int, row_id: str | int | None) -> int:

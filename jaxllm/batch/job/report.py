@@ -149,7 +149,10 @@ def row_statistics(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         facts = record["facts"]
         if facts["error_kind"] is not None:
             errors[facts["error_kind"]] += 1
-            first_errors.setdefault(facts["error_kind"], str(record["line"].get("error")))
+            error = record["line"].get("error")
+            if isinstance(error, Mapping):  # OpenAI's format
+                error = f"{record['line'].get('custom_id')}: {error.get('message')}"
+            first_errors.setdefault(facts["error_kind"], str(error))
             continue
         finish_reasons.update(facts["finish_reasons"])
         prompt_lengths.append(facts["prompt_tokens"])

@@ -11,7 +11,8 @@ from typing import Any, Literal
 from jaxllm.batch.row_prompts import PROMPT_KEYS
 from jaxllm.batch.row_reader import ROW_KEYS
 from jaxllm.batch.tables.templates import RowTemplate
-from jaxllm.common.errors import DataError, InputError, listed, nearest
+from jaxllm.common.arguments import checked_iterable
+from jaxllm.common.errors import DataError, InputError, listed, nearest, quoted
 from jaxllm.generation.settings.config import FIELDS
 
 _TEXT_KEYS = frozenset({"id", "prompt", "completion", "regex", "grammar"})
@@ -51,10 +52,35 @@ class ColumnChoice:
     keep_prefix: str = ""
 
     def __post_init__(self) -> None:
+        names = self.prompt, self.completion, self.keep_prefix, *self.keep
+        if wrong := [name for name in names if not isinstance(name, str | None)]:
+            raise InputError(f"expected the name of a column, found {quoted(wrong[0])}")
         if self.template is not None and self.prompt is not None:
             raise InputError("--template cannot be combined with --prompt-column; remove one")
         if self.keep_prefix and not self.keep:
             raise InputError("--keep-prefix has no effect without --keep")
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        prompt_column: str | None = None,
+        template: str | None = None,
+        system_template: str | None = None,
+        keep: Sequence[str] | Literal["all"] = (),
+        keep_prefix: str = "",
+    ) -> ColumnChoice:
+        """The choice that the arguments of a Python call make; templates are texts."""
+        names = (keep,) if isinstance(keep, str) else checked_iterable(keep, "keep", "columns")
+        return cls(
+            prompt=prompt_column,
+            template=None if template is None else RowTemplate(template, "template"),
+            system_template=(
+                None if system_template is None else RowTemplate(system_template, "system_template")
+            ),
+            keep="all" if keep == "all" else tuple(names),
+            keep_prefix=keep_prefix,
+        )
 
     @property
     def options(self) -> dict[str, Any]:
@@ -71,7 +97,7 @@ class ColumnChoice:
 
     def fields(self, columns: Sequence[str]) -> list[str]:
         """The columns that are keys of a row, of those that a table has."""
-        replaced = PROMPT_KEYS if self.prompt or self.template else ()
+        replaced = {*self.template_settings, *(PROMPT_KEYS if self.prompt or self.template else ())}
         named = (self.prompt, self.completion)
         return [
             name
@@ -110,6 +136,11 @@ class ColumnChoice:
         """The columns that templates name."""
         templates = (each for each in (self.template, self.system_template) if each)
         return {name for each in templates for name in each.names if name is not None}
+
+    @property
+    def template_settings(self) -> set[str]:
+        """Names of settings that templates name: these columns are data of the prompt alone."""
+        return self.template_names & (self.keys - {"id", *PROMPT_KEYS})
 
     def _check_spelling(self, name: str) -> None:
         settings = sorted(self.keys & FIELDS.keys())
@@ -168,12 +199,23 @@ class ColumnChoice:
         elif self.prompt is not None and not set(PROMPT_KEYS).intersection(row):
             raise DataError(f"nothing in {self.prompt!r}, the column of the prompts")
         if self.system_template is not None:
-            messages = [
+            row["messages"] = [
                 {"role": "system", "content": self.system_template.render(cells)},
-                {"role": "user", "content": row.pop("prompt", "")},
+                *_messages_without_system(row),
             ]
-            row["messages"] = messages
+            row.pop("prompt", None)
         return row
+
+
+def _messages_without_system(row: Mapping[str, Any]) -> list[Any]:
+    """The messages of a row to which a system message is added; a prompt is one of the user."""
+    if isinstance(messages := row.get("messages"), list) and messages:
+        if any(isinstance(each, Mapping) and each.get("role") == "system" for each in messages):
+            raise DataError("messages: have a system message, but --system-template makes one too")
+        return messages
+    if not row.get("prompt"):
+        raise DataError("no prompt, or an empty one, for the message of the user")
+    return [{"role": "user", "content": row["prompt"]}]
 
 
 def _prompt_key(prompt: object) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from jaxllm.batch.rows import BatchOutput, RawRow
 from jaxllm.batch.tables.columns import ColumnChoice
 from jaxllm.batch.tables.json_lines import JsonLines
-from jaxllm.batch.tables.source import Source
+from jaxllm.batch.tables.source import FAILED, Source
 from jaxllm.common.errors import InputError, JaxLLMError, listed
 
 
@@ -25,7 +25,9 @@ class OpenAIRequests(Source):
 
     def row(self, index: int) -> RawRow:
         try:
-            raw: Any = self.table.cells(index)
+            cells = self.table.cells(index)
+            # A job's file of errors has these, too.
+            raw: Any = {key: cells[key] for key in cells if key not in ("id", FAILED)}
         except JaxLLMError as error:
             raw = error
         custom_id = raw.get("custom_id") if isinstance(raw, Mapping) else None

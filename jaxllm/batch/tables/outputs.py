@@ -29,6 +29,8 @@ class OutputTable:
     """Gives the lines, as often as it is called."""
     arrow: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Columns of the input that keep their type in Parquet, as Arrow arrays."""
+    several: bool = False
+    """Results are lists, of `num_return_sequences`, unless the lines show that they are not."""
 
 
 def encoded(line: Line) -> bytes:
@@ -104,6 +106,9 @@ def arrow_table(table: OutputTable) -> Any:
         if name in table.arrow:
             return table.arrow[name]
         values = [line.get(name) for line in table.lines()]
+        for type_ in result_types(name, several=table.several):
+            with contextlib.suppress(pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
+                return pyarrow.array(values, type_)
         if all(value is None for value in values):
             return pyarrow.array(values, pyarrow.string())
         # Objects would become a struct of all their keys, and Parquet has none without any.
@@ -114,6 +119,17 @@ def arrow_table(table: OutputTable) -> Any:
         return pyarrow.array(map(_text, values), pyarrow.string())
 
     return pyarrow.table({name: column(name) for name in table.columns})
+
+
+def result_types(name: str, *, several: bool) -> list[Any]:
+    """Arrow types that a column of results may have, the likeliest first."""
+    pyarrow = require("pyarrow", extra="parquet", purpose="Parquet files and data frames")
+    text = pyarrow.string()
+    types = {"text": text, "output_ids": pyarrow.list_(pyarrow.int64()), "finish_reason": text}
+    if name not in types:
+        return []
+    one, list_ = types[name], pyarrow.list_(types[name])
+    return [list_, one] if several else [one, list_]
 
 
 def _text(value: Any) -> str | None:

@@ -12,9 +12,12 @@ from jaxllm.batch.tables.columns import ColumnChoice
 from jaxllm.batch.tables.table import Table
 from jaxllm.common.errors import DataError, InputError, JaxLLMError, listed, quoted, shortened
 from jaxllm.generation.inputs.values import is_integer
+from jaxllm.generation.settings.config import FIELDS
 
 EXAMPLE = 'such as {"prompt": "Hello"} on each line'
 ERROR_COLUMNS = ("error", "error_kind")
+FAILED = "failed_row"
+"""Key of a row in the file of errors that has its number and its error."""
 
 
 class Source:
@@ -33,8 +36,6 @@ class Source:
 
     def __init__(self, table: Table, choice: ColumnChoice, results: Sequence[str] = ()) -> None:
         self.choice = choice
-        if not len(table):
-            raise DataError(f"{table.name}: has no rows")
         columns = table.column_names()
         try:
             used, self._kept = choice.used(columns), choice.kept(columns)
@@ -127,27 +128,39 @@ class Source:
                 row = self.choice.row(cells, are_texts=self.table.has_texts)
         except JaxLLMError:
             return {}
-        typed = {name: row[name] for name in self.choice.fields(list(cells)) if name in row}
-        return {name: typed.get(name, cell) for name, cell in cells.items() if cell is not None}
+        fields = self.choice.fields(list(cells))
+        typed = {name: row[name] for name in fields if name in row}
+        settings = set(fields) & FIELDS.keys() if self.table.has_texts else ()
+        return {
+            name: typed.get(name, cell)
+            for name, cell in cells.items()
+            if cell is not None and (cell or name not in settings)
+        }
 
     def remarks(self) -> list[str]:
         """Remarks on the input for the user, one per line."""
-        if not self.unread:
-            return []
-        return [f"{self.name}: these columns are not read: {listed(self.unread)}"]
+        settings = sorted(self.choice.template_settings.intersection(self.table.column_names()))
+        remarks = {"are not read": self.unread, "are read by templates, not as settings": settings}
+        return [
+            f"{self.name}: these columns {remark}: {listed(columns)}"
+            for remark, columns in remarks.items()
+            if columns
+        ]
 
     def check_rows(self) -> None:
         """Checks the rows as a whole; a single wrong row becomes a record with an error.
 
         Raises:
-            DataError: none of them has a prompt, or two have the same id.
+            DataError: there are none, none of them has a prompt, or two have the same id.
         """
-        number_of_id: dict[str | int, int] = {}
+        if not len(self):
+            raise DataError(f"{self.name}: has no rows")
+        number_of_id: dict[str, int] = {}  # as texts, like those of CSV
         has_prompt = False
         for index in range(len(self)):
             row, number = self.row(index), self.number(index)
             has_prompt |= self.has_prompt(row)
-            other_number = number_of_id.setdefault(row.row_id, number)
+            other_number = number_of_id.setdefault(str(row.row_id), number)
             if other_number != number:
                 raise DataError(
                     f"{self.name}: {self.unit}s {other_number} and {number} have the same id, "
@@ -167,7 +180,9 @@ class Source:
             if isinstance(first, JaxLLMError)
             else f"{self.unit} {self.number(0)} has {shortened(', '.join(first) or 'no keys')}"
         )
+        advice = f"write JSONL, {EXAMPLE}, or name the column of the prompts with --prompt-column"
+        if self.choice.template is not None:
+            advice = "correct --template"
         return DataError(
-            f"{self.name}: no {self.unit} has a prompt, messages or input_ids ({shown}); write "
-            f"JSONL, {EXAMPLE}, or name the column of the prompts with --prompt-column"
+            f"{self.name}: no {self.unit} has a prompt, messages or input_ids ({shown}); {advice}"
         )

@@ -8,6 +8,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import re
 from abc import ABC, abstractmethod
 from array import array
@@ -168,6 +169,7 @@ class ArrowTable(Table):
     """
 
     def __init__(self, name: str, table: Any, digest: str = "") -> None:
+        check_distinct(name, table.column_names)
         self.name, self._table, self._digest = name, table, digest
 
     def column_names(self) -> list[str]:
@@ -180,8 +182,12 @@ class ArrowTable(Table):
         return self._table.num_rows
 
     def cells(self, index: int) -> dict[str, Any]:
-        columns = zip(self._table.column_names, self._table.columns, strict=True)
+        columns = zip(self._table.column_names, self._columns, strict=True)
         return {name: without_nulls(column[index].as_py()) for name, column in columns}
+
+    @cached_property
+    def _columns(self) -> list[Any]:
+        return [_as_integers(column) for column in self._table.columns]
 
     def arrow(self, column: str) -> Any:
         return self._table.column(column)
@@ -195,6 +201,7 @@ class ParquetTable(Table):
         self.name, self._data = name, data
         with self._naming_failure():
             self._file = parquet.ParquetFile(io.BytesIO(data))
+        check_distinct(name, self.column_names())
 
     def column_names(self) -> list[str]:
         return self._file.schema_arrow.names
@@ -278,6 +285,27 @@ def _read_within_limits(name: str, file: Any, columns: Sequence[str]) -> Any:
     return arrow.Table.from_batches(batches, schema)
 
 
+def _as_integers(column: Any) -> Any:
+    """A column of integers with gaps, which pandas stores as floats, as integers."""
+    arrow = require("pyarrow", extra="parquet", purpose="tables")
+    compute = require("pyarrow.compute", extra="parquet", purpose="tables")
+    if not arrow.types.is_floating(column.type):
+        return column
+    values = compute.if_else(compute.is_nan(column), None, column)
+    if values.null_count in (0, len(values)):
+        return column
+    with contextlib.suppress(arrow.ArrowInvalid):  # raised for fractions
+        return values.cast(arrow.int64())
+    return column
+
+
+def check_distinct(name: str, columns: Sequence[str]) -> None:
+    """Raises DataError if two columns of a table have the same name."""
+    if len(set(columns)) < len(columns):
+        twice = next(each for each in columns if columns.count(each) > 1)
+        raise DataError(f"{name}: the column {twice!r} is there twice; rename one")
+
+
 def with_distinct_names(columns: Sequence[str]) -> list[str]:
     """Names of columns, of which those that are repeated get a number, as in pandas.
 
@@ -294,6 +322,7 @@ def with_distinct_names(columns: Sequence[str]) -> list[str]:
 
 def without_nulls(value: Any) -> Any:
     """A value without the keys that are null: Arrow gives each struct all keys of its column.
+    Numbers that JSON lacks become null (NaN) or texts (infinity).
 
     >>> without_nulls([{"role": "user", "content": "Hi", "name": None}])
     [{'role': 'user', 'content': 'Hi'}]
@@ -302,4 +331,6 @@ def without_nulls(value: Any) -> Any:
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [without_nulls(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
     return value

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jaxllm.common.errors import DataError, InputError, TemplateError, nearest
+from jaxllm.common.errors import DataError, InputError, TemplateError, nearest, quoted
 from jaxllm.common.files import read_text
 from jaxllm.tokenizers.template_sandbox import (
     MAX_TEMPLATE_BYTES,
@@ -39,11 +39,13 @@ class RowTemplate:
 
     def __init__(self, source: str, field: str) -> None:
         self.source, self.field = source, field
+        if not isinstance(source, str):
+            raise InputError(f"{field}: expected a text, found {quoted(source)}")
         try:
             self._tree, self._globals = parse_row_template(source)
         except TemplateError as error:
             raise InputError(f"{field}: {error}") from None
-        if not self.names:
+        if not self.names.keys() - self._globals:
             raise InputError(
                 f"{field}: {source!r:.60} names no column; write one as in "
                 "'Question: {{ question }}', or name a file that holds a template"
@@ -81,10 +83,11 @@ class RowTemplate:
     def names(self) -> dict[str | None, bool]:
         """Columns of the template, None for all of them, and whether each may be missing."""
         names: dict[str | None, bool] = {}
-        for node, is_optional in _references(self._tree):
+        for node, is_optional in _references(self._tree, self._globals):
             name = _column(node)
-            if name not in self._globals:
-                names[name] = names.get(name, False) or is_optional
+            # A column goes before what Jinja calls by its name, such as `range`.
+            is_global = getattr(node, "name", None) in self._globals
+            names[name] = names.get(name, False) or is_optional or is_global
         return names
 
 
@@ -101,7 +104,7 @@ def template_text(text: str) -> str:
 
 def names_file(text: str) -> bool:
     """True if a text is the name of a file, not a template (or schema, or grammar) itself."""
-    if text.lstrip().startswith("{") or "\n" in text:
+    if not text or text.lstrip().startswith("{") or "\n" in text:
         return False
     try:
         return Path(text).exists()
@@ -109,11 +112,11 @@ def names_file(text: str) -> bool:
         return False
 
 
-def _references(tree: Any) -> Iterator[tuple[Any, bool]]:
+def _references(tree: Any, global_names: frozenset[str]) -> Iterator[tuple[Any, bool]]:
     """Expressions that stand for a column, and whether the template asks if it exists."""
     from jinja2 import meta, nodes
 
-    undeclared = meta.find_undeclared_variables(tree)
+    undeclared = meta.find_undeclared_variables(tree) | global_names
     guards = [
         *(test.node for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined")),
         *(part.node for part in tree.find_all(nodes.Filter) if part.name in ("default", "d")),

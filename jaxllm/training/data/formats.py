@@ -11,6 +11,8 @@ follows, which is checked.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -123,10 +125,22 @@ def get(row: Row, name: str, *types: type) -> Any:
             f"{name}: no such field; the row has {', '.join(map(str, row)) or 'none'} (names of "
             "fields can be set)"
         )
-    value = row[name]
+    value = objects_of(row[name]) if list in types else row[name]
     if type(value) not in types:
         expected = " or ".join(kind.__name__ for kind in types)
         raise DataError(f"{name}: expected {expected}, found {str(value)[:60]!r}")
+    return value
+
+
+def objects_of(value: Any) -> Any:
+    """A list of objects from the text of a CSV cell; any other value as it is.
+
+    >>> objects_of('[{"role": "user"}]'), objects_of("[1]")
+    ([{'role': 'user'}], '[1]')
+    """
+    if isinstance(value, str) and value.lstrip().startswith("[{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
     return value
 
 
@@ -195,7 +209,7 @@ class ChatFormat:
     train_on: Literal["all", "last"] = "all"
 
     def __call__(self, row: Row) -> CausalExample:
-        return self.encode(messages_of(row, self.field), row.get("tools"))
+        return self.encode(messages_of(row, self.field), objects_of(row.get("tools")))
 
     def encode(self, messages: Sequence[Message], tools: Any, first: int = 0) -> CausalExample:
         """Encodes a conversation; labels are the assistant's messages from number `first` on.
@@ -321,6 +335,8 @@ class Labels:
     >>> labels = Labels("multi_label_classification", 3, ("red", "green", "blue"))
     >>> labels(["blue", "red"]).tolist(), labels([0.0, 1.0, 0.5]).tolist()
     ([1.0, 0.0, 1.0], [0.0, 1.0, 0.5])
+    >>> Labels("regression", 1)("3.5").item()
+    3.5
     """
 
     problem_type: str
@@ -328,6 +344,7 @@ class Labels:
     names: tuple[str, ...] = ()
 
     def __call__(self, value: Any) -> Int32[np.ndarray, ""] | Float32[np.ndarray, "*C"]:
+        value = self._from_text(value)
         match self.problem_type:
             case "single_label_classification":
                 return np.asarray(self._number(value), np.int32)
@@ -335,6 +352,13 @@ class Labels:
                 return self._several(value)
             case _:
                 return self._numbers(value)
+
+    def _from_text(self, value: Any) -> Any:
+        """The number or the list in a text, such as a cell of CSV, that is no class name."""
+        if isinstance(value, str) and value not in self.names:
+            with contextlib.suppress(ValueError, RecursionError):
+                return json.loads(value)
+        return value
 
     def _number(self, value: Any) -> int:
         if isinstance(value, str):
@@ -422,7 +446,7 @@ class PreferenceFormat:
     rejected: str
 
     def __call__(self, row: Row) -> PreferenceExample:
-        if isinstance(row.get(self.chosen), list):
+        if isinstance(objects_of(row.get(self.chosen)), list):
             return self._conversations(row)
         chosen, rejected = (encode(row) for encode in self.texts)
         assert isinstance(chosen, Example)
@@ -434,7 +458,7 @@ class PreferenceFormat:
             raise DataError(f"{self.chosen}: messages, which an encoder-decoder cannot take; texts")
         prompt, *answers = conversations_of(row, self.prompt, self.chosen, self.rejected)
         chosen, rejected = (
-            self.chat.encode([*prompt, *answer], row.get("tools"), first=len(prompt))
+            self.chat.encode([*prompt, *answer], objects_of(row.get("tools")), first=len(prompt))
             for answer in answers
         )
         return PreferenceExample(chosen, rejected)

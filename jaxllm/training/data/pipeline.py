@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -32,10 +33,14 @@ from jaxllm.training.data.rows import (
     Row,
     Rows,
     SequenceRows,
+    TableRows,
     TemplatedRows,
     dataset_rows,
     open_rows,
 )
+
+CHECKED_ROWS = 100
+"""Number of rows, from the first on, whose fields are checked before a model is loaded."""
 
 
 def rows_of(config: DataConfig) -> Rows:
@@ -52,40 +57,50 @@ def rows_of(config: DataConfig) -> Rows:
         raise ConfigError("path: give the files of the data, or a dataset")
     else:
         rows = open_rows(config.path, file_type=config.file_type, by_line=config.by_line)
+        if isinstance(rows, TableRows):
+            used = (each.names for each in row_templates(config).values())
+            rows.check_distinct({*config.fields.values(), *itertools.chain(*used)})
     return with_templates(rows, config)
+
+
+def row_templates(config: DataConfig) -> dict[str, RowTemplate]:
+    """The templates of a config, by the fields that they make."""
+    return {name: RowTemplate(text, f"templates.{name}") for name, text in config.templates.items()}
 
 
 def with_templates(rows: Rows, config: DataConfig) -> Rows:
     """The rows with the fields that the config's templates make.
 
     Raises:
-        DataError, InputError: a template is wrong, or names a column that the first row lacks.
+        DataError, InputError: a template is wrong, or names a column that the first rows lack.
     """
-    templates = {
-        name: RowTemplate(text, f"templates.{name}") for name, text in config.templates.items()
-    }
-    if len(rows):
+    templates = row_templates(config)
+    for index in range(min(len(rows), CHECKED_ROWS)):
         for template in templates.values():
-            template.columns(rows[0])
+            try:
+                template.columns(rows[index])
+            except DataError as failure:
+                raise DataError(f"{rows.where(index)}: {failure}") from None
     return TemplatedRows(rows, templates) if templates else rows
 
 
 def check_fields(config: DataConfig) -> None:
-    """Checks that the first row has the fields that the format reads, before a model is loaded.
+    """Checks that the first rows have the fields that the format reads, before a model is loaded.
 
     Raises:
-        DataError: it lacks one; names the nearest.
+        DataError: there are no rows, or one of them lacks a field; names the nearest.
     """
     rows = rows_of(config)
     if not len(rows):
-        return
-    row = rows[0]
-    for name, field in config.fields.items():
-        if field not in row and not (config.format == "preference" and name == "prompt"):
-            raise DataError(
-                f"{name}_field: {rows.where(0)} has no field {field!r}; "
-                f"{nearest(field, list(map(str, row)))}"
-            )
+        raise DataError(f"{rows.name}: has no rows")
+    for index in range(min(len(rows), CHECKED_ROWS)):
+        row = rows[index]
+        for name, field in config.fields.items():
+            if field not in row and not (config.format == "preference" and name == "prompt"):
+                raise DataError(
+                    f"{name}_field: {rows.where(index)} has no field {field!r}; "
+                    f"{nearest(field, list(map(str, row)))}"
+                )
 
 
 def make_format(config: DataConfig, tokenizer: Tokenizer, model: ModelInfo) -> Format:

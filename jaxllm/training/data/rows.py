@@ -7,18 +7,18 @@ file and the line.
 from __future__ import annotations
 
 import bisect
-import contextlib
 import glob
 import hashlib
 import itertools
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from jaxllm.batch.tables.json_lines import JsonLines
 from jaxllm.batch.tables.read import read_table
 from jaxllm.batch.tables.table import Table
 from jaxllm.batch.tables.templates import RowTemplate
@@ -291,12 +291,14 @@ def _kind(value: Any) -> str:
 
 
 class TableRows(_Files):
-    """CSV, TSV or Parquet files. The cells of CSV are texts, but a list of objects in JSON, such as
-    messages, is read as one."""
+    """CSV, TSV or Parquet files. The cells of CSV are texts."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         super().__init__(files)
         self._tables = [read_table(file) for file in self.files]
+        for table in self._tables:
+            if isinstance(table, JsonLines):
+                raise DataError(f"{table.name}: file_type 'table' reads CSV, TSV and Parquet files")
         self._ends = list(itertools.accumulate(map(len, self._tables)))
 
     def __len__(self) -> int:
@@ -309,29 +311,21 @@ class TableRows(_Files):
     def __getitem__(self, index: int, /) -> Row:
         table, position = self._find(index)
         try:
-            cells = table.cells(position)
+            return table.cells(position)
         except DataError as failure:
-            raise DataError(f"{table.name}: {failure}") from None
-        if table.has_texts:
-            return {name: _objects_or_text(cell) for name, cell in cells.items()}
-        return cells
+            text = str(failure).removeprefix(f"{table.unit} {table.number(position)}: ")
+            raise DataError(f"{self.where(index)}: {text}") from None
+
+    def check_distinct(self, columns: Collection[str | None]) -> None:
+        """Raises DataError if several columns have one of these names."""
+        for table in self._tables:
+            if twice := sorted(table.repeated.intersection(columns)):
+                raise DataError(f"{table.name}: the column {twice[0]!r} is there twice; rename one")
 
     def where(self, index: int) -> str:
         table, position = self._find(index)
         number = table.number(position)
         return f"{table.name}:{number}" if table.unit == "line" else f"{table.name}[{number}]"
-
-
-def _objects_or_text(cell: str) -> Any:
-    """A cell of CSV.
-
-    >>> _objects_or_text("[1]"), _objects_or_text('[{"role": "user"}]')
-    ('[1]', [{'role': 'user'}])
-    """
-    if cell.lstrip().startswith("[{"):
-        with contextlib.suppress(ValueError, RecursionError):
-            return json.loads(cell)
-    return cell
 
 
 class TemplatedRows:

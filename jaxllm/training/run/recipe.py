@@ -335,6 +335,8 @@ def read_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recip
             drop_field(raw, name)
         else:
             set_field(raw, name, value)
+    for section in ("data", "eval_data"):
+        read_templates(raw.get(section))
     try:
         return from_plain(Recipe, raw)
     except ConfigError as error:
@@ -356,8 +358,7 @@ def with_paths_from(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, list):
             return [joined(section, name, each) for each in value]
         if name == "templates" and isinstance(value, dict):
-            # The text itself, by which a resumed run knows that it is the same.
-            return {key: template_text(joined(section, key, each)) for key, each in value.items()}
+            return {key: joined(section, key, each) for key, each in value.items()}
         if not isinstance(value, str) or value.startswith("~"):
             return value
         path = folder / value
@@ -371,6 +372,14 @@ def with_paths_from(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
                 n: joined(section, n, fields[n]) for n in names if n in fields
             }
     return found
+
+
+def read_templates(data: Any) -> None:
+    """Replaces names of files by their texts, by which a resumed run knows that it is the same."""
+    templates = data.get("templates") if isinstance(data, dict) else None
+    if isinstance(templates, dict):
+        for name, text in templates.items():
+            templates[name] = template_text(text) if isinstance(text, str) else text
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

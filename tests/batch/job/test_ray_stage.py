@@ -63,9 +63,29 @@ def test_several_sequences_are_lists_in_every_row():
     assert all(isinstance(line["text"], list) for line in lines)
 
 
+def test_templates_and_kept_columns():
+    options = {"keep": ["Temperature"], "keep_prefix": "in_", "max_new_tokens": 2}
+    stage = JaxLLMStage(MODEL, template="{{ q }} {{ seed }}", **options)
+    rows = {"id": ["a", "b"], "q": ["Why", None], "seed": [3, None], "Temperature": [1.5, 2.5]}
+    result = stage(pyarrow.table(rows))
+    assert result.column_names[:3] == ["id", "in_Temperature", "text"]
+    alone = jaxllm.BatchGenerator(*jaxllm.load(MODEL), max_new_tokens=2).generate(["Why 3", " "])
+    assert result["text"].to_pylist() == [output.text for output in alone]
+
+
+@pytest.mark.parametrize("several", [1, 2])
+def test_types_do_not_depend_on_the_rows(several):
+    """A batch whose rows all fail has the types of the others."""
+    stage = JaxLLMStage(MODEL, do_sample=True, num_return_sequences=several, max_new_tokens=2)
+    tables = [stage(pyarrow.table({"id": [1], "prompt": [text]})) for text in ("Why", "")]
+    assert tables[1]["error"][0].is_valid
+    assert tables[0].schema == tables[1].schema
+
+
 def test_what_is_refused():
-    with pytest.raises(InputError, match="keep: the results have a column 'text'"):
-        JaxLLMStage(MODEL, keep=["text"])
+    rows = pyarrow.table({"id": [1], "prompt": ["a"], "text": ["b"]})
+    with pytest.raises(InputError, match="keep: the output has a column 'text' of its own"):
+        JaxLLMStage(MODEL, keep=["text"])(rows)
     stage = JaxLLMStage(MODEL)
     with pytest.raises(DataError, match="no column 'id'"):
         stage(pyarrow.table({"prompt": ["a"]}))

@@ -66,7 +66,7 @@ def test_failed_rows_are_tried_again(tmp_path, output):
         "id": "5",
         "question": "no 5",
         "price": "5.0",
-        "failed": {
+        "failed_row": {
             "row": 5,
             "id": "5",
             "error": "line 7: prompt: 5 is too long",
@@ -110,7 +110,7 @@ def test_the_errors_are_an_input(tmp_path):
     source = read_source(tmp_path / "out.csv.errors.jsonl", choice)
     assert source.row(0).raw == {"id": "5", "prompt": "no 5"}
     assert source.kept(0) == {"price": "5.0"}
-    assert source.unread == ["failed"]
+    assert source.unread == ["failed_row"]
 
 
 def test_a_job_without_a_success_leaves_its_errors_only(tmp_path):
@@ -137,12 +137,53 @@ def test_what_retrying_needs(tmp_path):
 def test_another_output_is_not_replaced(tmp_path):
     run(job(tmp_path, "5"))
     (tmp_path / "out.csv").write_text("mine")
-    with pytest.raises(RunError, match="another program wrote this file"):
+    with pytest.raises(RunError, match=r"out\.csv has changed since the job wrote it"):
         run(job(tmp_path, "x", **RETRY))
     assert (tmp_path / "out.csv").read_text() == "mine"
     (tmp_path / "other.csv.errors.jsonl").write_text("mine\n")
     with pytest.raises(RunError, match="is no file of a job's errors"):
         run(job(tmp_path, "x", "other.csv"))
+
+
+def test_corrections_in_the_file_of_errors_are_not_replaced(tmp_path):
+    run(job(tmp_path, "5"))
+    errors = tmp_path / "out.csv.errors.jsonl"
+    errors.write_text(errors.read_text().replace("no 5", "yes"))
+    with pytest.raises(RunError, match=r"errors\.jsonl has changed .*run it as an --input"):
+        run(job(tmp_path, "x", **RETRY))
+    assert '"yes"' in errors.read_text()
+
+
+def test_the_job_is_checked_without_its_output(tmp_path):
+    """The results of another table must not be mixed with those that the journal has."""
+    run(job(tmp_path, "5"))
+    (tmp_path / "out.csv").unlink()
+    rows = tmp_path / "rows.csv"
+    rows.write_text(rows.read_text() + "another,row,1\n")
+    with pytest.raises(RunError, match="input: has other rows than when this job began"):
+        run(job(tmp_path, "x", **RETRY))
+
+
+@pytest.mark.parametrize("line", ["5", "[]", "{}", "mine"])
+def test_files_that_are_no_file_of_errors(tmp_path, line):
+    (tmp_path / "out.csv.errors.jsonl").write_text(line + "\n")
+    with pytest.raises(RunError, match="is no file of a job's errors"):
+        run(job(tmp_path, "x"))
+
+
+def test_empty_settings_are_left_out_of_the_inputs(tmp_path):
+    (tmp_path / "rows.csv").write_text("id,prompt,max_new_tokens,failed\na,,,yes\nb,x,5,\n")
+    source = read_source(tmp_path / "rows.csv")
+    assert source.inputs(0) == {"id": "a", "prompt": "", "failed": "yes"}
+    assert source.inputs(1) == {"id": "b", "prompt": "x", "max_new_tokens": 5, "failed": ""}
+
+
+def test_errors_of_requests_are_an_input(tmp_path):
+    lines = [{"custom_id": name, "method": "POST", "url": "/v1/x", "body": {}} for name in "ab"]
+    failed = [{"id": line["custom_id"], **line, "failed_row": {"row": 0}} for line in lines]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in failed))
+    source = read_source(tmp_path / "in.jsonl")
+    assert [source.row(index).raw for index in range(2)] == lines
 
 
 def _clock() -> Any:

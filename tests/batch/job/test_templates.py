@@ -204,3 +204,74 @@ def test_templates_and_named_columns_exclude_each_other():
         ColumnChoice(prompt="a", template=template("{{ a }}"))
     with pytest.raises(InputError, match="--keep-prefix has no effect without --keep"):
         ColumnChoice(keep_prefix="a")
+
+
+@pytest.mark.parametrize("text", ["{{ q|nofilter }}", "{{ q is nope }}", "{{ q", "", "{{ 1 }}"])
+def test_wrong_templates(text):
+    with pytest.raises(InputError, match=r"^--template: "):
+        template(text)
+
+
+def test_columns_called_as_functions_of_jinja(tmp_path):
+    content = "id,q,range,dict\n1,a,short,x\n"
+    text = "{{ q }} {{ range }} {{ row['dict'] }}"
+    source = source_of(tmp_path, "rows.csv", content, template=template(text))
+    assert prompts(source)[0]["prompt"] == "a short x"
+    assert source.remarks() == []
+    text = "{{ q }}{% for i in range(2) %}!{% endfor %}"
+    source = source_of(tmp_path, "rows.csv", "id,q\n1,a\n", template=template(text))
+    assert prompts(source)[0]["prompt"] == "a!!"
+
+
+def test_columns_of_templates_are_no_settings(tmp_path):
+    """A `schema` or a `temperature` that a template names is data; a remark says so."""
+    content = "q,temperature,max_new_tokens\nHow,21.5,3\n"
+    text = "{{ q }} at {{ temperature }}"
+    source = source_of(tmp_path, "rows.csv", content, template=template(text))
+    assert prompts(source) == [{"prompt": "How at 21.5", "max_new_tokens": 3}]
+    (remark,) = source.remarks()
+    assert remark.endswith("are read by templates, not as settings: temperature")
+
+
+def test_system_messages_before_messages(tmp_path):
+    """A system template adds to messages; it does not replace them."""
+    choice = {"system_template": template("In {{ lang }}")}
+    user = {"role": "user", "content": "Hi"}
+    lines = [{"lang": "ja", "messages": [user]}, {"lang": "ja", "prompt": ""}]
+    lines.append({"lang": "ja", "messages": [{"role": "system", "content": "No"}, user]})
+    content = "".join(json.dumps(line) + "\n" for line in lines)
+    rows = prompts(source_of(tmp_path, "rows.jsonl", content, **choice))
+    assert rows[0]["messages"] == [{"role": "system", "content": "In ja"}, user]
+    assert "no prompt, or an empty one" in str(rows[1])
+    assert "have a system message" in str(rows[2])
+
+
+def test_numbers_that_json_lacks(tmp_path):
+    """Integers with gaps stay integers in prompts; NaN is no value."""
+    columns = {"q": ["a", "b"], "year": [1889.0, None], "price": [float("nan"), 1.5]}
+    pq.write_table(pyarrow.table(columns), tmp_path / "rows.parquet")
+    choice = ColumnChoice(template=template("{{ q }} {{ year }} {{ price }}"), keep="all")
+    source = read_source(tmp_path / "rows.parquet", choice)
+    assert [row["prompt"] for row in prompts(source)] == ["a 1889 ", "b  1.5"]
+    assert source.kept(0) == {"q": "a", "year": 1889, "price": None}
+    assert source.arrow()["year"].type == pyarrow.float64()
+
+
+def test_repeated_columns(tmp_path):
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], ["q", "q"])
+    pq.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match="the column 'q' is there twice"):
+        read_source(tmp_path / "rows.parquet", ColumnChoice(prompt="q"))
+
+
+def test_ids_that_look_alike(tmp_path):
+    """A row without an id has its number; the output cannot tell 2 from "2"."""
+    source = source_of(tmp_path, "rows.csv", "id,prompt\n,a\n2,b\n")
+    with pytest.raises(DataError, match="have the same id"):
+        source.check_rows()
+
+
+def test_a_template_that_fails_for_every_row(tmp_path):
+    choice = {"template": template("{{ q.missing.name }}")}
+    with pytest.raises(DataError, match=r"correct --template$"):
+        source_of(tmp_path, "rows.csv", "id,q\n1,a\n", **choice).check_rows()

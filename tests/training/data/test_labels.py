@@ -26,6 +26,10 @@ SEVERAL = Labels("multi_label_classification", 3, ("no", "maybe", "yes"))
         (Labels("regression", 1), 3, 3, np.float32),
         (Labels("regression", 1), -0.5, -0.5, np.float32),
         (Labels("regression", 2), [1.5, 2], [1.5, 2], np.float32),
+        # Cells of CSV.
+        (Labels("regression", 1), "-0.5", -0.5, np.float32),
+        (Labels("regression", 2), "[1.5, 2]", [1.5, 2], np.float32),
+        (Labels("single_label_classification", 2), "1", 1, np.int32),
     ],
 )
 def test_labels(labels, value, expected, dtype):
@@ -47,7 +51,7 @@ def test_labels(labels, value, expected, dtype):
         (SEVERAL, [0, 1, 1], "lists a class twice"),
         (SEVERAL, [0.0, 1.0], "expected 3 numbers"),
         (SEVERAL, [0.0, 1.0, 2.0], "from 0 to 1"),
-        (Labels("regression", 1), "1", "expected a number"),
+        (Labels("regression", 1), "one", "expected a number"),
         (Labels("regression", 2), 1.0, "expected 2 numbers"),
         (Labels("regression", 1), None, "expected a number"),
     ],

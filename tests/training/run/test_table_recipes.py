@@ -14,7 +14,8 @@ import jaxllm
 from jaxllm.common.errors import ConfigError, DataError, RunError
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.data import DataConfig, ModelInfo
-from jaxllm.training.data.pipeline import read_examples, rows_of
+from jaxllm.training.data.formats import messages_of
+from jaxllm.training.data.pipeline import check_fields, read_examples, rows_of
 from jaxllm.training.monitor.charts import Curve, svg_chart
 from jaxllm.training.run.recipe import Evaluation, ModelSource, read_recipe
 from jaxllm.training.run.setup import set_up
@@ -65,6 +66,39 @@ def test_rows_of_a_table(folder: Path):
     assert rows[1]["prompt"] == "no context: Who?"
     info = ModelInfo(kind="causal", vocab_size=384, context_length=64)
     assert read_examples(data, byte_tokenizer(), info).counts.examples == 4
+
+
+def test_a_template_in_a_file_by_an_override(folder: Path):
+    overrides = {"data.templates.prompt": str(folder / "prompt.jinja")}
+    spec = read_recipe(folder / "recipe.yaml", overrides)
+    assert spec.data.templates["prompt"].startswith("{{ context or")
+    for wrong in (None, ["a"]):
+        with pytest.raises(ConfigError, match=r"data\.templates\.prompt"):
+            read_recipe(folder / "recipe.yaml", {"data.templates.prompt": wrong})
+
+
+def test_cells_of_csv_are_texts_for_templates(tmp_path: Path):
+    """As in generation; messages are read as JSON by the format that needs them."""
+    cell = '[{"role": "user", "content": "Hi"}]'
+    (tmp_path / "rows.csv").write_text('text,b\n"{}",x\n'.format(cell.replace('"', '""')))
+    data = DataConfig(format="text", path=str(tmp_path / "rows.csv"))
+    assert rows_of(replace(data, templates={"text": "{{ text }}"}))[0]["text"] == cell
+    assert messages_of({"messages": cell}, "messages") == json.loads(cell)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("a.csv", "text,text\na,b\n", "a.csv: the column 'text' is there twice"),
+        ("a.csv", "text,b\n", "a.csv: has no rows"),
+        ("a.csv", "text,b\na,b\nc\n", r"^[^:]*a.csv:3: has 1 cells, but the header 2$"),
+        ("a.jsonl", '{"text": "a"}\n{"txt": "b"}\n', "a.jsonl:2 has no field 'text'; .*'txt'"),
+    ],
+)
+def test_wrong_rows_are_found_before_loading(tmp_path: Path, name: str, content: str, why: str):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=why):
+        check_fields(DataConfig(format="text", path=str(tmp_path / name)))
 
 
 @pytest.mark.ci
