@@ -172,8 +172,8 @@ class BatchGenerator:
         self,
         table: Any,
         *,
-        template: str | None = None,
-        system_template: str | None = None,
+        template: str | PathLike[str] | None = None,
+        system_template: str | PathLike[str] | None = None,
         prompt_column: str | None = None,
         keep: Sequence[str] | Literal["all"] = "all",
         keep_prefix: str = "",
@@ -185,8 +185,9 @@ class BatchGenerator:
             table: a pandas or Polars data frame, a `pyarrow.Table`, or the path of a file of rows
                 (CSV, TSV, JSONL or Parquet).
             template: writes each prompt from the columns of its row, such as "Question: {{
-                question }}" (Jinja). Without it, the column `prompt` or `prompt_column` has the
-                prompts. Columns that are called as generation fields are settings of their row.
+                question }}" (Jinja), or a file that does. Without it, the column `prompt` or
+                `prompt_column` has the prompts. Columns that are called as generation fields are
+                settings of their row.
             system_template: writes each system message; the prompt is then a user message.
             prompt_column: the column of the prompts.
             keep: columns that the result has too.
@@ -259,8 +260,9 @@ class BatchGenerator:
                 plan.rows.append(row)
         for group in groups(filter(fits_slots, plan.rows), self.model.config.vocab_size):
             for pool in self._pools(group):
-                plan.memory.append(pool.memory)
-                if not pool.memory.fits:
+                if pool.memory.fits:
+                    plan.memory.append(pool.memory)
+                else:
                     errors = ((task.row, too_large_error(task, pool)) for task in pool.tasks)
                     plan.errors.extend(error_output(row, error) for row, error in errors)
         failed = {output.index for output in plan.errors}

@@ -36,7 +36,7 @@ from jaxllm.batch.tables.columns import generation_keys
 from jaxllm.batch.tables.openai_requests import OpenAIRequests
 from jaxllm.batch.tables.outputs import output_writer
 from jaxllm.batch.tables.read import RESULTS
-from jaxllm.batch.tables.templates import RowTemplate, names_file, template_text
+from jaxllm.batch.tables.templates import names_file, row_template
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.cli.devices import DEFAULT_RESOURCES, RAY, local_mesh
 from jaxllm.cli.options import (
@@ -222,8 +222,8 @@ def column_choice(arguments: argparse.Namespace) -> ColumnChoice:
     columns: dict[str, Any] = {
         "prompt": arguments.prompt_column,
         "completion": arguments.completion_column,
-        "template": row_template(arguments, "template"),
-        "system_template": row_template(arguments, "system_template"),
+        "template": row_template(arguments.template, "--template"),
+        "system_template": row_template(arguments.system_template, "--system-template"),
         "keep": arguments.keep or (),
         "keep_prefix": arguments.keep_prefix or "",
     }
@@ -237,12 +237,6 @@ def column_choice(arguments: argparse.Namespace) -> ColumnChoice:
     if arguments.completion_column is not None:
         raise InputError("--completion-column has no effect without --score")
     return ColumnChoice(EMBED_KEYS if arguments.embed else generation_keys(), **columns)
-
-
-def row_template(arguments: argparse.Namespace, name: str) -> RowTemplate | None:
-    """The template of an option, from its text or from the file that it names."""
-    text, flag = getattr(arguments, name), "--" + name.replace("_", "-")
-    return None if text is None else RowTemplate(template_text(text), flag)
 
 
 def constraint(arguments: argparse.Namespace) -> dict[str, Any]:

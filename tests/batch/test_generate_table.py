@@ -148,3 +148,11 @@ def test_types_of_frames_without_a_success(engine: jaxllm.BatchGenerator):
     ]
     assert tables[1]["error"][0].is_valid
     assert tables[0].schema == tables[1].schema
+
+
+def test_templates_in_files(engine: jaxllm.BatchGenerator, tmp_path: Path):
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    frame = pd.DataFrame(COLUMNS).drop(columns="text")
+    expected = engine.generate_table(frame, template=TEMPLATE)
+    for name in (tmp_path / "t.jinja", str(tmp_path / "t.jinja")):
+        pd.testing.assert_frame_equal(engine.generate_table(frame, template=name), expected)

@@ -225,7 +225,7 @@ def check_identity(
     for name in dict.fromkeys((*before, *now)):
         old, new = before.get(name), now.get(name)
         if old != new and name not in NOT_COMPARED and not (retry and name in LIMITS):
-            change = f"was {old!r:.80} when this job began, and is {new!r:.80} now"
+            change = f"was {quoted(old)} when this job began, and is {quoted(new)} now"
             if name == "input":  # a digest
                 change = "has other rows than when this job began"
             raise RunError(f"{name}: {change}; resume with what it was, or begin another output")

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from typing import Any, Literal
 
 import jax
@@ -65,8 +66,8 @@ class JaxLLMStage:
         *,
         load_options: Mapping[str, Any] | None = None,
         prompt_column: str | None = None,
-        template: str | None = None,
-        system_template: str | None = None,
+        template: str | PathLike[str] | None = None,
+        system_template: str | PathLike[str] | None = None,
         keep: Sequence[str] | Literal["all"] = (),
         keep_prefix: str = "",
         seed: int = 0,

@@ -6,11 +6,12 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from typing import Any, Literal
 
 from jaxllm.batch.row_prompts import PROMPT_KEYS
 from jaxllm.batch.row_reader import ROW_KEYS
-from jaxllm.batch.tables.templates import RowTemplate
+from jaxllm.batch.tables.templates import RowTemplate, row_template
 from jaxllm.common.arguments import checked_iterable
 from jaxllm.common.errors import DataError, InputError, listed, nearest, quoted
 from jaxllm.generation.settings.config import FIELDS
@@ -65,19 +66,17 @@ class ColumnChoice:
         cls,
         *,
         prompt_column: str | None = None,
-        template: str | None = None,
-        system_template: str | None = None,
+        template: str | PathLike[str] | None = None,
+        system_template: str | PathLike[str] | None = None,
         keep: Sequence[str] | Literal["all"] = (),
         keep_prefix: str = "",
     ) -> ColumnChoice:
-        """The choice that the arguments of a Python call make; templates are texts."""
+        """The choice that the arguments of a Python call make; templates are texts or files."""
         names = (keep,) if isinstance(keep, str) else checked_iterable(keep, "keep", "columns")
         return cls(
             prompt=prompt_column,
-            template=None if template is None else RowTemplate(template, "template"),
-            system_template=(
-                None if system_template is None else RowTemplate(system_template, "system_template")
-            ),
+            template=row_template(template, "template"),
+            system_template=row_template(system_template, "system_template"),
             keep="all" if keep == "all" else tuple(names),
             keep_prefix=keep_prefix,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,6 @@ class RowTemplate:
 
     def __init__(self, source: str, field: str) -> None:
         self.source, self.field = source, field
-        if not isinstance(source, str):
-            raise InputError(f"{field}: expected a text, found {quoted(source)}")
         try:
             self._tree, self._globals = parse_row_template(source)
         except TemplateError as error:
@@ -91,15 +90,22 @@ class RowTemplate:
         return names
 
 
-def template_text(text: str) -> str:
-    """The text of a template, or of the file that a text names.
+def template_text(text: str | PathLike[str]) -> str:
+    """The text of a template, or of the file that a path or a text names.
 
     Raises:
         InputError: the file is too large or cannot be read.
     """
-    if not names_file(text):
+    if isinstance(text, str) and not names_file(text):
         return text
     return read_text(Path(text), max_bytes=MAX_TEMPLATE_BYTES, error=InputError)
+
+
+def row_template(text: str | PathLike[str] | None, field: str) -> RowTemplate | None:
+    """The template of an option, from its text or from the file that it names."""
+    if not isinstance(text, str | PathLike | None):
+        raise InputError(f"{field}: expected a text or a file, found {quoted(text)}")
+    return None if text is None else RowTemplate(template_text(text), field)
 
 
 def names_file(text: str) -> bool:
