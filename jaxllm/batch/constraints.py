@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from functools import partial
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxllm.common.errors import InputError, JaxLLMError, quoted
+from jaxllm.common.files import names_file, read_text
+from jaxllm.common.strict_json import parse_json
 from jaxllm.generation.processors.base import logits_processor, store
 from jaxllm.generation.processors.host.allowed_tokens import (
     WORD_BITS,
@@ -25,6 +30,7 @@ from jaxllm.generation.processors.host.grammar import (
 )
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
+_MAX_BYTES = 2**20
 _COMPILE = {"schema": json_schema, "regex": regex, "grammar": lark}
 CONSTRAINT_KEYS = tuple(_COMPILE)
 """Keys of a row, or options of a job."""
@@ -78,6 +84,8 @@ class ConstraintCompiler:
     def __init__(self, tokenizer: Tokenizer | None, job: dict[str, Any]) -> None:
         self._tokenizer = tokenizer
         self._job = only_one(job)
+        if self._job is not None:
+            self._job = (self._job[0], constraint_source(*self._job, field=self._job[0]))
         self._compiled: dict[tuple[str, str, tuple[int, ...]], GrammarLogitsProcessor] = {}
 
     def check_job(self, eos: tuple[int, ...]) -> None:
@@ -115,6 +123,29 @@ class ConstraintCompiler:
             compiled = _COMPILE[key](source, self._tokenizer, eos_token_id=list(eos))
             self._compiled[cache_key] = compiled
         return self._compiled[cache_key]
+
+
+def constraint_source(key: str, value: Any, field: str) -> Any:
+    """A constraint from its value, its text, or a file that holds it.
+
+    Args:
+        field: the option that has it, for messages.
+
+    Raises:
+        InputError: the file cannot be read, or the schema is no JSON object.
+    """
+    if key == "regex" or not isinstance(value, str | PathLike):
+        return value
+    if not isinstance(value, str) or names_file(value):
+        value = read_text(Path(value), max_bytes=_MAX_BYTES, error=InputError)
+    elif key == "schema" and value.lstrip()[:1] not in ("{", "["):
+        raise InputError(f"{field}: {quoted(value)} is neither a JSON object nor a file")
+    if key != "schema":
+        return value
+    schema = parse_json(os.fsencode(value), source=field, error=InputError)
+    if not isinstance(schema, dict):
+        raise InputError(f"{field}: expected a JSON object, or the name of a file that has one")
+    return schema
 
 
 def _source_text(key: str, source: Any) -> str:

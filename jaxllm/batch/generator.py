@@ -89,7 +89,8 @@ class BatchGenerator:
             model's context reaches. None: as `generate`, 20.
         chat: a row's `prompt` is a user message, for the model's chat template, after `system`.
         schema, regex, grammar: what the new text of all rows must match: a JSON schema, a regular
-            expression, or a Lark grammar (at most one of them; a row's own replaces it). Needs
+            expression, or a Lark grammar (at most one of them; a row's own replaces it). A schema
+            or a grammar may also be the name of a file. Needs
             ``pip install 'jaxllm[grammar]'``, and not several devices.
         announce: called with the memory that each pool of slots will take, before it runs.
         fields: generation fields of all rows; a row's own override them.
@@ -111,9 +112,9 @@ class BatchGenerator:
         default_new_tokens: int | None = None,
         chat: bool = False,
         system: str | None = None,
-        schema: Mapping[str, Any] | bool | None = None,
+        schema: Mapping[str, Any] | str | PathLike[str] | bool | None = None,
         regex: str | None = None,
-        grammar: str | None = None,
+        grammar: str | PathLike[str] | None = None,
         announce: Callable[[Prediction], object] | None = None,
         **fields: Any,
     ) -> None:

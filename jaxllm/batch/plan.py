@@ -41,8 +41,6 @@ class PoolPlan:
     memory: Prediction
     fitting: Sizes | None
     """`sizes`, or those of shorter sequences that would fit, or None."""
-    context_length: int | None
-    """The model's context, if its config states one."""
 
 
 class Predict(Protocol):
@@ -90,7 +88,7 @@ def plans(
             memory = predict_for(pool, sizes, memory.slots, compile_always=True)
         sizes = dataclasses.replace(sizes, slots=memory.slots)
         fitting = sizes if memory.fits else _shorter_that_fit(predict_for, pool, sizes)
-        yield PoolPlan(pool, sizes, memory, fitting, model.config.context_length)
+        yield PoolPlan(pool, sizes, memory, fitting)
 
 
 def _shorter_that_fit(predict_for: Predict, tasks: Sequence[Task], sizes: Sizes) -> Sizes | None:
@@ -182,12 +180,6 @@ def too_large_error(task: Task, plan: PoolPlan) -> InputError:
     possible = 0 if plan.fitting is None else plan.fitting.max_new_tokens(len(row.decoder_prompt))
     if possible >= 1:
         return InputError(f"max_new_tokens: {needed}; ask for at most {possible}, or raise memory")
-    context = plan.context_length
-    if context is not None and len(row.input_ids) > context:
-        return InputError(
-            f"prompt: has {len(row.input_ids)} tokens, but the model's context is {context} (and "
-            f"{needed}); shorten the prompt"
-        )
     return InputError(f"memory: {needed}; shorten the prompt, or raise memory")
 
 

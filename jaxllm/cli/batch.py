@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 import threading
 import time
@@ -22,7 +21,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.text import Text
 
 from jaxllm.batch import BatchGenerator
-from jaxllm.batch.constraints import CONSTRAINT_KEYS, only_one
+from jaxllm.batch.constraints import CONSTRAINT_KEYS, constraint_source, only_one
 from jaxllm.batch.embedded_rows import EMBED_KEYS, EMBED_RESULTS, RowEmbedder
 from jaxllm.batch.job.file_digests import checkpoint_digests
 from jaxllm.batch.job.job import Job, RowEngine
@@ -36,7 +35,7 @@ from jaxllm.batch.tables.columns import generation_keys
 from jaxllm.batch.tables.openai_requests import OpenAIRequests
 from jaxllm.batch.tables.outputs import output_writer
 from jaxllm.batch.tables.read import RESULTS
-from jaxllm.batch.tables.templates import names_file, row_template
+from jaxllm.batch.tables.templates import row_template
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.cli.devices import DEFAULT_RESOURCES, RAY, local_mesh
 from jaxllm.cli.options import (
@@ -48,10 +47,8 @@ from jaxllm.cli.options import (
 )
 from jaxllm.cli.process import signals
 from jaxllm.common.compiling import CompileClock
-from jaxllm.common.errors import InputError, quoted
-from jaxllm.common.files import read_text
+from jaxllm.common.errors import InputError
 from jaxllm.common.progress import PLAIN_SECONDS, Reporter, duration
-from jaxllm.common.strict_json import parse_json
 from jaxllm.generation.processors.host.grammar import llguidance
 from jaxllm.generation.settings.lengths import DEFAULT_NEW_TOKENS
 from jaxllm.models.decoder import checked_generative
@@ -60,7 +57,6 @@ from jaxllm.serve.http.batch_requests import BatchRequests
 
 NO_SUCCESS = 1
 """Exit code of a job in which no row succeeded."""
-_MAX_CONSTRAINT_BYTES = 2**20
 
 
 def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
@@ -250,17 +246,8 @@ def constraint(arguments: argparse.Namespace) -> dict[str, Any]:
     if chosen is None:
         return {}
     llguidance()  # before loading
-    key, text = chosen[0].removeprefix("--"), chosen[1]
-    if key != "regex" and names_file(text):
-        text = read_text(Path(text), max_bytes=_MAX_CONSTRAINT_BYTES, error=InputError)
-    elif key == "schema" and text.lstrip()[:1] not in ("{", "["):
-        raise InputError(f"--schema: {quoted(text)} is neither a JSON object nor a file")
-    if key != "schema":
-        return {key: text}
-    schema = parse_json(os.fsencode(text), source="--schema", error=InputError)
-    if not isinstance(schema, dict):
-        raise InputError("--schema: expected a JSON object, or the name of a file that has one")
-    return {key: schema}
+    key = chosen[0].removeprefix("--")
+    return {key: constraint_source(key, chosen[1], chosen[0])}
 
 
 def check_task(arguments: argparse.Namespace, source: Source) -> None:

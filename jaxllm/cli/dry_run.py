@@ -95,9 +95,9 @@ def histogram(lengths: Sequence[int]) -> list[str]:
     >>> for line in histogram([5, 20, 25, 40]):
     ...     print(line)
     prompt tokens
-         1 to 16    1  ####################
-        17 to 32    2  ########################################
-        33 to 64    1  ####################
+         1 to 16     1  ####################
+        17 to 32     2  ########################################
+        33 to 64     1  ####################
     """
     classes = Counter(max(16, 1 << (length - 1).bit_length()) for length in lengths)
     if not classes:
@@ -107,7 +107,7 @@ def histogram(lengths: Sequence[int]) -> list[str]:
     for end, count in sorted(classes.items()):
         start = 1 if end == 16 else end // 2 + 1
         bar = "#" * max(1, round(_BAR * count / most))
-        lines.append(f"{start:6,} to {end:<6,}{count:{width},}  {bar}")
+        lines.append(f"{start:6,} to {end:<6,} {count:{width},}  {bar}")
     return lines
 
 
@@ -151,5 +151,6 @@ def estimate(
         ("expected time", f"about {duration(expected)}, compiling not counted"),
     ]
     if price is not None:
-        lines.append(("expected price", f"about {price * expected / 3600:.2f}"))
+        amount = f"about {price * expected / 3600:.2f}, at {price:g} an hour"
+        lines.append(("expected price", amount))
     return lines

@@ -88,6 +88,16 @@ def read_text(path: Path, *, max_bytes: int, error: type[JaxLLMError]) -> str:
         raise error(f"{path}: not UTF-8 (byte {failure.start}); save it as UTF-8") from None
 
 
+def names_file(text: str) -> bool:
+    """True if a text is the name of a file, not a template (or schema, or grammar) itself."""
+    if not text or text.lstrip().startswith("{") or "\n" in text:
+        return False
+    try:
+        return Path(text).exists()
+    except OSError:  # a text that is too long for a name
+        return False
+
+
 def check_not_placeholder(path: Path, data: bytes, error: type[JaxLLMError]) -> None:
     """Raises `error` if a file's content is a git-lfs pointer or the text of a cache's link."""
     if len(data) > _MAX_PLACEHOLDER_BYTES:

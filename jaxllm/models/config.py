@@ -147,6 +147,11 @@ class ModelConfig(metaclass=_ConfigType):
         return None
 
     @property
+    def longest_prompt(self) -> int | None:
+        """Most tokens of a prompt that the model answers sensibly; None: any number."""
+        return self.context_length
+
+    @property
     def default_window(self) -> int:
         """Columns of a window of text or of a server's slot, where the caller names none."""
         return min(self.context_length or MAX_DEFAULT_WINDOW, MAX_DEFAULT_WINDOW)

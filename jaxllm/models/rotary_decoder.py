@@ -93,6 +93,11 @@ class RotaryConfig(cfg.DecoderOnlyConfig):
     def context_length(self) -> int | None:
         return self.max_position_embeddings or None
 
+    @property
+    def longest_prompt(self) -> int | None:
+        # Dynamic scaling is for prompts that are longer than the context.
+        return None if self.rotary.rope_type == "dynamic" else self.context_length
+
     def forward_values(self) -> dict[str, Any]:
         is_dynamic = self.rotary.rope_type == "dynamic"
         return super().forward_values() | {

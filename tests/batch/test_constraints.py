@@ -12,6 +12,7 @@ from conformance_runs import DATA
 from serving_tools import chat_tokenizer
 
 import jaxllm
+from jaxllm.batch.constraints import constraint_source
 from jaxllm.common.errors import InputError
 from jaxllm.generation.processors.host.grammar import json_schema
 
@@ -110,3 +111,13 @@ def test_texts_of_prompts(capsys):
         jaxllm.generate_texts(MODEL, ["a", {"prompt": 5}], TOKENIZER)
     with pytest.raises(InputError, match="expected a list of prompts, found a "):
         jaxllm.generate_texts(MODEL, "a", TOKENIZER)
+
+
+def test_constraints_in_files(tmp_path):
+    """As on the command line, a schema may be a dict, JSON text or a file."""
+    (tmp_path / "s.json").write_text('{"type": "boolean"}')
+    for source in ({"type": "boolean"}, '{"type": "boolean"}', tmp_path / "s.json"):
+        assert constraint_source("schema", source, "schema") == {"type": "boolean"}
+    with pytest.raises(InputError, match=r"'none\.json' is neither a JSON object nor"):
+        constraint_source("schema", "none.json", "schema")
+    assert constraint_source("regex", "s.json", "regex") == "s.json"

@@ -10,12 +10,9 @@ from compiling import compiled_as_users
 
 from jaxllm import BatchGenerator
 from jaxllm.batch import slot_pool as pools
-from jaxllm.batch.memory import Prediction, memory_budget
-from jaxllm.batch.plan import PoolPlan, too_large_error
-from jaxllm.batch.queue import Task
+from jaxllm.batch.memory import memory_budget
 from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import RawRow
-from jaxllm.batch.sizes import Sizes
 from jaxllm.common.errors import InputError
 from jaxllm.parallel.device_memory import nbytes
 
@@ -87,14 +84,15 @@ def test_long_rows_have_a_pool_of_their_own():
     assert engine.memory[1].slots == 8
 
 
-def test_a_prompt_beyond_the_context_names_the_limit():
-    row = RowReader(MODEL, None, {}, 0).read(
-        RawRow(0, 0, {"input_ids": [5] * 5000, "max_new_tokens": 1})
-    )
-    memory = Prediction(1, 10**6, 0, 10**5, 1, 8192)
-    plan = PoolPlan([Task(row, 0)], Sizes(1, 8192), memory, None, MODEL.config.context_length)
-    message = str(too_large_error(plan.tasks[0], plan))
-    assert message.startswith("prompt: has 5000 tokens, but the model's context is 4096")
+def test_a_prompt_beyond_the_context_is_an_error():
+    """It would cost memory and time in all slots, for a meaningless answer."""
+    reader = RowReader(MODEL, None, {}, 0)
+    limit = MODEL.config.context_length
+    assert reader.read(RawRow(0, 0, {"input_ids": [5] * limit, "max_new_tokens": 1}))
+    with pytest.raises(
+        InputError, match=f"{limit + 1} tokens, but the model's context has {limit}"
+    ):
+        reader.read(RawRow(0, 0, {"input_ids": [5] * (limit + 1), "max_new_tokens": 1}))
 
 
 @pytest.mark.ci

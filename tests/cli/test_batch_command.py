@@ -154,7 +154,7 @@ def test_progress_while_programs_are_compiled(tmp_path):
 def test_a_dry_run(tmp_path, capsys):
     """It reads no weights: the file has none."""
     model = Path(shutil.copytree(MODEL, tmp_path / "model"))
-    rows = [{"prompt": "Hello " * count, "max_new_tokens": 4} for count in (1, 2, 40)]
+    rows = [{"prompt": "Hello " * count, "max_new_tokens": 4} for count in (1, 2, 10)]
     write_rows(tmp_path / "rows.jsonl", [*rows, {"id": "x"}, {"prompt": "a", "max_new_tokens": 0}])
     files = ("--input", tmp_path / "rows.jsonl", "--dry-run")
     code, err = in_process(capsys, "--model", model, *files)

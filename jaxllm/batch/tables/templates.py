@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.common.errors import DataError, InputError, TemplateError, nearest, quoted
-from jaxllm.common.files import read_text
+from jaxllm.common.files import names_file, read_text
 from jaxllm.tokenizers.template_sandbox import (
     MAX_TEMPLATE_BYTES,
     parse_row_template,
@@ -106,16 +106,6 @@ def row_template(text: str | PathLike[str] | None, field: str) -> RowTemplate | 
     if not isinstance(text, str | PathLike | None):
         raise InputError(f"{field}: expected a text or a file, found {quoted(text)}")
     return None if text is None else RowTemplate(template_text(text), field)
-
-
-def names_file(text: str) -> bool:
-    """True if a text is the name of a file, not a template (or schema, or grammar) itself."""
-    if not text or text.lstrip().startswith("{") or "\n" in text:
-        return False
-    try:
-        return Path(text).exists()
-    except OSError:  # a text that is too long for a name
-        return False
 
 
 def _references(tree: Any, global_names: frozenset[str]) -> Iterator[tuple[Any, bool]]:
