@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jaxllm.generation.scoring.score import score
     from jaxllm.generation.settings.config import GenerationConfig
     from jaxllm.loading import load, load_orbax
-    from jaxllm.parallel.mesh import make_mesh
+    from jaxllm.parallel.sharding import make_mesh
     from jaxllm.pipelines import pipeline
     from jaxllm.planning import plan
     from jaxllm.saving import push_to_hub, save_hf, save_orbax
@@ -57,7 +57,7 @@ _MODULE_OF = {
     "generate_texts": "batch.texts",
     "load": "loading",
     "load_orbax": "loading",
-    "make_mesh": "parallel.mesh",
+    "make_mesh": "parallel.sharding",
     "pipeline": "pipelines",
     "plan": "planning",
     "push_to_hub": "saving",

@@ -26,9 +26,9 @@ from jaxllm.models.config import GENERATION_KEYS, ModelConfig
 from jaxllm.models.lora import merge_lora
 from jaxllm.models.model import Model
 from jaxllm.models.quantize import KEEP, quantize_model
-from jaxllm.parallel.mesh import check_mesh
 from jaxllm.parallel.placement import put_tree
 from jaxllm.parallel.processes import in_all_processes
+from jaxllm.parallel.sharding import check_mesh
 from jaxllm.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")

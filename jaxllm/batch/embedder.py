@@ -17,8 +17,8 @@ from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, padded_rows
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.models.decoder_only import with_rope_per_row
 from jaxllm.models.model import Model
-from jaxllm.parallel.mesh import row_shards, use_mesh
 from jaxllm.parallel.placement import mesh_of
+from jaxllm.parallel.sharding import row_shards, use_mesh
 
 BATCH_ROWS = 8
 """Texts of one call of the program."""

@@ -42,8 +42,8 @@ from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.models.decoder_only import with_rope_per_row
-from jaxllm.parallel.mesh import row_shards
 from jaxllm.parallel.placement import mesh_of
+from jaxllm.parallel.sharding import row_shards
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 DEFAULT_SLOTS = {"cpu": 16}

@@ -25,10 +25,10 @@ from jaxllm.batch.slots import PrefillBatch, Slots
 from jaxllm.common.errors import InputError
 from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.models.decoder import Decoder
-from jaxllm.nn.platform import steps_between_checks
+from jaxllm.nn.platform.decoding import steps_between_checks
 from jaxllm.parallel.device_memory import format_bytes, nbytes
-from jaxllm.parallel.mesh import row_shards, use_mesh
 from jaxllm.parallel.placement import platform_of_arrays
+from jaxllm.parallel.sharding import row_shards, use_mesh
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 

@@ -15,7 +15,7 @@ from jaxllm.batch.slot_strategies import SlotStrategy
 from jaxllm.batch.slots import PrefillBatch, Slots
 from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.models.decoder import Decoder
-from jaxllm.nn.platform import steps_between_checks
+from jaxllm.nn.platform.decoding import steps_between_checks
 from jaxllm.parallel.field_axes import constrain_fields
 from jaxllm.parallel.sharding import constrain
 

@@ -19,13 +19,11 @@ from jaxllm.batch.sizes import Sizes
 from jaxllm.batch.slot_placement import place, with_shardings, write_rows
 from jaxllm.batch.slot_strategies import SlotStrategy
 from jaxllm.batch.slots import PrefillBatch, Slots
-from jaxllm.cache.kv_cache import KV, Cache
-from jaxllm.cache.layout import per_head
+from jaxllm.cache.kv_cache import KV, Cache, per_head
 from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.models.decoder import Decoder
 from jaxllm.parallel.field_axes import constrain_fields
-from jaxllm.parallel.mesh import use_mesh
-from jaxllm.parallel.sharding import constrain
+from jaxllm.parallel.sharding import constrain, use_mesh
 
 
 def prompt_cache_shapes(model: Decoder, columns: int, mesh: Mesh | None) -> Cache:

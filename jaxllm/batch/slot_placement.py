@@ -18,11 +18,10 @@ from jaxllm.batch.slot_strategies import SlotStrategy
 from jaxllm.batch.slots import PrefillBatch, RotatedCache, RowSettings, SlotCache, Slots
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.models.decoder import Decoder
-from jaxllm.nn.platform import writes_one_slot
+from jaxllm.nn.platform.decoding import writes_one_slot
 from jaxllm.parallel.field_axes import Axes, field_shardings, map_with_axes
-from jaxllm.parallel.mesh import ROWS, context_mesh, use_mesh
 from jaxllm.parallel.placement import platform_of_arrays
-from jaxllm.parallel.sharding import partition_spec
+from jaxllm.parallel.sharding import ROWS, context_mesh, partition_spec, use_mesh
 
 T = TypeVar("T")
 

@@ -28,8 +28,8 @@ from jaxllm.batch.slot_placement import empty_slots, slot_shapes
 from jaxllm.batch.slots import PrefillBatch, RowSettings, Slots
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.models.decoder import Decoder
-from jaxllm.parallel.mesh import use_mesh
 from jaxllm.parallel.placement import platform_of_arrays
+from jaxllm.parallel.sharding import use_mesh
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 

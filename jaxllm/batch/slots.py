@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxllm.cache.attention_view import AttentionView, Branches, SlotIndices
-from jaxllm.cache.kv_cache import Cache
-from jaxllm.cache.layout import per_head
+from jaxllm.cache.kv_cache import Cache, per_head
 from jaxllm.generation.processors import LogitsProcessorList
 
 

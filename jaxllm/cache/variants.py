@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int8
 
 from jaxllm.cache.attention_view import AttentionView, Branches, SlotIndices, make_view
-from jaxllm.cache.kv_cache import KV, KV_AXES, Cache
-from jaxllm.cache.layout import write_heads
+from jaxllm.cache.kv_cache import KV, KV_AXES, Cache, write_heads
 
 
 @jax.tree_util.register_dataclass

@@ -49,9 +49,7 @@ from jaxllm.models.quantize import (
 from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.models.rotary_decoder import RotaryConfig
 from jaxllm.models.weights import Entry, Table
-from jaxllm.nn.attention import implementation_for
-from jaxllm.parallel.mesh import check_heads
-from jaxllm.parallel.sharding import parameter_path
+from jaxllm.parallel.sharding import check_heads, parameter_path
 
 _NEW_HEAD = (
     ". For a classifier with a new head, load the language model and call "
@@ -153,10 +151,11 @@ def load_model(
     if mesh is not None:
         check_heads(spec.config.head_counts, mesh)
     compute_dtype, weight_dtype = choose_dtypes(source, dtype, param_dtype)
-    options = Options(
+    options = Options.on(
+        jax.default_backend(),
         dtype=compute_dtype,
         param_dtype=weight_dtype,
-        attn_implementation=implementation_for(attn_implementation, jax.default_backend()),
+        attn_implementation=attn_implementation,
         remat=remat,
         scan_layers=scan_layers,
     )

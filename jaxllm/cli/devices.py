@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxllm.cli.process import USAGE_ERROR, reject, signals
 from jaxllm.common.errors import InputError
-from jaxllm.parallel.mesh import AXES, make_mesh
+from jaxllm.parallel.sharding import AXES, make_mesh
 
 CONNECT_SECONDS = 300
 """Limit of the time in which all processes must connect."""

@@ -25,8 +25,7 @@ from jaxllm.flax_classes.params import (
 from jaxllm.generation.call.output import GenerateOutput
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.config import ModelConfig
-from jaxllm.models.language_model import LanguageModel
-from jaxllm.models.model import Card, Model
+from jaxllm.models.model import Card, LanguageModel, Model
 from jaxllm.models.outputs import ModelOutput
 from jaxllm.models.pretrained import pretrained
 

@@ -15,7 +15,8 @@ from jaxllm.common.errors import InputError
 from jaxllm.flax_classes.base import FlaxPreTrainedModel, dropout_key, loaded
 from jaxllm.models import shift_tokens_right  # scripts look it up in the module of a class
 from jaxllm.models.config import ModelConfig
-from jaxllm.models.outputs import BaseOutput, base_output
+from jaxllm.models.model import base_output
+from jaxllm.models.outputs import BaseOutput
 
 
 class FlaxGPT2Model(FlaxPreTrainedModel):

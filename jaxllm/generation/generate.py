@@ -40,7 +40,7 @@ from jaxllm.generation.strategies.records import check_record_size
 from jaxllm.generation.strategies.strategy import DecodeState, Result
 from jaxllm.models.decoder import Decoder, GenerativeModel
 from jaxllm.models.decoder_only import with_rope_length
-from jaxllm.parallel.mesh import use_mesh
+from jaxllm.parallel.sharding import use_mesh
 
 Prefilled = TypeVar("Prefilled")
 """DecodeState of a program that ran, or what tracing it returns."""

@@ -26,8 +26,8 @@ from jaxllm.generation.strategies.strategy import (
 )
 from jaxllm.models.decoder import Decoder, EncoderDecoder
 from jaxllm.models.outputs import DecodeOutput
-from jaxllm.nn.platform import steps_between_checks
-from jaxllm.nn.stack import StackOutput
+from jaxllm.nn.block import StackOutput
+from jaxllm.nn.platform.decoding import steps_between_checks
 from jaxllm.parallel.field_axes import constrain_fields
 from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.parallel.sharding import constrain

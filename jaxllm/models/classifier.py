@@ -12,12 +12,10 @@ from jaxllm.common.errors import InputError
 from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.config import DecoderOnlyConfig
 from jaxllm.models.decoder_only import DecoderOnly
-from jaxllm.models.language_model import take_column
 from jaxllm.models.losses import classification_loss
-from jaxllm.models.model import model_call
+from jaxllm.models.model import model_call, take_column
 from jaxllm.models.outputs import SequenceClassifierOutput
-from jaxllm.nn.dropout import split_key
-from jaxllm.nn.linear import Linear
+from jaxllm.nn.linear import Linear, split_key
 
 
 class SequenceClassifier(DecoderOnly):

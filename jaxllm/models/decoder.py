@@ -17,7 +17,7 @@ from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.outputs import DecodeOutput
-from jaxllm.nn.stack import StackOutput
+from jaxllm.nn.block import StackOutput
 
 
 class Decoder(Protocol):

@@ -17,31 +17,41 @@ from jaxllm.cache.attention_view import (
     make_view,
 )
 from jaxllm.cache.kv_cache import KV, Cache
-from jaxllm.common.arguments import checks_flags
 from jaxllm.common.errors import InputError, quoted
 from jaxllm.models import input_checks as check
 from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.config import DecoderOnlyConfig
 from jaxllm.models.decoder import Decoder
-from jaxllm.models.language_model import LanguageModel, take_column
 from jaxllm.models.losses import causal_loss
-from jaxllm.models.model import BaseModel, Model, model_call
-from jaxllm.models.outputs import BaseOutput, CausalLMOutput, DecodeOutput, base_output
-from jaxllm.nn.blocks import Context, shallow_copy
-from jaxllm.nn.dropout import split_key
-from jaxllm.nn.linear import Embedding, Linear
-from jaxllm.nn.stack import Stack, StackOutput
+from jaxllm.models.model import (
+    BaseModel,
+    LanguageModel,
+    Model,
+    base_output,
+    model_call,
+    take_column,
+)
+from jaxllm.models.outputs import BaseOutput, CausalLMOutput, DecodeOutput
+from jaxllm.nn.block import Context, Stack, StackOutput, shallow_copy
+from jaxllm.nn.linear import Embedding, Linear, split_key
+from jaxllm.nn.rope import Rope
 
 C = TypeVar("C", bound=DecoderOnlyConfig)
 M = TypeVar("M")
 
 
 class Backbone(nnx.Module, Generic[C]):
-    """Decoder-only model without head. A family defines `embed_tokens`, with RoPE also `rotary`."""
+    """Decoder-only model without head: embedding, positions, stack of blocks."""
 
     config: C
     embed: Embedding
     stack: Stack
+    rope: Rope | None = None
+    rope_per_row = False
+    """Dynamic and longrope RoPE depend on the length of each row, or of the document in a packed
+    row; otherwise on that of the longest row."""
+    max_positions: int | None = None
+    """Positions that a table of them has."""
 
     def embed_tokens(
         self,
@@ -50,16 +60,24 @@ class Backbone(nnx.Module, Generic[C]):
         view: AttentionView,
         token_type_ids: Int[Array, "B T"] | None,
     ) -> Float[Array, "B T D"]:
-        raise NotImplementedError
+        if token_type_ids is not None:
+            raise InputError("token_type_ids: only GPT-2 has token types")
+        return self.embed.from_ids_or_embeds(input_ids, inputs_embeds)
 
     def rotary(self, view: AttentionView) -> tuple[Array, Array] | None:
         """RoPE cosines and sines of the view's positions; None for a family without RoPE."""
-        return None
+        if self.rope is None:
+            return None
+        length = view.rope_length
+        if not self.rope_per_row:  # as in transformers
+            length = jnp.max(length, keepdims=True)
+        return self.rope.angles(view.positions, length)
 
     def with_rope_per_row(self) -> Self:
         """A copy whose RoPE depends on the length of each row, not on the longest row of a call.
         Returns the backbone itself if its positions depend on no length."""
-        return self
+        depends = self.rope is not None and self.rope.uses_length
+        return shallow_copy(self, rope_per_row=True) if depends else self
 
     def run(
         self,
@@ -102,7 +120,6 @@ class DecoderOnly(Model[DecoderOnlyConfig]):
     def embedding(self) -> Embedding:
         return self.backbone.embed
 
-    @checks_flags
     def hidden(
         self,
         input_ids: object = None,
@@ -121,6 +138,7 @@ class DecoderOnly(Model[DecoderOnlyConfig]):
         output_attentions: bool = False,
     ) -> BaseOutput:
         """Checks the inputs and runs the backbone; for the arguments see `CausalLM.__call__`."""
+        check.flags(output_hidden_states=output_hidden_states, output_attentions=output_attentions)
         inputs = check.sequence_inputs(
             input_ids,
             inputs_embeds,
@@ -166,7 +184,7 @@ class DecoderOnly(Model[DecoderOnlyConfig]):
         self, inputs: check.SequenceInputs, cache: Cache | None, position_ids: object
     ) -> tuple[AttentionView, Cache | None]:
         """Attention view of a call, and the cache with the new columns reserved."""
-        mask, segments, limit = inputs.mask, inputs.segments, self.config.max_positions
+        mask, segments, limit = inputs.mask, inputs.segments, self.backbone.max_positions
         check.check_capacity(mask, cache, None if position_ids is not None else limit, segments)
         if cache is None:
             view = make_view(mask, segments=segments)

@@ -16,13 +16,10 @@ from jaxllm.models.build_options import Options
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import Backbone, CausalLM, DecoderOnlyModel
 from jaxllm.models.weights import Table, linear, norm, same
-from jaxllm.nn.activations import activation
-from jaxllm.nn.attention import Attention
-from jaxllm.nn.blocks import Block
-from jaxllm.nn.linear import Embedding, Linear
-from jaxllm.nn.mlp import MLP
-from jaxllm.nn.norm import LayerNorm
-from jaxllm.nn.stack import Stack
+from jaxllm.nn.attention import Attention, Scores
+from jaxllm.nn.block import Block, Stack
+from jaxllm.nn.linear import Embedding, LayerNorm, Linear
+from jaxllm.nn.mlp import MLP, activation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,9 +116,7 @@ class GPT2Backbone(Backbone[GPT2Config]):
             )
 
         def layer_norm() -> LayerNorm:
-            # Splash attention is what a model on a TPU has.
-            one_pass = options.attn_implementation == "splash"
-            return LayerNorm(c.n_embd, eps=c.layer_norm_epsilon, one_pass=one_pass, **dtypes)
+            return LayerNorm(c.n_embd, eps=c.layer_norm_epsilon, **dtypes)
 
         def attention(layer: int) -> Attention:
             scale = size**-0.5 if c.scale_attn_weights else 1.0
@@ -136,7 +131,7 @@ class GPT2Backbone(Backbone[GPT2Config]):
                 heads=c.n_head,
                 kv_heads=c.n_head,
                 head_dim=size,
-                scale=scale,
+                scores=Scores(scale),
                 dropout_rate=c.attn_pdrop,
                 implementation=options.attn_implementation,
             )
@@ -158,14 +153,13 @@ class GPT2Backbone(Backbone[GPT2Config]):
         def embedding(rows: int) -> Embedding:
             return Embedding(rows, c.n_embd, std=c.initializer_range, rngs=rngs, **dtypes)
 
-        self.config = c.forward_part()
+        self.config, self.max_positions = c.forward_part(), c.n_positions
         self.embed, self.positions = embedding(c.vocab_size), embedding(c.n_positions)
         self.stack = Stack(
             [block(i) for i in range(c.n_layer)],
             layer_norm(),
             embedding_dropout=c.embd_pdrop,
-            remat=options.remat,
-            scan_layers=options.scan_layers,
+            **options.stack,
         )
 
     def embed_tokens(

@@ -9,7 +9,7 @@ from jaxllm.models import config_checks as checks
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
 from jaxllm.models.rotary_decoder import LayerFactory, RotaryConfig, RotaryModel
-from jaxllm.nn.blocks import Block
+from jaxllm.nn.block import Block
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from jaxllm.cache.attention_view import document_starts
 from jaxllm.common.errors import InputError
 from jaxllm.models.input_checks import IGNORED, label_ids, on_host
-from jaxllm.nn.platform import entry_of_rows
+from jaxllm.nn.platform.training import entry_of_rows
 
 
 def token_losses(

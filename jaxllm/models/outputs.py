@@ -10,7 +10,6 @@ from jaxtyping import Array, Float
 
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.field_mapping import ArrayMapping
-from jaxllm.nn.stack import StackOutput
 
 PerLayer = tuple[Float[Array, " ..."], ...] | None
 
@@ -41,17 +40,6 @@ class BaseOutput(ModelOutput):
     hidden_states: PerLayer = None
     attentions: PerLayer = None
     cross_attentions: PerLayer = None
-
-
-def base_output(out: StackOutput, cache: Cache | None = None) -> BaseOutput:
-    """Converts the output of a stack to Hugging Face's names; adds the updated cache."""
-    return BaseOutput(
-        last_hidden_state=out.x,
-        hidden_states=out.hidden_states,
-        attentions=out.attentions,
-        cross_attentions=out.cross_attentions,
-        cache=None if cache is None else cache.replace(layers=out.layers),
-    )
 
 
 @jax.tree_util.register_dataclass

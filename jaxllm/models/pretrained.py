@@ -100,7 +100,7 @@ class Pretrained:
             dtypes = jnp.dtype(dtype), jnp.dtype(param_dtype)
         except TypeError as failure:
             raise InputError(f"dtype, param_dtype: {failure}") from None
-        options = Options(*dtypes, attn_implementation, remat, scan_layers)
+        options = Options(*dtypes, attn_implementation, remat, scan_layers, jax.default_backend())
         make: Any = cls
         return make(config, options, rngs=nnx.Rngs(seed))
 

@@ -9,7 +9,7 @@ from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
 from jaxllm.models.qwen2 import Qwen2Config
 from jaxllm.models.rotary_decoder import HF_LAYER, LAYER, ROTARY_TABLE, LayerFactory, RotaryModel
 from jaxllm.models.weights import norm
-from jaxllm.nn.blocks import Block
+from jaxllm.nn.block import Block
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

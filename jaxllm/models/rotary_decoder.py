@@ -9,26 +9,19 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self, TypeVar
 
-import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
 
-from jaxllm.cache.attention_view import AttentionView
-from jaxllm.common.errors import ConfigError, InputError
+from jaxllm.common.errors import ConfigError
 from jaxllm.models import config as cfg
 from jaxllm.models import config_checks as checks
 from jaxllm.models.build_options import Options
 from jaxllm.models.decoder_only import Backbone
 from jaxllm.models.weights import Table, linear, norm, same
-from jaxllm.nn.activations import activation
-from jaxllm.nn.attention import Attention
-from jaxllm.nn.blocks import Block, shallow_copy
-from jaxllm.nn.linear import Embedding, Linear
-from jaxllm.nn.mlp import GatedMLP
-from jaxllm.nn.norm import RMSNorm
-from jaxllm.nn.rope import Rope
-from jaxllm.nn.rope_config import rope_from_config, rope_to_config, without_unused
-from jaxllm.nn.stack import Stack
+from jaxllm.nn.attention import Attention, Scores
+from jaxllm.nn.block import Block, Stack
+from jaxllm.nn.linear import Embedding, Linear, RMSNorm
+from jaxllm.nn.mlp import GatedMLP, activation
+from jaxllm.nn.rope import Rope, rope_from_config, rope_to_config, without_unused
 
 ROPE_KEYS = frozenset(
     {
@@ -217,7 +210,7 @@ class LayerFactory:
             heads=c.num_attention_heads,
             kv_heads=c.kv_heads,
             head_dim=size,
-            scale=size**-0.5,
+            scores=Scores(size**-0.5),
             dropout_rate=c.attention_dropout,
             implementation=self.options.attn_implementation,
             q_norm=self.norm(size) if normed_heads else None,
@@ -236,11 +229,7 @@ class LayerFactory:
 
 
 class RotaryModel(Backbone[C]):
-    """Backbone of Llama-like models: embedding, blocks, RMSNorm. A family defines `block`.
-
-    Dynamic and longrope RoPE depend on the sequence length. If `rope_per_row` is set, the length is
-    the row's own, or the document's in a packed row. Otherwise it is the longest row's.
-    """
+    """Backbone of Llama-like models: embedding, blocks, RMSNorm. A family defines `block`."""
 
     def __init__(self, config: C, options: Options, *, rngs: nnx.Rngs | None):
         make = LayerFactory(config, options, rngs)
@@ -248,34 +237,12 @@ class RotaryModel(Backbone[C]):
         self.rope, self.rope_per_row = without_unused(config.rotary), False
         self.embed = make.embedding()
         blocks = [self.block(make, layer) for layer in range(config.num_hidden_layers)]
-        self.stack = Stack(
-            blocks, make.norm(), remat=options.remat, scan_layers=options.scan_layers
-        )
+        self.stack = Stack(blocks, make.norm(), **options.stack)
         self.config = config.forward_part()
 
     def block(self, make: LayerFactory, layer: int) -> Block:
         """Builds block number `layer`."""
         raise NotImplementedError
-
-    def embed_tokens(
-        self,
-        input_ids: Int[Array, "B T"] | None,
-        inputs_embeds: Float[Array, "B T D"] | None,
-        view: AttentionView,
-        token_type_ids: Int[Array, "B T"] | None,
-    ):
-        if token_type_ids is not None:
-            raise InputError("token_type_ids: only GPT-2 has token types")
-        return self.embed.from_ids_or_embeds(input_ids, inputs_embeds)
-
-    def rotary(self, view: AttentionView):
-        length = view.rope_length
-        if not self.rope_per_row:  # as in transformers
-            length = jnp.max(length, keepdims=True)
-        return self.rope.angles(view.positions, length)
-
-    def with_rope_per_row(self) -> Self:
-        return shallow_copy(self, rope_per_row=True) if self.rope.uses_length else self
 
 
 LAYER, HF_LAYER = "backbone.stack.blocks.{i}", "model.layers.{i}"

@@ -1,20 +1,18 @@
 """Layers that all model families share: attention, positions, MLPs, norms, blocks and stacks.
 
 Every layer is a Flax NNX module that is never changed after it is built. Position comes in as data
-(cosines and sines, or a bias), so no layer knows the model that it is part of.
+(cosines and sines, or a bias), so no layer knows the model that it is part of. Read `attention`,
+`rope`, `relative_bias`, `block`, `linear`, `mlp`, `quantized` and `lora` in this order; what is
+tuned for one kind of device is in `platform/`.
 """
 
-from jaxllm.nn.activations import activation
 from jaxllm.nn.attention import Attention
-from jaxllm.nn.blocks import Block
-from jaxllm.nn.linear import Embedding, Linear
+from jaxllm.nn.block import Block, Stack, StackOutput
+from jaxllm.nn.linear import Embedding, LayerNorm, Linear, RMSNorm
 from jaxllm.nn.lora import LoraLinear
-from jaxllm.nn.mlp import MLP, GatedMLP
-from jaxllm.nn.norm import LayerNorm, RMSNorm
+from jaxllm.nn.mlp import MLP, GatedMLP, activation
 from jaxllm.nn.relative_bias import RelativeBias
-from jaxllm.nn.rope import Rope
-from jaxllm.nn.rope_config import rope_from_config
-from jaxllm.nn.stack import Stack, StackOutput
+from jaxllm.nn.rope import Rope, rope_from_config
 
 __all__ = [
     "MLP",

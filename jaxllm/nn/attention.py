@@ -1,9 +1,15 @@
-"""Grouped-query attention: self- and cross-attention of all model families."""
+"""Grouped-query attention: self- and cross-attention of all model families.
+
+`Scores` says how scores follow from the products of queries and keys, for all implementations.
+`attend` is the reference; `attend_blocks` never holds an array of all queries x keys.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,17 +20,20 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.cache.attention_view import SequenceMask, mask_array
 from jaxllm.cache.kv_cache import KV
 from jaxllm.common.errors import UnsupportedError, quoted
-from jaxllm.nn.blockwise import BY_PARTS, QUERY_BLOCK, ColumnBias, attend_blocks
-from jaxllm.nn.dropout import dropout, split_key
-from jaxllm.nn.head_products import cache_has_head_axis, scores_of_keys, sums_of_values
-from jaxllm.nn.linear import Linear
-from jaxllm.nn.platform import attend_cache, largest_scores, split_heads
+from jaxllm.nn.linear import Linear, dropout, split_key
+from jaxllm.nn.platform.attention import attend_cache, head_products, largest_scores, split_heads
 from jaxllm.nn.rope import rotate
 from jaxllm.parallel.sharding import constrain
 
-IMPLEMENTATIONS = ("eager", "xla", "cudnn", *BY_PARTS)
+BY_PARTS = ("blockwise", "splash")
+"""Implementations that take masks and biases by their parts, not as arrays."""
+FUSED = ("xla", "cudnn")
+"""Implementations of `jax.nn.dot_product_attention`."""
+IMPLEMENTATIONS = ("eager", *FUSED, *BY_PARTS)
 PLATFORM_IMPLEMENTATIONS = {"tpu": "splash", "gpu": "blockwise", "cuda": "blockwise"}
 """Implementation that "auto" selects; eager on other platforms."""
+QUERY_BLOCK = 256
+"""Queries of a block of `attend_blocks`; fewer are computed by `attend`."""
 
 
 def implementation_for(name: str, platform: str) -> str:
@@ -44,18 +53,60 @@ def implementation_for(name: str, platform: str) -> str:
     return PLATFORM_IMPLEMENTATIONS.get(platform, "eager") if name == "auto" else name
 
 
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Attention scores: the scaled products of queries and keys, capped, plus the bias, masked.
+
+    With a `softcap` c the scaled products s become ``c * tanh(s / c)`` (Gemma 2).
+
+    >>> visible = jnp.array([True, True, False])
+    >>> scores = Scores(0.5, softcap=1.0)(jnp.array([0.0, 100.0, 1.0]), visible)
+    >>> scores.tolist()[:2], bool(scores[2] < -1e38)
+    ([0.0, 1.0], True)
+    """
+
+    scale: float
+    softcap: float | None = None
+
+    def __call__(
+        self,
+        products: Float[Array, "*shape"],
+        visible: Bool[Array, ...],
+        bias: Float[Array, ...] | None = None,
+    ) -> Float[Array, "*shape"]:
+        """Float32 scores; where nothing is `visible`, the lowest number."""
+        scores = products * self.scale
+        if self.softcap is not None:
+            scores = self.softcap * jnp.tanh(scores / self.softcap)
+        if bias is not None:
+            scores = scores + bias.astype(jnp.float32)
+        return jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
+
+
 def attend(
     q: Float[Array, "B T N H"],
     kv: KV,
-    *,
     visible: Bool[Array, "B 1 #T S"],
     bias: Float[Array, "#B N T S"] | None = None,
-    scale: float,
+    **options: Any,
+) -> Float[Array, "B T N H"]:
+    """Eager attention (the reference); options as `attend_with_weights`, which it is without
+    them."""
+    return attend_with_weights(q, kv, visible, bias, **options)[0]
+
+
+def attend_with_weights(
+    q: Float[Array, "B T N H"],
+    kv: KV,
+    visible: Bool[Array, "B 1 #T S"],
+    bias: Float[Array, "#B N T S"] | None = None,
+    *,
+    scores: Scores,
     head_mask: Float[Array, " N"] | None = None,
     dropout_rate: float = 0.0,
     key: jax.Array | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T S"]]:
-    """Eager attention (the reference): the output and the attention weights.
+    """Eager attention: the output and the attention weights.
 
     Scores and softmax are in float32. The mask is boolean and applied once, after the bias. A query
     with no visible key gets zeros, never NaN.
@@ -63,20 +114,18 @@ def attend(
     B, T, N, H = q.shape
     K, S = math.prod(kv.leading_shape) // B, kv.capacity
     G = N // K
+    products = head_products(kv, G * T)
     grouped = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(*kv.leading_shape, G * T, H)
-    scores = scores_of_keys(kv, grouped).reshape(B, N, T, S) * scale
-    if bias is not None:
-        scores = scores + bias.astype(jnp.float32)
-    scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
+    masked = scores(products.scores(grouped).reshape(B, N, T, S), visible, bias)
     # PERF(cpu): values are summed before the division by the softmax sums, as in FlashAttention
     # (Dao et al. 2022, arXiv:2205.14135): fewer passes over [T, S], gradients in half the time;
     # benchmarks/train.py.
-    exps = jnp.exp(scores - jax.lax.stop_gradient(largest_scores(scores)))
+    exps = jnp.exp(masked - jax.lax.stop_gradient(largest_scores(masked)))
     sums = exps.sum(axis=-1, keepdims=True)
     exps = dropout(exps, dropout_rate, key)
     if head_mask is not None:
         exps = exps * head_mask[:, None, None].astype(jnp.float32)
-    summed = sums_of_values(kv, exps.reshape(*kv.leading_shape, G * T, S))
+    summed = products.weighted_values(exps.reshape(*kv.leading_shape, G * T, S))
     # Queries without a visible key are masked last, where a TPU fuses it with the division.
     sees_any = visible.any(axis=-1, keepdims=True)
     out = jnp.where(sees_any, summed.reshape(B, N, T, H) / sums, 0)
@@ -108,12 +157,100 @@ def attend_fused(
     return jnp.where(sees_something, out, 0)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ColumnBias:
+    """Attention bias that depends on the columns of query and key only (T5)."""
+
+    bias: Any
+    """``bias(query_columns, key_columns)`` is [#B, N, T, S]; `RelativeBias`."""
+    query_columns: Int[Array, " T"] | Int[Array, "B T"]
+    key_columns: Int[Array, " S"] | Int[Array, "B S"]
+
+    def array(self) -> Float[Array, "#B N T S"]:
+        return self.bias(self.query_columns, self.key_columns)
+
+
+def attend_blocks(
+    attend: Callable[..., Float[Array, "B b N H"]],
+    q: Float[Array, "B T N H"],
+    kv: KV,
+    *,
+    mask: SequenceMask,
+    bias: ColumnBias | None,
+    key: Array | None,
+) -> Float[Array, "B T N H"]:
+    """Attention of one block of queries after the other, on any platform.
+
+    The backward pass computes the scores of each block anew, so that neither pass holds those of
+    all queries.
+
+    Args:
+        attend: ``attend(q, kv, visible=, bias=, key=)`` of a block.
+        key: dropout key, split over the blocks; None in inference.
+    """
+    T = q.shape[1]
+    count = math.ceil(T / QUERY_BLOCK)
+
+    def blocks(x: Array | None, axis: int) -> Array | None:
+        """Splits the queries' axis into blocks, which come first."""
+        if x is None:
+            return None
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, count * QUERY_BLOCK - T)
+        split = (*x.shape[:axis], count, QUERY_BLOCK, *x.shape[axis + 1 :])
+        return jnp.moveaxis(jnp.pad(x, widths).reshape(split), axis, 0)
+
+    queries = (
+        blocks(q, 1),
+        blocks(mask.query_columns, 0),
+        blocks(mask.query_segments, 1),
+        blocks(mask.query_index, 1),
+        None if bias is None else blocks(bias.query_columns, bias.query_columns.ndim - 1),
+        None if key is None else jax.random.split(key, count),
+    )
+    # Gradients of keys and values are summed over blocks in float32.
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), kv)
+
+    def one(_: None, block: tuple[Any, ...]) -> tuple[None, Array]:
+        q, columns, segments, index, slots, key = block
+        parts = {"query_columns": columns, "query_segments": segments, "query_index": index}
+        out = attend(
+            q,
+            jax.tree.map(differentiated_as, kv, exact),
+            visible=dataclasses.replace(mask, **parts).array(),
+            bias=None if bias is None else bias.bias(slots, bias.key_columns),
+            key=key,
+        )
+        return None, out
+
+    _, out = jax.lax.scan(jax.checkpoint(one), None, queries)
+    return jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *q.shape[2:])[:, :T]
+
+
+@jax.custom_jvp
+def differentiated_as(x: Array, exact: Array) -> Array:
+    """Returns x, which is ``exact.astype(x.dtype)`` and has the derivative of that.
+
+    So a pass without gradients holds no array of `exact`.
+    """
+    return x
+
+
+@differentiated_as.defjvp
+def _differentiated_as_jvp(
+    primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    return primals[0], tangents[1].astype(primals[0].dtype)
+
+
 class Attention(nnx.Module):
     """Attention layer: query, key, value and output projections around `attend`.
 
     The caller passes positions as rotary angles or a bias, or neither. `q_norm` and `k_norm`
     normalise each head's query and key before RoPE (Qwen3). With a `window` a query attends to the
-    last `window` tokens only, its own included (Mistral).
+    last `window` tokens only, its own included (Mistral); without a causal mask to as many on
+    either side.
     """
 
     def __init__(
@@ -126,7 +263,7 @@ class Attention(nnx.Module):
         heads: int,
         kv_heads: int,
         head_dim: int,
-        scale: float,
+        scores: Scores,
         dropout_rate: float = 0.0,
         implementation: str = "eager",
         q_norm: Callable[[Array], Array] | None = None,
@@ -141,27 +278,18 @@ class Attention(nnx.Module):
         self.q, self.k, self.v, self.o = q, k, v, o
         self.q_norm, self.k_norm, self.window = q_norm, k_norm, window
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.scale, self.dropout_rate, self.implementation = scale, dropout_rate, implementation
-
-    @property
-    def cache_head_axis(self) -> bool:
-        """True if heads have an axis of their own in its cache (`KV`)."""
-        # Splash attention is what a model on a TPU has.
-        return self.implementation == "splash" and cache_has_head_axis(self.head_dim)
+        self.scores, self.dropout_rate, self.implementation = scores, dropout_rate, implementation
 
     def keys_values(
         self,
         x: Float[Array, "B S D"],
         rotary: tuple[Array, Array] | None = None,
         key: jax.Array | None = None,
-        *,
-        value_input: Float[Array, "B S D"] | None = None,
     ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K H"]]:
-        """Keys and values of x; the values of `value_input`, if given, which equals x."""
-        value_input = x if value_input is None else value_input
+        """Keys and values of x."""
         shape = (*x.shape[:2], self.kv_heads, self.head_dim)
         k_key, v_key = split_key(key, 2)
-        k, v = self.k(x, k_key).reshape(shape), self.v(value_input, v_key).reshape(shape)
+        k, v = self.k(x, k_key).reshape(shape), self.v(x, v_key).reshape(shape)
         k = k if self.k_norm is None else self.k_norm(k)
         k, v = constrain((k, v), "rows", None, "heads")
         return (k if rotary is None else rotate(k, *rotary)), v
@@ -185,37 +313,31 @@ class Attention(nnx.Module):
             want_weights: also return the attention weights.
             used_slots: number of the cache's first slots that hold tokens; None: any slot may.
         """
-        B, T, _ = x.shape
         key, q_key, o_key = split_key(key, 3)
-        q = self.q(x, q_key)
-        if rotary is None:
-            q = split_heads(q, self.heads)
-        else:  # RoPE on a TPU has the projection inside its product
-            q = q.reshape(B, T, self.heads, self.head_dim)
+        q = split_heads(self.q(x, q_key), self.heads, is_rotated=rotary is not None)
         q = constrain(q if self.q_norm is None else self.q_norm(q), "rows", None, "heads")
         if rotary is not None:
             q = rotate(q, *rotary)
         weights = None
         key = key if self.dropout_rate else None
+        # Only eager attention returns weights and supports a head mask and dropout.
+        eager = {"scores": self.scores, "head_mask": head_mask, "dropout_rate": self.dropout_rate}
         if isinstance(visible, SequenceMask) and not want_weights:
-            out = self._attend_sequence(q, kv, visible, bias, head_mask, key)
+            out = self._attend_sequence(q, kv, visible, bias, eager, key)
         else:
             visible = mask_array(visible)
             bias = bias.array() if isinstance(bias, ColumnBias) else bias
-            # Only eager attention returns weights and supports a head mask and dropout.
             if want_weights or head_mask is not None or key is not None:
-                out, weights = self._eager(
-                    q, kv, visible=visible, bias=bias, head_mask=head_mask, key=key
-                )
+                out, weights = attend_with_weights(q, kv, visible, bias, key=key, **eager)
+            elif self.implementation in FUSED and self.scores.softcap is None:
+                options = {"scale": self.scores.scale, "implementation": self.implementation}
+                out = attend_fused(q, kv, visible=visible, bias=bias, **options)
             else:
-                out = self._attend(q, kv, visible, bias, used_slots)
-        y = self.o(out.reshape(B, T, self.heads * self.head_dim), o_key)
+                options = {"visible": visible, "bias": bias, "scores": self.scores}
+                plain = partial(attend, scores=self.scores)
+                out = attend_cache(plain, q, kv, used_slots, **options)
+        y = self.o(out.reshape(*out.shape[:2], self.heads * self.head_dim), o_key)
         return y, (weights if want_weights else None)
-
-    def _eager(
-        self, q: Float[Array, "B T N H"], kv: KV, **options: Any
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T S"]]:
-        return attend(q, kv, scale=self.scale, dropout_rate=self.dropout_rate, **options)
 
     def _attend_sequence(
         self,
@@ -223,41 +345,22 @@ class Attention(nnx.Module):
         kv: KV,
         mask: SequenceMask,
         bias: ColumnBias | Float[Array, "#B N T S"] | None,
-        head_mask: Float[Array, " N"] | None,
+        eager: dict[str, Any],
         key: jax.Array | None,
     ) -> Float[Array, "B T N H"]:
-        """Attention of whole sequences without an array [T, S]; eager for a few queries."""
+        """Attention of whole sequences without an array [T, S]; that of `attend` for a few queries.
 
-        def eager(q: Array, kv: KV, **options: Any) -> Array:
-            return self._eager(q, kv, head_mask=head_mask, **options)[0]
-
-        if self.implementation == "splash" and bias is None and head_mask is None and key is None:
+        Args:
+            eager: options of `attend`, except the key.
+        """
+        is_plain = bias is None and key is None and eager["head_mask"] is None
+        if self.implementation == "splash" and is_plain:
             # Pallas takes a second to import.
-            from jaxllm.nn.splash import attend_splash, splash_applies
+            from jaxllm.nn.platform.splash import attend_splash, splash_applies
 
             if splash_applies(q.shape[1], mask):
-                return attend_splash(q, kv, mask=mask, scale=self.scale)
+                return attend_splash(q, kv, mask=mask, scores=self.scores)
         if q.shape[1] > QUERY_BLOCK and not isinstance(bias, jax.Array):
-            return attend_blocks(eager, q, kv, mask=mask, bias=bias, key=key)
+            return attend_blocks(partial(attend, **eager), q, kv, mask=mask, bias=bias, key=key)
         bias = bias.array() if isinstance(bias, ColumnBias) else bias
-        return eager(q, kv, visible=mask.array(), bias=bias, key=key)
-
-    def _attend(
-        self,
-        q: Float[Array, "B T N H"],
-        kv: KV,
-        visible: Bool[Array, "B 1 #T S"],
-        bias: Float[Array, "#B N T S"] | None,
-        used_slots: Int[Array, ""] | None,
-    ) -> Float[Array, "B T N H"]:
-        """Attention that returns no weights, without head mask and dropout."""
-        if self.implementation in ("xla", "cudnn"):
-            implementation, scale = self.implementation, self.scale
-            return attend_fused(
-                q, kv, visible=visible, bias=bias, scale=scale, implementation=implementation
-            )
-
-        def run(q: Array, kv: KV, visible: Array, bias: Array | None):
-            return attend(q, kv, visible=visible, bias=bias, scale=self.scale)[0]
-
-        return attend_cache(run, q, kv, used_slots, visible=visible, bias=bias, scale=self.scale)
+        return attend(q, kv, mask.array(), bias, key=key, **eager)

@@ -1,6 +1,9 @@
-"""Linear and Embedding layers.
+"""Linear and embedding layers, norms and dropout.
 
-Weights are [out, in], the layout that a decode step reads fastest.
+Weights are [out, in], the layout that a decode step reads fastest. Statistics of norms are always
+in float32, as in TF and HF: RMSNorm casts the result back before it multiplies by the weight,
+LayerNorm after. Dropout is a pure function: applied with a key (training), skipped with None
+(inference).
 """
 
 from __future__ import annotations
@@ -9,9 +12,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.nn.platform import plus_bias, times_transposed
+from jaxllm.common.errors import InputError, quoted
+from jaxllm.nn.platform.products import over_rms, plus_bias, standardized, times_transposed
+from jaxllm.nn.platform.training import random_uint16
 from jaxllm.parallel.sharding import all_gather_fsdp, constrain_gradient
 
 
@@ -98,3 +103,69 @@ class Embedding(nnx.Module):
 
     def attend(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
         return times_transposed(x.astype(self.dtype), self.weight[...].astype(self.dtype))
+
+
+class RMSNorm(nnx.Module):
+    """RMSNorm ``x / rms(x) * weight``: no mean, no bias (Zhang & Sennrich 2019, arXiv:1910.07467).
+
+    >>> norm = RMSNorm(4, eps=0.0, dtype=jnp.float32, param_dtype=jnp.float32)
+    >>> norm(jnp.array([1.0, -1.0, 1.0, -1.0])).tolist()
+    [1.0, -1.0, 1.0, -1.0]
+    """
+
+    def __init__(self, features: int, *, eps: float, dtype: DTypeLike, param_dtype: DTypeLike):
+        self.weight = nnx.Param(jnp.ones((features,), param_dtype))
+        self.eps, self.dtype = eps, jnp.dtype(dtype)
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        y = over_rms(x.astype(jnp.float32), self.eps)
+        return y.astype(self.dtype) * self.weight[...].astype(self.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """LayerNorm ``(x - mean) / std * weight + bias`` (Ba et al. 2016, arXiv:1607.06450)."""
+
+    def __init__(self, features: int, *, eps: float, dtype: DTypeLike, param_dtype: DTypeLike):
+        self.weight = nnx.Param(jnp.ones((features,), param_dtype))
+        self.bias = nnx.Param(jnp.zeros((features,), param_dtype))
+        self.eps, self.dtype = eps, jnp.dtype(dtype)
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        y = standardized(x.astype(jnp.float32), self.eps)
+        y = y * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        return y.astype(self.dtype)
+
+
+LEVELS = 1 << 16
+
+
+def dropout(x: Float[Array, ...], rate: float, key: Array | None) -> Float[Array, ...]:
+    """Inverted dropout (Srivastava et al. 2014): zeroes elements with probability `rate`, scales
+    the rest. `rate` is rounded to a multiple of 1/65536, and the scale matches the rounded rate."""
+    dropped = round(rate * LEVELS)
+    if key is None or dropped == 0:
+        return x
+    if dropped == LEVELS:
+        return jnp.zeros_like(x)
+    kept = jnp.where(dropout_mask(key, dropped, x.shape), x * (LEVELS / (LEVELS - dropped)), 0)
+    return kept.astype(x.dtype)
+
+
+def dropout_mask(key: Array, dropped: int, shape: tuple[int, ...]) -> Bool[Array, ...]:
+    """Dropout mask: False with probability `dropped` / 65536."""
+    return random_uint16(key, shape) >= dropped
+
+
+def split_key(key: Array | None, n: int) -> tuple[Array | None, ...]:
+    """Splits a key into n independent ones; None gives n times None.
+
+    Raises:
+        InputError: it is no key.
+    """
+    if key is None:
+        return (None,) * n
+    try:
+        return tuple(jax.random.split(key, n))
+    except (TypeError, ValueError):
+        found = quoted(key)
+        raise InputError(f"dropout_key: expected jax.random.key(...), found {found}") from None

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxllm.nn.dropout import dropout
-from jaxllm.nn.linear import Linear
-from jaxllm.nn.platform import times_transposed
+from jaxllm.nn.linear import Linear, dropout
+from jaxllm.nn.platform.products import times_transposed
 
 
 class LoraLinear(Linear):

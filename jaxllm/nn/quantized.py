@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int4, Int8, Integer
 
 from jaxllm.nn.linear import Embedding, Linear
-from jaxllm.nn.platform import (
+from jaxllm.nn.platform.products import (
     as_int8,
     dequantized_blocks,
     times_blocks_transposed,

@@ -4,10 +4,16 @@ A mesh has the axes `data`, `fsdp` and `tensor`. The table says along which of t
 batch and activation is sharded, for all families.
 """
 
-from jaxllm.parallel.mesh import make_mesh, use_mesh
 from jaxllm.parallel.placement import mesh_of, put_batch, put_everywhere, put_tree, row_share
 from jaxllm.parallel.processes import in_all_processes
-from jaxllm.parallel.sharding import batch_sharding, constrain, parameter_sharding, tree_shardings
+from jaxllm.parallel.sharding import (
+    batch_sharding,
+    constrain,
+    make_mesh,
+    parameter_sharding,
+    tree_shardings,
+    use_mesh,
+)
 
 __all__ = [
     "batch_sharding",

@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxllm.parallel.mesh import context_mesh
-from jaxllm.parallel.sharding import constrain, partition_spec
+from jaxllm.parallel.sharding import constrain, context_mesh, partition_spec
 
 T = TypeVar("T")
 Axes = tuple[str | None, ...]

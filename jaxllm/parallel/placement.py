@@ -12,8 +12,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxllm.common.errors import InputError
-from jaxllm.parallel.mesh import DATA, FSDP, row_shards
-from jaxllm.parallel.sharding import batch_sharding, tree_shardings
+from jaxllm.parallel.sharding import DATA, FSDP, batch_sharding, row_shards, tree_shardings
 
 T = TypeVar("T")
 

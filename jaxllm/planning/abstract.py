@@ -23,9 +23,8 @@ from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.build_options import Options
 from jaxllm.models.model import Card, model_shapes
 from jaxllm.models.quantize import layer_formats, quantized_shapes
-from jaxllm.nn.attention import implementation_for
-from jaxllm.parallel.mesh import check_heads, check_mesh
 from jaxllm.parallel.placement import put_tree
+from jaxllm.parallel.sharding import check_heads, check_mesh
 
 
 @checks_flags
@@ -72,10 +71,11 @@ def abstract_model(
     platform = (jax.devices()[0] if device is None else device).platform
     if mesh is not None:
         platform = mesh.devices.flat[0].platform
-    options = Options(
+    options = Options.on(
+        platform,
         dtype=dtype,
         param_dtype=dtype,
-        attn_implementation=implementation_for(attn_implementation, platform),
+        attn_implementation=attn_implementation,
         remat=remat,
         scan_layers=scan_layers,
     )

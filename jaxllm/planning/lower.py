@@ -26,11 +26,10 @@ from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.loop import decode_program, prefill_program, steps_of
 from jaxllm.models.input_checks import MAX_IDS
 from jaxllm.models.model import Model
-from jaxllm.nn.platform import steps_between_checks
+from jaxllm.nn.platform.decoding import steps_between_checks
 from jaxllm.parallel.field_axes import field_shardings
-from jaxllm.parallel.mesh import row_shards, use_mesh
 from jaxllm.parallel.placement import put, put_tree
-from jaxllm.parallel.sharding import batch_sharding
+from jaxllm.parallel.sharding import batch_sharding, row_shards, use_mesh
 from jaxllm.planning.abstract import device_bytes, on_device, shapes_of
 from jaxllm.planning.topology import LoweredProgram, Target
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxllm.common.arguments import checked, checked_function, checked_list, checks_flags
 from jaxllm.common.errors import InputError, UnsupportedError, quoted
 from jaxllm.models.model import Model
-from jaxllm.parallel.mesh import make_mesh
+from jaxllm.parallel.sharding import make_mesh
 from jaxllm.planning import hlo
 from jaxllm.planning.abstract import abstract_model
 from jaxllm.planning.lower import PROGRAMS, Workload, lower

@@ -23,8 +23,8 @@ from jaxllm.common.arguments import checked
 from jaxllm.common.compiling import without_compile_cache
 from jaxllm.common.errors import InputError, MissingExtraError, UnsupportedError
 from jaxllm.models.model import Model
-from jaxllm.parallel.mesh import use_mesh
 from jaxllm.parallel.placement import mesh_of, put_everywhere
+from jaxllm.parallel.sharding import use_mesh
 from jaxllm.planning.abstract import device_bytes, on_device, shapes_of
 from jaxllm.planning.weight_reads import is_used, read_shares
 

@@ -27,8 +27,8 @@ from jaxllm.generation.inputs.values import bucket, is_integer
 from jaxllm.generation.processors.host.grammar import GrammarLogitsProcessor
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.decoder_only import with_rope_per_row
-from jaxllm.parallel.mesh import row_shards
 from jaxllm.parallel.placement import platform_of_arrays
+from jaxllm.parallel.sharding import row_shards
 from jaxllm.serve.admission import PrefixCounts
 from jaxllm.serve.engine_thread import EngineThread
 from jaxllm.serve.generation_stream import GenerationStream

@@ -47,6 +47,7 @@ def with_classifier(
         remat=model.backbone.stack.remat,
         scan_layers=model.backbone.stack.scan_layers,
         attn_implementation=model.backbone.stack.blocks[0].attn.implementation,
+        platform=model.backbone.stack.platform,
     )
     make = FAMILIES[model_type].classes[name]
     empty = model_shapes(make, config, options)

@@ -18,9 +18,8 @@ from jaxtyping import Array, Float
 from jaxllm.common.errors import ConfigError, InputError
 from jaxllm.models.decoder_only import CausalLM, with_rope_per_row
 from jaxllm.models.input_checks import IGNORED
-from jaxllm.models.language_model import head_logits
 from jaxllm.models.losses import token_losses
-from jaxllm.models.model import Model
+from jaxllm.models.model import Model, head_logits
 from jaxllm.models.t5.model import T5ForConditionalGeneration
 from jaxllm.training.losses import (
     MAX_LOGITS,

@@ -20,14 +20,13 @@ from jaxllm.common.errors import InputError
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM, with_rope_per_row
 from jaxllm.models.input_checks import IGNORED
-from jaxllm.models.language_model import head_logits
 from jaxllm.models.losses import (
     classification_loss,
     label_logits,
     next_labels,
     token_losses,
 )
-from jaxllm.models.model import Model
+from jaxllm.models.model import Model, head_logits
 from jaxllm.models.t5.model import T5ForConditionalGeneration
 from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.parallel.sharding import (

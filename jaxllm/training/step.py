@@ -16,8 +16,7 @@ from jaxtyping import Array, Float
 from jaxllm.common.errors import InputError
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.model import Model
-from jaxllm.parallel.mesh import context_mesh
-from jaxllm.parallel.sharding import tree_shardings
+from jaxllm.parallel.sharding import context_mesh, tree_shardings
 from jaxllm.training.losses import Batch, Loss, LossSums
 from jaxllm.training.state import Params, TrainState, global_norm
 

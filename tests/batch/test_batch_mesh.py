@@ -14,7 +14,7 @@ from batch_tools import differences, uneven_rows
 from jaxllm import BatchGenerator
 from jaxllm.common.compiling import CompileClock
 from jaxllm.batch import slot_pool as pools
-from jaxllm.parallel.mesh import use_mesh
+from jaxllm.parallel.sharding import use_mesh
 from jaxllm.parallel.placement import put_tree
 from tiny_meshes import make, mesh
 """

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxllm.cache.layout import write_columns, write_heads
+from jaxllm.cache.kv_cache import write_columns, write_heads
 from jaxllm.models.build_options import Options
 
 B, K, S, H = 3, 2, 7, 4
@@ -77,8 +77,10 @@ def test_a_model_for_tpus_has_a_cache_with_an_axis_of_heads(family: str) -> None
     """Scores and sums are then products across heads, and the sequences are the same."""
     depth = {"num_layers": 1, "num_decoder_layers": 1} if family == "t5" else {}
     merged = tiny.make(family, **depth)
-    model = tiny.make(family, options=Options(attn_implementation="splash"), **depth)
-    cache, plain = (x.decoder_stack.blocks[0].attn.cache_head_axis for x in (model, merged))
+    model = tiny.make(
+        family, options=Options(attn_implementation="splash", platform="tpu"), **depth
+    )
+    cache, plain = (x.decoder_stack.cache_has_head_axis for x in (model, merged))
     assert (cache, plain) == (True, False)
     ids, settings = tiny.ids(), {"max_new_tokens": 6, "num_beams": 2, "do_sample": False}
     actual, expected = (x.generate(ids, **settings).sequences for x in (model, merged))

@@ -77,7 +77,7 @@ import jaxllm
 from jaxllm.checkpoint.load import load_model, open_checkpoint
 from jaxllm.common.errors import InputError
 from jaxllm.models.weights import parameters
-from jaxllm.parallel.mesh import make_mesh
+from jaxllm.parallel.sharding import make_mesh
 from jaxllm.parallel.sharding import parameter_sharding
 from jaxllm.parallel.placement import mesh_of
 
@@ -145,7 +145,7 @@ import jaxllm
 from jaxllm.checkpoint.safetensors import SafetensorsFile
 from jaxllm.common.errors import CheckpointError
 from jaxllm.models.weights import parameters
-from jaxllm.parallel.mesh import make_mesh
+from jaxllm.parallel.sharding import make_mesh
 
 taken = []
 read = SafetensorsFile.read

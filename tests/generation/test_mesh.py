@@ -14,7 +14,7 @@ from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.generation import loop
 from jaxllm.generation.generate import prepare_call, program_model
-from jaxllm.parallel.mesh import make_mesh, use_mesh
+from jaxllm.parallel.sharding import make_mesh, use_mesh
 from jaxllm.parallel.placement import put_tree
 from tiny_meshes import make, mesh
 

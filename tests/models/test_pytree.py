@@ -23,7 +23,7 @@ from jaxllm.models.build_options import Options
 from jaxllm.models.lora import LoraConfig
 from jaxllm.models.model import Card, model_shapes
 from jaxllm.models.registry import model_spec
-from jaxllm.nn.rope_config import ROPE_TYPES
+from jaxllm.nn.rope import ROPE_TYPES
 from jaxllm.training.lora import add_lora
 
 LLAMA = DATA / "reference" / "tiny-llama"

@@ -10,7 +10,7 @@ import pytest
 from parity_data import load_case
 
 from jaxllm.common.errors import ConfigError
-from jaxllm.nn.activations import ACTIVATIONS, activation
+from jaxllm.nn.mlp import ACTIVATIONS, activation
 
 TABLES = load_case("tables").calls
 STORED = [name.removeprefix("act_") for name in TABLES if name.startswith("act_")]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm.cache.kv_cache import KV
-from jaxllm.nn.attention import attend, attend_fused
+from jaxllm.nn.attention import Scores, attend, attend_fused, attend_with_weights
 
 B, T, S, N, H = 3, 5, 7, 4, 8
 
@@ -47,7 +47,7 @@ def test_formula(kv_heads, biased):
     q, kv, visible, bias, k, v = made(kv_heads)
     bias = bias if biased else None
     with jax.default_matmul_precision("highest"):
-        out, weights = attend(q, kv, visible=visible, bias=bias, scale=0.3)
+        out, weights = attend_with_weights(q, kv, visible=visible, bias=bias, scores=Scores(0.3))
         fused = attend_fused(q, kv, visible=visible, bias=bias, scale=0.3, implementation="xla")
     expected = by_formula(np.asarray(q), k, v, visible, bias, 0.3)
     np.testing.assert_allclose(out, expected[0], atol=1e-5)
@@ -62,9 +62,9 @@ def test_a_query_that_sees_nothing_gets_zeros_and_finite_gradients(dtype, implem
     q, kv, visible, bias, _, _ = made(2, dtype)
 
     def run(q, kv, bias):
-        options = {"visible": visible, "bias": bias, "scale": 1.0}
         if implementation == "eager":
-            return attend(q, kv, **options)[0]
+            return attend(q, kv, visible, bias, scores=Scores(1.0))
+        options = {"visible": visible, "bias": bias, "scale": 1.0}
         return attend_fused(q, kv, **options, implementation=implementation)
 
     out = np.asarray(run(q, kv, bias), np.float32)
@@ -83,7 +83,7 @@ def test_huge_scores_in_half_precision_stay_finite():
     """Scores and softmax are float32: 300 * 300 * 8 is beyond float16."""
     q, kv, visible, _, _, _ = made(4, jnp.float16)
     loud = KV(kv.k * 300, kv.v)
-    out, weights = attend(q * 300, loud, visible=visible, scale=1.0)
+    out, weights = attend_with_weights(q * 300, loud, visible=visible, scores=Scores(1.0))
     assert np.isfinite(np.asarray(out, np.float32)).all()
     assert np.isfinite(np.asarray(weights, np.float32)).all()
 
@@ -91,14 +91,16 @@ def test_huge_scores_in_half_precision_stay_finite():
 @pytest.mark.ci
 def test_weights_dropout_and_head_mask():
     q, kv, visible, _, _, _ = made(2)
-    plain, weights = attend(q, kv, visible=visible, scale=0.3)
+    plain, weights = attend_with_weights(q, kv, visible=visible, scores=Scores(0.3))
     key = jax.random.key(0)
-    _, dropped = attend(q, kv, visible=visible, scale=0.3, dropout_rate=0.5, key=key)
+    _, dropped = attend_with_weights(
+        q, kv, visible=visible, scores=Scores(0.3), dropout_rate=0.5, key=key
+    )
     kept = np.asarray(dropped) != 0
     np.testing.assert_allclose(np.asarray(dropped)[kept], 2 * np.asarray(weights)[kept], rtol=1e-6)
     seen = np.asarray(weights) > 0
     assert 0.35 < kept[seen].mean() < 0.65
     mask = jnp.array([1.0, 0.0, 0.5, 1.0])
-    out, masked = attend(q, kv, visible=visible, scale=0.3, head_mask=mask)
+    out, masked = attend_with_weights(q, kv, visible=visible, scores=Scores(0.3), head_mask=mask)
     np.testing.assert_allclose(masked, weights * mask[None, :, None, None], rtol=1e-6)
     np.testing.assert_allclose(out, plain * mask[:, None], atol=1e-6)

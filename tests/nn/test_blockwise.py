@@ -16,11 +16,17 @@ from jaxllm.cache.attention_view import make_view
 from jaxllm.cache.kv_cache import KV
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.models.build_options import Options
-from jaxllm.nn import splash
-from jaxllm.nn.attention import Attention, attend, implementation_for
-from jaxllm.nn.blockwise import QUERY_BLOCK, ColumnBias
+from jaxllm.nn.attention import (
+    QUERY_BLOCK,
+    Attention,
+    ColumnBias,
+    Scores,
+    attend,
+    implementation_for,
+)
+from jaxllm.nn.platform import splash
+from jaxllm.nn.platform.splash import splash_applies
 from jaxllm.nn.relative_bias import RelativeBias
-from jaxllm.nn.splash import splash_applies
 from jaxllm.training.losses import loss_for
 
 B, T, N, K, H = 3, 300, 4, 2, 8
@@ -38,20 +44,21 @@ def arrays():
 
 def layer(implementation, **options):
     """An attention layer of which only the attention itself is used."""
-    options = {"heads": N, "kv_heads": K, "head_dim": H, "scale": 0.5, **options}
+    options = {"heads": N, "kv_heads": K, "head_dim": H, "scores": Scores(0.5), **options}
     return Attention(None, None, None, None, implementation=implementation, **options)
 
 
 def output_and_gradients(attention, q, k, v, **options):
     def run(q, k, v, bias):
+        eager = {"scores": attention.scores, "head_mask": None}
         return attention._attend_sequence(
-            q, KV.from_sequence(k, v), options["mask"], bias, None, None
+            q, KV.from_sequence(k, v), options["mask"], bias, eager, None
         )
 
     def eager(q, k, v, bias):
         bias = None if bias is None else bias.array()
         kv, visible = KV.from_sequence(k, v), options["mask"].array()
-        return attend(q, kv, visible=visible, bias=bias, scale=0.5)[0]
+        return attend(q, kv, visible=visible, bias=bias, scores=Scores(0.5))
 
     arguments = (q, k, v, options.get("bias"))
     way = jnp.asarray(np.random.default_rng(1).standard_normal(q.shape), jnp.float32)

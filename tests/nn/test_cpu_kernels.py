@@ -20,26 +20,27 @@ import jaxllm
 from jaxllm.cache.kv_cache import KV
 from jaxllm.models.lora import LoraConfig, add_lora, merge_lora, module_at, replace_modules
 from jaxllm.models.quantize import formats_of, quantize_model
-from jaxllm.nn import cpu_kernels
-from jaxllm.nn.attention import attend
+from jaxllm.nn.attention import Scores, attend
 from jaxllm.nn.linear import Embedding, Linear
-from jaxllm.nn.platform import attend_cache, times_transposed
+from jaxllm.nn.platform import products
+from jaxllm.nn.platform.attention import attend_cache
+from jaxllm.nn.platform.products import times_transposed
 from jaxllm.nn.quantized import Int4Matrix, Int8Matrix
-from jaxllm.parallel.mesh import make_mesh, use_mesh
+from jaxllm.parallel.sharding import make_mesh, use_mesh
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels, which other tests leave out (conftest.py)."""
     monkeypatch.setenv("JAXLLM_CPU_KERNELS", os.environ.get("CPU_KERNELS_UNDER_TEST", "best"))
-    cpu_kernels.registered.cache_clear()
+    products.kernels_registered.cache_clear()
     jax.clear_caches()
-    if not cpu_kernels.registered():
+    if not products.kernels_registered():
         compiler = sysconfig.get_config_var("CXX").split()[0]
         assert shutil.which(compiler) is None, "not installed: make kernels"
         pytest.skip("no C++ compiler to build the kernels with")
     yield
-    cpu_kernels.registered.cache_clear()
+    products.kernels_registered.cache_clear()
     jax.clear_caches()
 
 
@@ -61,10 +62,10 @@ def close(out: jax.Array, expected: np.ndarray | jax.Array, tolerance: float = 1
 def test_products(rows, inputs, outputs):
     x, w = draw(rows, inputs), draw(outputs, inputs, seed=1)
     expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
-    close(cpu_kernels.product(x, w), expected)
+    close(products.kernel_product(x, w), expected)
     matrix = Int8Matrix.quantize(w)
     expected = np.asarray(x, np.float64) @ np.asarray(matrix.dequantized(), np.float64).T
-    close(cpu_kernels.int8_product(x, matrix.values[...], matrix.scale[...]), expected)
+    close(products.kernel_int8_product(x, matrix.values[...], matrix.scale[...]), expected)
 
 
 @pytest.mark.ci
@@ -97,7 +98,7 @@ def test_derivatives_and_maps_of_products():
     close(jax.vmap(times_transposed, (0, None))(x, w), plain(x, w))
     text = jax.jit(times_transposed).lower(x, w).as_text()
     assert "jaxllm_linear" in text
-    many = draw(cpu_kernels.MAX_ROWS + 1, 48)
+    many = draw(products.MAX_ROWS + 1, 48)
     assert "jaxllm_linear" not in jax.jit(times_transposed).lower(many, w).as_text()
     with use_mesh(make_mesh(data=1, devices=jax.devices()[:1])):
         assert "jaxllm_linear" not in jax.jit(times_transposed).lower(x, w).as_text()
@@ -119,10 +120,10 @@ def test_attention(queries, heads, biased):
     bias = draw(1, n, queries, slots, seed=4) if biased else None
 
     def eager(q, kv, visible, bias):
-        return attend(q, kv, visible=visible, bias=bias, scale=0.3)[0]
+        return attend(q, kv, visible=visible, bias=bias, scores=Scores(0.3))
 
     def run(q, kv):
-        return attend_cache(eager, q, kv, None, visible=visible, bias=bias, scale=0.3)
+        return attend_cache(eager, q, kv, None, visible=visible, bias=bias, scores=Scores(0.3))
 
     assert "jaxllm_attention" in jax.jit(run).lower(q, kv).as_text()
     expected = eager(q, kv, visible, bias)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.nn.dropout import LEVELS, dropout, dropout_mask, split_key
+from jaxllm.nn.linear import LEVELS, dropout, dropout_mask, split_key
 from jaxllm.nn.platform.training import split_in_halves
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxllm.cache.kv_cache import KV
-from jaxllm.nn.attention import attend
-from jaxllm.nn.head_products import scores_of_keys, sums_of_values
+from jaxllm.nn.attention import Scores, attend
+from jaxllm.nn.platform.attention import head_products
 
 B, K, S, H = 2, 3, 9, 8
 
@@ -28,7 +28,8 @@ def test_products_across_heads_equal_those_of_each_head(queries: int) -> None:
     q = jax.random.normal(jax.random.key(1), (B, K, queries, H))
     weights = jax.random.uniform(jax.random.key(2), (B, K, queries, S))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-    scores, sums = scores_of_keys(kv, q), sums_of_values(kv, weights)
+    products = head_products(kv, queries)
+    scores, sums = products.scores(q), products.weighted_values(weights)
     close(scores, merged.scores(q.reshape(B * K, queries, H)).reshape(scores.shape))
     close(sums, merged.weighted_values(weights.reshape(B * K, queries, S)).reshape(sums.shape))
 
@@ -49,7 +50,7 @@ def test_few_queries_of_narrow_heads_are_one_matrix_per_row(
     kv = cache(head_axis=head_axis, head_dim=head_dim)
     q = jnp.zeros((B, columns, 2 * K, head_dim))
     visible = jnp.ones((B, 1, 1, S), bool)
-    traced = jax.jit(functools.partial(attend, scale=1.0)).trace(q, kv, visible=visible)
+    traced = jax.jit(functools.partial(attend, scores=Scores(1.0))).trace(q, kv, visible)
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
     batch = (B,) if rows == 2 * K else kv.leading_shape

@@ -87,7 +87,7 @@ ON_A_MESH = """
 import jax
 from test_layer_scan import assert_equal_results, losses_and_gradients, models
 from jaxllm.parallel.placement import put_tree
-from jaxllm.parallel.mesh import make_mesh, use_mesh
+from jaxllm.parallel.sharding import make_mesh, use_mesh
 
 mesh = make_mesh(fsdp=2)
 results = []

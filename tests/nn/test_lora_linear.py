@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.nn.dropout import dropout
-from jaxllm.nn.linear import Linear
+from jaxllm.nn.linear import Linear, dropout
 from jaxllm.nn.lora import LoraLinear, row_norms
 
 RNG = np.random.default_rng(0)

@@ -12,12 +12,11 @@ import pytest
 
 from jaxllm.cache.kv_cache import KV
 from jaxllm.cache.variants import QuantizedKV
-from jaxllm.nn.attention import attend
-from jaxllm.nn.head_products import padded_product
-from jaxllm.nn.platform import plus_bias, split_heads
-from jaxllm.nn.platform.attention import attend_cache, attend_one_query
-from jaxllm.nn.platform.products import rows_by_product
-from jaxllm.nn.platform.quantized_products import (
+from jaxllm.nn.attention import Scores, attend
+from jaxllm.nn.platform.attention import attend_cache, attend_one_query, padded_product, split_heads
+from jaxllm.nn.platform.products import (
+    plus_bias,
+    rows_by_product,
     sum_of_groups,
     times_as_int8,
     times_converted,
@@ -77,8 +76,8 @@ def test_attention_of_one_query_equals_eager_attention(quantized):
     slots = jnp.arange(SLOTS)
     visible = (slots < jnp.array([SLOTS - 4, 0])[:, None])[:, None, None]
     for some_bias in (None, bias):
-        expected, _ = attend(q, kv, visible=visible, bias=some_bias, scale=0.7)
-        out = attend_one_query(q, kv, visible, some_bias, scale=0.7)
+        expected = attend(q, kv, visible, some_bias, scores=Scores(0.7))
+        out = attend_one_query(q, kv, visible, some_bias, scores=Scores(0.7))
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
         assert np.asarray(out[0]).any()
         assert not np.asarray(out[1]).any()  # a row without visible slots
@@ -88,11 +87,11 @@ def test_attention_of_one_query_equals_eager_attention(quantized):
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
 def test_only_a_gpu_keeps_scores_by_group(platform):
     def run(q, kv, visible, bias):
-        return attend(q, kv, visible=visible, bias=bias, scale=1.0)[0]
+        return attend(q, kv, visible=visible, bias=bias, scores=Scores(1.0))
 
     q = jnp.zeros((ROWS, 1, 2 * HEADS, SIZE))
     visible = jnp.ones((ROWS, 1, 1, SLOTS), bool)
-    step = functools.partial(attend_cache, run, visible=visible, bias=None, scale=1.0)
+    step = functools.partial(attend_cache, run, visible=visible, bias=None, scores=Scores(1.0))
     traced = jax.jit(step).trace(q, cache(), None)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert (f"tensor<{ROWS}x{HEADS}x2x{SLOTS}xf32>" in text) == (platform == "cuda")
@@ -112,7 +111,7 @@ def test_only_a_gpu_keeps_scores_by_group(platform):
 def test_only_a_tpu_pads_a_single_query(platform, heads, columns, padded):
     q = jnp.zeros((ROWS, columns, heads, SIZE))
     visible = jnp.ones((ROWS, 1, 1, SLOTS), bool)
-    traced = jax.jit(functools.partial(attend, scale=1.0)).trace(q, cache(), visible=visible)
+    traced = jax.jit(functools.partial(attend, scores=Scores(1.0))).trace(q, cache(), visible)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert text.count("stablehlo.pad") == (2 if padded else 0)
     largest_apart = platform == "tpu" and columns == 1
@@ -126,10 +125,11 @@ def test_queries_of_a_tpu_are_split_behind_a_barrier(
     platform: str, columns: int, count: int
 ) -> None:
     x = jnp.arange(2.0 * columns * 12).reshape(2, columns, 12)
-    traced = jax.jit(split_heads, static_argnums=1).trace(x, 3)
+    split = functools.partial(split_heads, is_rotated=False)
+    traced = jax.jit(split, static_argnums=1).trace(x, 3)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert text.count("optimization_barrier") == count
-    np.testing.assert_array_equal(split_heads(x, 3), x.reshape(2, columns, 3, 4))
+    np.testing.assert_array_equal(split(x, 3), x.reshape(2, columns, 3, 4))
 
 
 @pytest.mark.ci

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.nn.platform import random_bits
+from jaxllm.nn.platform.decoding import random_bits
 
 
 @pytest.mark.parametrize("step", [None, 0, 2**31 - 1, [3, 0, 70_000]])

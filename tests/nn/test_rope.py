@@ -12,8 +12,14 @@ from parity_data import cases, load_case
 from parity_runs import model_of
 
 from jaxllm.common.errors import ConfigError, UnsupportedError
-from jaxllm.nn.rope import Rope, rotate, rotate_by_product, rotate_halves
-from jaxllm.nn.rope_config import ROPE_TYPES, rope_from_config
+from jaxllm.nn.rope import (
+    ROPE_TYPES,
+    Rope,
+    rope_from_config,
+    rotate,
+    rotate_by_product,
+    rotate_halves,
+)
 
 TABLES = [
     (name, call)

@@ -37,7 +37,7 @@ def test_keys_and_values_have_heads_and_everything_else_rows(quantized):
 FOUR_DEVICES = """
 import dataclasses, jax, jax.numpy as jnp, tiny
 from jaxllm.parallel.field_axes import constrain_fields, field_shardings
-from jaxllm.parallel.mesh import make_mesh, use_mesh
+from jaxllm.parallel.sharding import make_mesh, use_mesh
 
 cache = tiny.cached("llama").init_cache(4, 8)
 mesh = make_mesh(data=2, tensor=2)

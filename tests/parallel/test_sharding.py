@@ -14,9 +14,16 @@ from jax.sharding import AbstractMesh
 
 from jaxllm.common.errors import InputError
 from jaxllm.models.weights import parameters
-from jaxllm.parallel.mesh import AXES, check_heads, make_mesh
 from jaxllm.parallel.placement import mesh_of, put_batch, row_share
-from jaxllm.parallel.sharding import RULES, logical_axes, parameter_sharding, tree_shardings
+from jaxllm.parallel.sharding import (
+    AXES,
+    RULES,
+    check_heads,
+    logical_axes,
+    make_mesh,
+    parameter_sharding,
+    tree_shardings,
+)
 
 
 def square(data: int = 1, fsdp: int = 2, tensor: int = 4):
@@ -133,7 +140,7 @@ def test_one_device():
 EIGHT = """
 import jax, numpy as np, pytest
 from jaxllm.common.errors import InputError
-from jaxllm.parallel.mesh import make_mesh
+from jaxllm.parallel.sharding import make_mesh
 from jaxllm.parallel.sharding import batch_sharding
 from jaxllm.parallel.placement import put_batch, put_tree, mesh_of, row_share
 import tiny
@@ -179,7 +186,7 @@ TWO_PROCESSES = """
 import sys, jax, numpy as np
 address, index = sys.argv[1], int(sys.argv[2])
 jax.distributed.initialize(address, 2, index)
-from jaxllm.parallel.mesh import make_mesh
+from jaxllm.parallel.sharding import make_mesh
 from jaxllm.parallel.placement import put_batch, put_tree, row_share
 x = np.arange(8.0).reshape(4, 2)
 
@@ -218,7 +225,7 @@ import re, jax, jax.numpy as jnp, numpy as np
 from compiling import compiled_as_users
 from flax import nnx
 from jaxllm.nn.linear import Embedding
-from jaxllm.parallel.mesh import make_mesh, use_mesh
+from jaxllm.parallel.sharding import make_mesh, use_mesh
 from jaxllm.parallel.sharding import batch_sharding, parameter_sharding
 
 table = Embedding(96, 64, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))

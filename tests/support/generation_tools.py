@@ -14,7 +14,7 @@ from conformance_runs import model
 from jaxllm.cache.attention_view import make_view, mask_array
 from jaxllm.generation.generate import prepare_call, program_model, run_prefill
 from jaxllm.generation.loop import decode_program, prefill_program
-from jaxllm.nn.blocks import Context
+from jaxllm.nn.block import Context
 
 FAMILIES = ("s_llama", "s_gpt2", "s_t5_gated")
 NO_EOS = {"eos_token_id": None, "pad_token_id": 0}

@@ -8,7 +8,7 @@ import jax
 import tiny
 from jax.sharding import Mesh
 
-from jaxllm.parallel.mesh import make_mesh
+from jaxllm.parallel.sharding import make_mesh
 
 
 def make(family: str, **changes: Any) -> Any:

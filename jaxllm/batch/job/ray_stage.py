@@ -23,7 +23,7 @@ from jaxllm.batch.tables.table import ArrowTable
 from jaxllm.common.errors import DataError, JaxLLMError
 from jaxllm.common.optional_packages import require
 from jaxllm.loading import load
-from jaxllm.parallel.mesh import make_mesh
+from jaxllm.parallel.sharding import make_mesh
 
 
 class JaxLLMStage:

@@ -22,9 +22,7 @@ from jaxllm.models.model import Card, Model, Origin, model_shapes
 from jaxllm.models.quantize import formats_of, quantized_shapes
 from jaxllm.models.registry import architecture_of, model_spec
 from jaxllm.models.weights import parameters
-from jaxllm.nn.attention import implementation_for
-from jaxllm.parallel.mesh import check_heads
-from jaxllm.parallel.sharding import parameter_path, parameter_sharding
+from jaxllm.parallel.sharding import check_heads, parameter_path, parameter_sharding
 
 WEIGHTS_FOLDER = "weights"
 
@@ -68,10 +66,11 @@ def load_weights(
         quantized = record.meta["quantized"]
         dtypes = {path: jnp.dtype(leaf.dtype) for path, leaf in record.leaves.items()}
         dtype = float_dtype("dtype", dtype) or compute_dtype(list(dtypes.values()), quantized)
-        options = Options(
+        options = Options.on(
+            jax.default_backend(),
             dtype=dtype,
             param_dtype=dtype,
-            attn_implementation=implementation_for(attn_implementation, jax.default_backend()),
+            attn_implementation=attn_implementation,
             remat=remat,
             scan_layers=scan_layers,
         )

@@ -28,9 +28,8 @@ from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.strategies.token_choice import choose_greedy
 from jaxllm.models.decoder import Decoder, GenerativeModel, checked_generative
 from jaxllm.models.decoder_only import with_rope_per_row
-from jaxllm.parallel.mesh import use_mesh
 from jaxllm.parallel.placement import mesh_of, put_rows
-from jaxllm.parallel.sharding import constrain
+from jaxllm.parallel.sharding import constrain, use_mesh
 
 MOST_LOGIT_BYTES = 2**26
 """Largest size of a block of logits in bytes; limits the columns that are scored at a time."""

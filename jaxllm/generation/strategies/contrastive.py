@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxllm.cache.attention_view import Branches
-from jaxllm.cache.kv_cache import KV, Cache
-from jaxllm.cache.layout import per_head, write_columns
+from jaxllm.cache.kv_cache import KV, Cache, per_head, write_columns
 from jaxllm.generation.strategies.records import initial_records
 from jaxllm.generation.strategies.sample import (
     SampleState,

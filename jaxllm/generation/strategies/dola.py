@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.common.errors import InputError, quoted, warn
 from jaxllm.generation.strategies.sample import NextTokenLogits, Sample
 from jaxllm.models.decoder import Decoder
-from jaxllm.models.language_model import take_column
+from jaxllm.models.model import take_column
 from jaxllm.models.outputs import DecodeOutput
 
 RELATIVE_TOP = 0.1

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
-from jaxllm.cache.kv_cache import Cache
-from jaxllm.cache.layout import write_columns
+from jaxllm.cache.kv_cache import Cache, write_columns
 from jaxllm.generation.strategies.records import Records, initial_records
 from jaxllm.generation.strategies.strategy import (
     NEVER,

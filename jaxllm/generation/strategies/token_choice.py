@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, UInt32
 
-from jaxllm.nn.platform import argmax_of_rows, in_blocks, random_bits
+from jaxllm.nn.platform.decoding import argmax_of_rows, in_blocks, random_bits
 
 
 def choose_greedy(scores: Float[Array, "B V"]) -> Int[Array, " B"]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from jaxllm.common.errors import ConfigError, quoted
 from jaxllm.models import config as cfg
 from jaxllm.models import config_checks as checks
-from jaxllm.nn.activations import activation
+from jaxllm.nn.mlp import activation
 
 # `n_positions`, in the first files, is the length of pretraining, not a limit.
 # `scalable_attention` of umT5 never had an effect.

@@ -14,17 +14,14 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.cache.attention_view import make_view
 from jaxllm.models import input_checks as check
 from jaxllm.models.build_options import FLOAT32, Options
-from jaxllm.models.model import BaseModel, Model, model_call
-from jaxllm.models.outputs import BaseOutput, base_output
+from jaxllm.models.model import BaseModel, Model, base_output, model_call
+from jaxllm.models.outputs import BaseOutput
 from jaxllm.models.t5.config import T5Config
-from jaxllm.nn.activations import activation
-from jaxllm.nn.attention import Attention
-from jaxllm.nn.blocks import Block, Context
-from jaxllm.nn.linear import Embedding, Linear
-from jaxllm.nn.mlp import MLP, GatedMLP
-from jaxllm.nn.norm import RMSNorm
+from jaxllm.nn.attention import Attention, Scores
+from jaxllm.nn.block import Block, Context, Stack, StackOutput
+from jaxllm.nn.linear import Embedding, Linear, RMSNorm
+from jaxllm.nn.mlp import MLP, GatedMLP, activation
 from jaxllm.nn.relative_bias import RelativeBias
-from jaxllm.nn.stack import Stack, StackOutput
 
 
 def wo_dtypes(dtype: DTypeLike, param_dtype: DTypeLike) -> dict[str, DTypeLike]:
@@ -82,7 +79,7 @@ class T5Layers:
             heads=c.num_heads,
             kv_heads=c.num_heads,
             head_dim=c.d_kv,
-            scale=1.0,
+            scores=Scores(1.0),
             dropout_rate=c.dropout_rate,
             implementation=self.options.attn_implementation,
         )
@@ -136,8 +133,7 @@ def make_stack(
         position_bias=position_bias,
         embedding_dropout=config.dropout_rate,
         output_dropout=config.dropout_rate,
-        remat=options.remat,
-        scan_layers=options.scan_layers,
+        **options.stack,
     )
 
 

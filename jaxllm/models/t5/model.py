@@ -17,17 +17,14 @@ from jaxllm.models import input_checks as check
 from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.decoder import EncoderDecoder
 from jaxllm.models.input_checks import IGNORED
-from jaxllm.models.language_model import LanguageModel
 from jaxllm.models.losses import token_loss
-from jaxllm.models.model import model_call
-from jaxllm.models.outputs import BaseOutput, Seq2SeqLMOutput, base_output
+from jaxllm.models.model import LanguageModel, base_output, model_call
+from jaxllm.models.outputs import BaseOutput, Seq2SeqLMOutput
 from jaxllm.models.t5.config import T5Config
 from jaxllm.models.t5.encoder import T5Encoder, make_stack
 from jaxllm.models.weights import Entry, Table, linear, norm, same
-from jaxllm.nn.blocks import Context, shallow_copy
-from jaxllm.nn.dropout import split_key
-from jaxllm.nn.linear import Linear
-from jaxllm.nn.stack import Stack, StackOutput
+from jaxllm.nn.block import Context, Stack, StackOutput, shallow_copy
+from jaxllm.nn.linear import Linear, split_key
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,19 +1,33 @@
-"""Attention of few queries to a KV cache: a CPU reads only the slots that hold tokens, a GPU runs
-few kernels."""
+"""Attention of few queries to a KV cache, as in a decode step.
+
+A step has few queries for each head, too few for a matrix unit. Here is what a TPU's compiler turns
+into faster products, what a GPU runs in few kernels, and how a CPU reads only the slots that hold
+tokens: the same results as `jaxllm.nn.attention.attend`. docs/decisions/ explains them.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.kv_cache import KV
-from jaxllm.nn import cpu_kernels
+from jaxllm.nn.platform.products import kernel_attention, kernel_usable
+from jaxllm.parallel.sharding import heads_are_sharded
 
+QUERY_TILE = 8
+"""Rows of a tile of a TPU's matrix unit."""
+LANES = 128
+"""Columns of a tile."""
+MAX_ROWS_APART = 8
+"""Most rows of a TPU's decode step whose largest scores are an operation of their own."""
 PREFIXES = 4
 MIN_SPLIT_SLOTS = 64
 MAX_SPLIT_QUERIES = 8
@@ -27,29 +41,26 @@ def attend_cache(
     *,
     visible: Bool[Array, "B 1 #T S"],
     bias: Float[Array, "#B N T S"] | None,
-    scale: float,
+    scores: Any,
 ) -> Float[Array, "B T N H"]:
-    """``attend(q, kv, visible, bias)``: eager attention with a `scale`.
+    """``attend(q, kv, visible, bias)`` in the form that suits the platform.
 
     Args:
         used_slots: number of the cache's first slots that hold tokens; None: any slot may.
+        scores: the `jaxllm.nn.attention.Scores` of `attend`.
     """
-
-    def everything(q: Array, kv: KV, visible: Array, bias: Array | None) -> Array:
-        return attend(q, kv, visible, bias)
-
     splits = kv.capacity >= MIN_SPLIT_SLOTS and q.shape[1] <= MAX_SPLIT_QUERIES
     tuned: dict[str, Callable[..., Array]] = {}
-    if attends_in_kernel(q, kv, bias):
+    if scores.softcap is None and attends_in_kernel(q, kv, bias):
         # PERF(cpu): all cores, and the visible slots only; docs/decisions/cpu-kernels.md.
-        tuned["cpu"] = attend_in_kernel(everything, scale)
+        tuned["cpu"] = attend_in_kernel(attend, scores.scale)
     elif used_slots is not None and splits:
         tuned["cpu"] = functools.partial(attend_used_slots, attend, used_slots)
     if q.shape[1] == 1:
-        tuned["cuda"] = functools.partial(attend_one_query, scale=scale)
+        tuned["cuda"] = functools.partial(attend_one_query, scores=scores)
     if not tuned:
-        return everything(q, kv, visible, bias)
-    return jax.lax.platform_dependent(q, kv, visible, bias, default=everything, **tuned)
+        return attend(q, kv, visible, bias)
+    return jax.lax.platform_dependent(q, kv, visible, bias, default=attend, **tuned)
 
 
 def attend_one_query(
@@ -58,10 +69,10 @@ def attend_one_query(
     visible: Bool[Array, "B 1 1 S"],
     bias: Float[Array, "#B N 1 S"] | None,
     *,
-    scale: float,
+    scores: Any,
 ) -> Float[Array, "B 1 N H"]:
-    """Eager attention of one query for each row and head, whose weights are divided by their sums
-    before they multiply the values."""
+    """Attention of one query for each row and head, whose weights are divided by their sums before
+    they multiply the values."""
     # PERF(gpu): XLA makes one kernel of scale, mask and softmax if the scores keep the axes of
     # their product and nothing is left to do after that of the values, and otherwise four;
     # docs/decisions/gpu-decode-step.md.
@@ -69,11 +80,10 @@ def attend_one_query(
     kv_heads = math.prod(kv.leading_shape) // batch
     group = heads // kv_heads
     by_group = (kv_heads, group, kv.capacity)
-    scores = kv.scores(q.reshape(*kv.leading_shape, group, -1)).reshape(batch, *by_group) * scale
-    if bias is not None:
-        scores = scores + bias.astype(jnp.float32).reshape(-1, *by_group)
-    scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
-    weights = jnp.where(visible, jax.nn.softmax(scores), 0).astype(q.dtype)
+    products = kv.scores(q.reshape(*kv.leading_shape, group, -1)).reshape(batch, *by_group)
+    bias = None if bias is None else bias.reshape(-1, *by_group)
+    weights = jax.nn.softmax(scores(products, visible, bias))
+    weights = jnp.where(visible, weights, 0).astype(q.dtype)
     summed = kv.weighted_values(weights.reshape(*kv.leading_shape, group, -1))
     return summed.astype(q.dtype).reshape(q.shape)
 
@@ -82,7 +92,7 @@ def attends_in_kernel(q: Float[Array, "B T N H"], kv: KV, bias: Array | None) ->
     """True if the CPU's kernel of attention has this form of cache."""
     arrays = (q, kv.k, kv.v, *(() if bias is None else (bias,)))
     plain = type(kv) is KV and len(kv.leading_shape) == 1
-    return plain and q.shape[3] % 16 == 0 and cpu_kernels.usable(*arrays)
+    return plain and q.shape[3] % 16 == 0 and kernel_usable(*arrays)
 
 
 def attend_in_kernel(attend: Callable[..., Array], scale: float) -> Callable[..., Array]:
@@ -90,7 +100,7 @@ def attend_in_kernel(attend: Callable[..., Array], scale: float) -> Callable[...
 
     @jax.custom_jvp
     def run(q: Array, kv: KV, visible: Array, bias: Array | None) -> Array:
-        return cpu_kernels.attention(q, kv.k, kv.v, visible, bias, scale)
+        return kernel_attention(q, kv.k, kv.v, visible, bias, scale)
 
     run.defjvp(functools.partial(jax.jvp, attend))
     return run
@@ -120,3 +130,123 @@ def attend_used_slots(
     # saves; benchmarks/decode.py.
     which = jnp.searchsorted(jnp.asarray(prefixes), used_slots)
     return jax.lax.switch(which, [over(p) for p in prefixes], q, kv, visible, bias)
+
+
+class HeadProducts(NamedTuple):
+    """The products of queries and keys, and of weights and values, as of `KV`."""
+
+    scores: Callable[[Float[Array, "*BK Q H"]], Float[Array, "*BK Q S"]]
+    weighted_values: Callable[[Float[Array, "*BK Q S"]], Float[Array, "*BK Q H"]]
+
+
+def head_products(kv: KV, queries: int) -> KV | HeadProducts:
+    """The products of a cache and `queries` queries of each of its heads."""
+    if multiplies_across_heads(kv, queries):
+        return HeadProducts(
+            functools.partial(scores_across_heads, k=kv.k),
+            functools.partial(values_across_heads, v=kv.v),
+        )
+    if queries > 1:
+        return kv
+    # PERF(tpu): XLA computes the product of a single query, as in a decode step of GPT-2 or T5, in
+    # float32 on the vector unit, in a layout that copies the whole cache before and after the loop.
+    return HeadProducts(
+        functools.partial(of_one_query, kv.scores),
+        functools.partial(of_one_query, kv.weighted_values),
+    )
+
+
+def cache_has_head_axis(platform: str, head_dim: int) -> bool:
+    """True if a model that runs on a platform has the cache ``[B, K, S, H]`` (`KV`)."""
+    # PERF(tpu): a cache of narrow heads has its slots in the lanes. Then the heads of a row are one
+    # matrix, which `scores_across_heads` multiplies. With a merged axis of rows and heads XLA would
+    # put that axis in the lanes if there are few slots, and copy the cache before and after the
+    # loop; docs/decisions/tpu-decode-step.md.
+    return platform == "tpu" and head_dim < LANES
+
+
+def multiplies_across_heads(kv: KV, queries: int) -> bool:
+    """True if the queries of all heads of a row are multiplied by all of its keys at once."""
+    if type(kv) is not KV or len(kv.leading_shape) == 1 or heads_are_sharded():
+        return False
+    return kv.k.shape[-1] < LANES and kv.leading_shape[1] * queries <= LANES
+
+
+def scores_across_heads(
+    q: Float[Array, "B K Q H"], k: Float[Array, "B K S H"]
+) -> Float[Array, "B K Q S"]:
+    """Dot products of each head's queries and keys in one product for each row, float32.
+
+    A query is extended by zeros for the other heads. These are K times the multiplications, but
+    the keys of several heads fill a TPU's matrix unit, and the scores fill whole tiles.
+    """
+    B, K, Q, H = q.shape
+    extended = q.reshape(B, K * Q, 1, H) * own_heads(K, Q, q.dtype)
+    scores = jnp.einsum("bnkh,bksh->bns", extended, k, preferred_element_type=jnp.float32)
+    return scores.reshape(B, K, Q, -1)
+
+
+def values_across_heads(
+    weights: Float[Array, "B K Q S"], v: Float[Array, "B K S H"]
+) -> Float[Array, "B K Q H"]:
+    """Weighted sums of each head's values in one product for each row, float32.
+
+    As queries in `scores_across_heads`, weights are extended by zeros for the other heads.
+    """
+    B, K, Q, S = weights.shape
+    extended = weights.astype(v.dtype).reshape(B, K * Q, 1, S) * own_heads(K, Q, v.dtype)
+    sums = jnp.einsum("bnks,bksh->bnh", extended, v, preferred_element_type=jnp.float32)
+    return sums.reshape(B, K, Q, -1)
+
+
+def own_heads(heads: int, queries: int, dtype: DTypeLike) -> Float[Array, "KQ K 1"]:
+    """1 where a query, `queries` for each head, is one of the head, and else 0."""
+    # A constant: `jnp.eye` is computed anew in each decode step.
+    return jnp.asarray(np.repeat(np.eye(heads), queries, axis=0)[..., None], dtype)
+
+
+def of_one_query(
+    product: Callable[[Array], Array], queries: Float[Array, "*BK 1 X"]
+) -> Float[Array, "*BK 1 Y"]:
+    """``product(queries)``, on a TPU with further queries of zeros."""
+    tiled = functools.partial(padded_product, product)
+    return jax.lax.platform_dependent(queries, tpu=tiled, default=product)
+
+
+def padded_product(
+    product: Callable[[Array], Array], queries: Float[Array, "*BK Q X"]
+) -> Float[Array, "*BK Q Y"]:
+    """``product(queries)`` with zeros for further queries, up to a tile of the matrix unit."""
+    count = queries.shape[-2]
+    widths = [(0, 0)] * (queries.ndim - 2) + [(0, QUERY_TILE - count), (0, 0)]
+    # The barrier keeps XLA from dropping the padding.
+    out = jax.lax.optimization_barrier(product(jnp.pad(queries, widths)))
+    return out[..., :count, :]
+
+
+def split_heads(
+    x: Float[Array, "B T D"], heads: int, *, is_rotated: bool
+) -> Float[Array, "B T N H"]:
+    """Splits the output of a projection into heads.
+
+    Args:
+        is_rotated: RoPE follows, which a TPU computes with the projection inside its product.
+    """
+    # PERF(tpu): without the barrier XLA computes the product of a decode step with the heads as its
+    # first axis, and copies it; docs/decisions/tpu-decode-step.md.
+    if x.shape[1] == 1 and not is_rotated:
+        barrier = jax.lax.optimization_barrier
+        x = jax.lax.platform_dependent(x, tpu=barrier, default=lambda x: x)
+    return x.reshape(*x.shape[:2], heads, -1)
+
+
+def largest_scores(scores: Float[Array, "B N T S"]) -> Float[Array, "B N T 1"]:
+    """The largest of each query's scores."""
+    largest = scores.max(axis=-1, keepdims=True)
+    # PERF(tpu): without the barrier XLA computes the softmax of a decode step within one operation,
+    # in which every entry of a row searches the row for its largest. With many rows that is still
+    # faster than an operation more; docs/decisions/tpu-decode-step.md.
+    if scores.shape[2] == 1 and len(scores) <= MAX_ROWS_APART:
+        barrier = jax.lax.optimization_barrier
+        largest = jax.lax.platform_dependent(largest, tpu=barrier, default=lambda x: x)
+    return largest

@@ -1,4 +1,4 @@
-"""Decode steps: heads of the queries, where keys and values are written, the choice of a token."""
+"""Choice of a token, and how a decode loop writes its cache and checks its end."""
 
 from __future__ import annotations
 
@@ -6,32 +6,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
-
-MAX_ROWS_APART = 8
-"""Most rows of a TPU's decode step whose largest scores are an operation of their own."""
-
-
-def split_heads(x: Float[Array, "B T D"], heads: int) -> Float[Array, "B T N H"]:
-    """Splits the output of a projection into heads."""
-    # PERF(tpu): without the barrier XLA computes the product of a decode step with the heads as its
-    # first axis, and copies it; docs/decisions/tpu-decode-step.md.
-    if x.shape[1] == 1:
-        barrier = jax.lax.optimization_barrier
-        x = jax.lax.platform_dependent(x, tpu=barrier, default=lambda x: x)
-    return x.reshape(*x.shape[:2], heads, -1)
-
-
-def largest_scores(scores: Float[Array, "B N T S"]) -> Float[Array, "B N T 1"]:
-    """The largest of each query's scores."""
-    largest = scores.max(axis=-1, keepdims=True)
-    # PERF(tpu): without the barrier XLA computes the softmax of a decode step within one operation,
-    # in which every entry of a row searches the row for its largest. With many rows that is still
-    # faster than an operation more; docs/decisions/tpu-decode-step.md.
-    if scores.shape[2] == 1 and len(scores) <= MAX_ROWS_APART:
-        barrier = jax.lax.optimization_barrier
-        largest = jax.lax.platform_dependent(largest, tpu=barrier, default=lambda x: x)
-    return largest
+from jaxtyping import Array, Float, Int, Key, UInt32
 
 
 def writes_one_slot(platform: str) -> bool:
@@ -76,3 +51,64 @@ def in_blocks(x: Float[Array, "B V"], filler: float) -> Float[Array, "B blocks s
     blocks = -(-width // size)
     x = jnp.pad(x, ((0, 0), (0, blocks * size - width)), constant_values=filler)
     return x.reshape(batch, blocks, size)
+
+
+Words = tuple[UInt32[Array, "B n"], UInt32[Array, "B n"]]
+
+
+def random_bits(
+    keys: Key[Array, " B"], step: Int[Array, ""] | Int[Array, " B"] | None, count: int
+) -> UInt32[Array, "B count"]:
+    """``jax.random.bits(jax.random.fold_in(key, step), count)`` for each key.
+
+    Args:
+        step: None: draws with the key itself.
+    """
+    steps = None if step is None else jnp.broadcast_to(step, keys.shape)
+
+    def with_jax(keys: Key[Array, " B"], steps: Int[Array, " B"] | None) -> UInt32[Array, "B n"]:
+        if steps is not None:
+            keys = jax.vmap(jax.random.fold_in)(keys, steps)
+        return jax.vmap(lambda key: jax.random.bits(key, (count,), jnp.uint32))(keys)
+
+    def in_one_loop(keys: Key[Array, " B"], steps: Int[Array, " B"] | None) -> UInt32[Array, "B n"]:
+        shape = (*keys.shape, count)
+        numbers = [jnp.broadcast_to(jnp.arange(count, dtype=jnp.uint32), shape)]
+        if steps is not None:
+            numbers.insert(0, jnp.broadcast_to(steps.astype(jnp.uint32)[:, None], shape))
+        table = jnp.stack(numbers)
+        words = jax.random.key_data(keys)
+        key = (jnp.broadcast_to(words[:, :1], shape), jnp.broadcast_to(words[:, 1:], shape))
+        first, second = jax.lax.fori_loop(
+            0, len(numbers), lambda i, key: threefry(key, table[i]), key
+        )
+        return first ^ second
+
+    partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
+    if not partitionable or jax.random.key_impl(keys) != "threefry2x32":
+        return with_jax(keys, steps)
+    # PERF(cpu): `fold_in` and `bits` both hash a number with the key. JAX makes a loop of each,
+    # with four rounds of the hash in an iteration; one loop with a round in an iteration compiles
+    # in half the time, and a program has two such steps. Elsewhere JAX unrolls the rounds into one
+    # kernel.
+    return jax.lax.platform_dependent(keys, steps, cpu=in_one_loop, default=with_jax)
+
+
+def threefry(key: Words, number: UInt32[Array, "B n"]) -> Words:
+    """Threefry-2x32 (Salmon et al. 2011) of the words 0 and `number`."""
+
+    def mix(i: Int[Array, ""], state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        a, b, rotations = state
+        a = a + b
+        return a, ((b << rotations[i]) | (b >> (32 - rotations[i]))) ^ a, rotations
+
+    def add_key(i: Int[Array, ""], state: tuple[Array, ...]) -> tuple[Array, ...]:
+        a, b, k0, k1, k2, rotations, next_rotations = state
+        a, b, _ = jax.lax.fori_loop(0, 4, mix, (a, b, rotations))
+        return a + k1, b + k2 + (i + 1).astype(jnp.uint32), k1, k2, k0, next_rotations, rotations
+
+    k0, k1 = key
+    k2 = k0 ^ k1 ^ jnp.uint32(0x1BD11BDA)
+    rotations = jnp.array([[13, 15, 26, 6], [17, 29, 16, 24]], jnp.uint32)
+    a, b, *_ = jax.lax.fori_loop(0, 5, add_key, (k0, k1 + number, k0, k1, k2, *rotations))
+    return a, b

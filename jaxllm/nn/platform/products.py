@@ -1,14 +1,90 @@
-"""Matrix products of linear layers, with a kernel for few rows on a CPU."""
+"""Matrix products of float and quantized weights, with the kernels of a CPU for few rows.
+
+The kernels are those of the optional package `jaxllm_cpu_kernels` (folder cpu_kernels/), called
+through XLA. ``JAXLLM_CPU_KERNELS=0`` in the environment leaves them out.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import os
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int4, Int8, Integer
 
-from jaxllm.nn import cpu_kernels
+from jaxllm.parallel.sharding import context_mesh
+
+MAX_ROWS = 64
+"""Rows of x up to which a product is a kernel's; XLA is as fast for more; docs/performance.md."""
+
+INT4_GROUP = 32
+"""Entries of a row of int4 that share a multiplier."""
+
+
+@functools.cache
+def kernels_registered() -> bool:
+    """True if the package is installed; its kernels are then known to XLA."""
+    if os.environ.get("JAXLLM_CPU_KERNELS") == "0":
+        return False
+    try:
+        package = importlib.import_module("jaxllm_cpu_kernels")
+    except ModuleNotFoundError:
+        return False
+    for name, handler in package.handlers().items():
+        jax.ffi.register_ffi_target(name, handler, platform="cpu")
+    return True
+
+
+def kernel_usable(*arrays: Array) -> bool:
+    """True if a kernel can compute with these float arrays: float32, and not sharded."""
+    all_float32 = all(x.dtype == jnp.float32 for x in arrays)
+    return all_float32 and context_mesh() is None and kernels_registered()
+
+
+def kernel_product(x: Float[Array, "B I"], w: Float[Array, "O I"]) -> Float[Array, "B O"]:
+    """``x W^T`` in float32."""
+    return _call_kernel("jaxllm_linear", (len(x), len(w)), x, w)
+
+
+def kernel_int8_product(
+    x: Float[Array, "B I"], values: Int8[Array, "O I"], scale: Float[Array, " O"]
+) -> Float[Array, "B O"]:
+    """``x W^T`` of a matrix ``W[o] = scale[o] * values[o]``, in float32."""
+    return _call_kernel("jaxllm_linear_int8", (len(x), len(values)), x, values, scale)
+
+
+def kernel_int4_product(
+    x: Float[Array, "B I"],
+    groups: Int4[Array, "G O 32"],
+    multipliers: Int8[Array, "G O"],
+    scale: Float[Array, " O"],
+) -> Float[Array, "B O"]:
+    """``x W^T`` of an `Int4Matrix` in groups of `INT4_GROUP`, in float32."""
+    return _call_kernel("jaxllm_linear_int4", (len(x), len(scale)), x, groups, multipliers, scale)
+
+
+def kernel_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "BK S H"],
+    v: Float[Array, "BK S H"],
+    visible: Bool[Array, "B 1 #T S"],
+    bias: Float[Array, "#B N T S"] | None,
+    scale: float,
+) -> Float[Array, "B T N H"]:
+    """Eager attention in float32; reads only the slots that a query sees, and those between."""
+    biases = () if bias is None else (bias,)
+    return _call_kernel(
+        "jaxllm_attention", q.shape, q, k, v, visible, *biases, scale=np.float32(scale)
+    )
+
+
+def _call_kernel(name: str, shape: tuple[int, ...], *arrays: Array, **numbers: np.float32) -> Array:
+    out = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return jax.ffi.ffi_call(name, out, vmap_method="sequential")(*arrays, **numbers)
+
 
 TRANSPOSED = (((1,), (1,)), ((), ()))
 """Dimension numbers of ``x W^T``."""
@@ -21,7 +97,7 @@ def times_transposed(x: Float[Array, "*rest I"], w: Float[Array, "O I"]) -> Floa
     # PERF(cpu): x is flattened to a matrix; with a 3-axis x gradients take 1.5 times as long;
     # benchmarks/train.py.
     rows = x.reshape(-1, x.shape[-1])
-    few = len(rows) <= cpu_kernels.MAX_ROWS and cpu_kernels.usable(x, w)
+    few = len(rows) <= MAX_ROWS and kernel_usable(x, w)
     y = few_times_transposed(rows, w) if few else jax.lax.dot_general(rows, w, TRANSPOSED)
     return y.reshape(*x.shape[:-1], w.shape[0])
 
@@ -34,7 +110,7 @@ def few_times_transposed(x: Float[Array, "B I"], w: Float[Array, "O I"]) -> Floa
         return jax.lax.dot_general(x, w, TRANSPOSED)
 
     # PERF(cpu): XLA's product takes 1.2 to 1.6 times as long; docs/decisions/cpu-kernels.md.
-    return jax.lax.platform_dependent(x, w, cpu=cpu_kernels.product, default=in_xla)
+    return jax.lax.platform_dependent(x, w, cpu=kernel_product, default=in_xla)
 
 
 @few_times_transposed.defjvp
@@ -70,3 +146,255 @@ def rows_by_product(x: Float[Array, " O"], *, shape: tuple[int, ...]) -> Float[A
     ones = jnp.ones((*shape[:-1], SUBLANES), x.dtype)
     exact = None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
     return jnp.matmul(ones, first, precision=exact)
+
+
+MAX_INT8_ROWS = 64
+"""Rows up to which a CPU multiplies int8 by int8; a float32 copy of the weights pays for more."""
+
+
+def times_int8_transposed(
+    x: Float[Array, "*rest I"], values: Int8[Array, "O I"], scale: Float[Array, " O"]
+) -> Float[Array, "*rest O"]:
+    """Matrix product ``x W^T`` of a matrix ``W[o] = scale[o] * values[o]``, in x's dtype."""
+    # PERF(cpu): a product of int8 by int8 is 1.5 to 2.5 times as fast as one of float32, while a
+    # float32 copy of the values takes longer than the product saves. TPU and GPU convert int8
+    # within the product, so that int8 is what they read; docs/decisions/quantized-products.md.
+    rows = x.reshape(-1, x.shape[-1])
+    on_cpu = times_converted
+    if len(rows) <= MAX_INT8_ROWS:
+        on_cpu = times_int8_in_kernel if kernel_usable(rows, scale) else times_as_int8
+    y = jax.lax.platform_dependent(rows, values, scale, cpu=on_cpu, default=times_converted)
+    return y.reshape(*x.shape[:-1], len(values))
+
+
+def times_converted(
+    x: Float[Array, "B I"], values: Int8[Array, "O I"], scale: Float[Array, " O"]
+) -> Float[Array, "B O"]:
+    """`times_int8_transposed` with the values converted to x's dtype."""
+    y = jax.lax.dot_general(
+        x, values.astype(x.dtype), TRANSPOSED, preferred_element_type=jnp.float32
+    )
+    return (y * scale).astype(x.dtype)
+
+
+@jax.custom_vjp
+def times_as_int8(
+    x: Float[Array, "B I"], values: Int8[Array, "O I"], scale: Float[Array, " O"]
+) -> Float[Array, "B O"]:
+    """`times_int8_transposed` with x in 16 bits, as two rows of int8 for each of its own.
+
+    A row of x is rounded to multiples of its largest entry / 32512, ``unit * (256 * high + low)``.
+    A single row of int8 (8 bits of x) would take as long: products of one row are slow.
+    """
+    unit = jnp.max(jnp.abs(x), axis=1, keepdims=True).astype(jnp.float32) / (127 * 256)
+    fixed = jnp.round(x / jnp.where(unit > 0, unit, 1)).astype(jnp.int32)
+    high = (fixed + 128) >> 8
+    both = jnp.concatenate([high, fixed - 256 * high]).astype(jnp.int8)
+    y = jax.lax.dot_general(both, values, TRANSPOSED, preferred_element_type=jnp.int32)
+    upper, lower = jnp.split(y.astype(jnp.float32), 2)
+    return ((256 * upper + lower) * unit * scale).astype(x.dtype)
+
+
+@jax.custom_vjp
+def times_int8_in_kernel(
+    x: Float[Array, "B I"], values: Int8[Array, "O I"], scale: Float[Array, " O"]
+) -> Float[Array, "B O"]:
+    """`times_int8_transposed` with a kernel, which converts the values as it reads them."""
+    return kernel_int8_product(x, values, scale)
+
+
+def _int8_gradients(
+    kept: tuple[Array, Array], gradient: Float[Array, "B O"]
+) -> tuple[Float[Array, "B I"], None, Float[Array, " O"]]:
+    # Rounding has no gradient: that of the product with the values is taken. Integers have none.
+    values, scale = kept
+    of_x = (gradient * scale) @ values.astype(gradient.dtype)
+    return of_x.astype(gradient.dtype), None, jnp.zeros_like(scale)
+
+
+times_as_int8.defvjp(
+    lambda x, values, scale: (times_as_int8(x, values, scale), (values, scale)), _int8_gradients
+)
+times_int8_in_kernel.defvjp(
+    lambda x, values, scale: (times_int8_in_kernel(x, values, scale), (values, scale)),
+    _int8_gradients,
+)
+
+
+def times_int4_transposed(
+    x: Float[Array, "*rest I"],
+    groups: Int4[Array, "G O S"],
+    multipliers: Int8[Array, "G O"],
+    scale: Float[Array, " O"],
+) -> Float[Array, "*rest O"]:
+    """Matrix product ``x W^T`` of a matrix in groups (`Int4Matrix`), in x's dtype."""
+    rows = x.reshape(-1, x.shape[-1])
+
+    def as_one_matrix(rows: Array, groups: Array, multipliers: Array, scale: Array) -> Array:
+        return times_int8_transposed(rows, as_int8(groups, multipliers), scale)
+
+    # TPU and GPU read int4 in the product of each group, and then scale the groups' sums. For more
+    # rows the sums would take more memory than a copy of the weights.
+    in_groups = sum_of_groups if len(rows) <= groups.shape[2] // 2 else as_one_matrix
+    # PERF(cpu): a kernel reads int4; XLA's product of int8 by int8 is the fastest that it has;
+    # docs/decisions/quantized-products.md.
+    on_cpu = as_one_matrix
+    few = len(rows) <= MAX_ROWS and groups.shape[2] == INT4_GROUP
+    if few and kernel_usable(rows, scale):
+        on_cpu = times_int4_in_kernel
+    y = jax.lax.platform_dependent(rows, groups, multipliers, scale, cpu=on_cpu, default=in_groups)
+    return y.reshape(*x.shape[:-1], groups.shape[1])
+
+
+@jax.custom_vjp
+def times_int4_in_kernel(
+    x: Float[Array, "B I"],
+    groups: Int4[Array, "G O S"],
+    multipliers: Int8[Array, "G O"],
+    scale: Float[Array, " O"],
+) -> Float[Array, "B O"]:
+    """`times_int4_transposed` with a kernel, which unpacks a few rows at a time."""
+    return kernel_int4_product(x, groups, multipliers, scale)
+
+
+def _int4_gradients(
+    kept: tuple[Array, Array, Array], gradient: Float[Array, "B O"]
+) -> tuple[Float[Array, "B I"], None, None, Float[Array, " O"]]:
+    groups, multipliers, scale = kept
+    of_x, _, of_scale = _int8_gradients((as_int8(groups, multipliers), scale), gradient)
+    return of_x, None, None, of_scale
+
+
+times_int4_in_kernel.defvjp(
+    lambda x, groups, multipliers, scale: (
+        times_int4_in_kernel(x, groups, multipliers, scale),
+        (groups, multipliers, scale),
+    ),
+    _int4_gradients,
+)
+
+
+def sum_of_groups(
+    x: Float[Array, "B I"],
+    groups: Int4[Array, "G O S"],
+    multipliers: Int8[Array, "G O"],
+    scale: Float[Array, " O"],
+) -> Float[Array, "B O"]:
+    """`times_int4_transposed` by the products of each group."""
+    count, _, size = groups.shape
+    y = group_products(x.reshape(-1, count, size), groups)
+    return (jnp.sum(y * multipliers[:, None], axis=0) * scale).astype(x.dtype)
+
+
+def times_blocks_transposed(
+    x: Float[Array, "*rest I"],
+    groups: Integer[Array, "G O S"],
+    scales: Float[Array, "G O"],
+    offsets: Float[Array, "G O"] | None,
+) -> Float[Array, "*rest O"]:
+    """Matrix product ``x W^T`` of a matrix in blocks (`BlockMatrix`), in x's dtype."""
+    _, outputs, size = groups.shape
+    rows = x.reshape(-1, x.shape[-1])
+
+    def as_one_matrix(rows: Array, groups: Array, scales: Array, offsets: Array | None) -> Array:
+        return times_transposed(rows, dequantized_blocks(groups, scales, offsets).astype(x.dtype))
+
+    # PERF(cpu): products of single groups are many times slower than a float32 copy;
+    # docs/decisions/quantized-products.md.
+    in_groups = sum_of_blocks if len(rows) <= size // 2 else as_one_matrix
+    y = jax.lax.platform_dependent(
+        rows, groups, scales, offsets, cpu=as_one_matrix, default=in_groups
+    )
+    return y.reshape(*x.shape[:-1], outputs)
+
+
+def sum_of_blocks(
+    x: Float[Array, "B I"],
+    groups: Integer[Array, "G O S"],
+    scales: Float[Array, "G O"],
+    offsets: Float[Array, "G O"] | None,
+) -> Float[Array, "B O"]:
+    """`times_blocks_transposed` by the products of each group."""
+    count, _, size = groups.shape
+    parts = x.reshape(-1, count, size)
+    y = group_products(parts, groups) * scales[:, None]
+    if offsets is not None:
+        sums = jnp.sum(parts.astype(jnp.float32), axis=2)
+        y = y + sums.T[..., None] * offsets[:, None]
+    return jnp.sum(y, axis=0).astype(x.dtype)
+
+
+def group_products(
+    parts: Float[Array, "B G S"], groups: Integer[Array, "G O S"]
+) -> Float[Array, "G B O"]:
+    """Products of each group of entries, float32."""
+    return jax.lax.dot_general(
+        parts,
+        groups.astype(parts.dtype),
+        (((2,), (2,)), ((1,), (0,))),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def dequantized_blocks(
+    groups: Integer[Array, "G O S"],
+    scales: Float[Array, "G O"],
+    offsets: Float[Array, "G O"] | None,
+) -> Float[Array, "O I"]:
+    """The matrix of ``scales * groups + offsets`` in float32."""
+    values = groups.astype(jnp.float32) * scales[..., None].astype(jnp.float32)
+    if offsets is not None:
+        values = values + offsets[..., None].astype(jnp.float32)
+    return values.transpose(1, 0, 2).reshape(groups.shape[1], -1)
+
+
+def as_int8(groups: Int4[Array, "G O S"], multipliers: Int8[Array, "G O"]) -> Int8[Array, "O I"]:
+    """The matrix of ``multipliers * groups``, which are at most 120."""
+    products = groups.astype(jnp.int8) * multipliers[..., None]
+    return products.transpose(1, 0, 2).reshape(groups.shape[1], -1)
+
+
+def over_rms(x: Float[Array, "*rest D"], eps: float) -> Float[Array, "*rest D"]:
+    """``x / sqrt(mean(x^2) + eps)`` of float32 rows."""
+
+    def by_mean(x: Array) -> Array:
+        return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+    if x.ndim != 3 or x.shape[1] > 1:
+        return by_mean(x)
+    return jax.lax.platform_dependent(
+        x, tpu=functools.partial(over_rms_within_products, eps=eps), default=by_mean
+    )
+
+
+def over_rms_within_products(x: Float[Array, "B 1 D"], *, eps: float) -> Float[Array, "B 1 D"]:
+    """`over_rms`, which XLA computes inside each of the products that read it."""
+    # PERF(tpu): behind a barrier 1/D is an array, so that `rsqrt` is not one of each row alone,
+    # which XLA keeps out of the products. That is a further operation, which costs as much as a
+    # small product; docs/decisions/tpu-decode-step.md.
+    part = jax.lax.optimization_barrier(jnp.full(x.shape[-1], 1 / x.shape[-1], jnp.float32))
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) * part + eps)
+
+
+def standardized(x: Float[Array, "*rest D"], eps: float) -> Float[Array, "*rest D"]:
+    """``(x - mean(x)) / sqrt(variance(x) + eps)`` of float32 rows."""
+
+    def in_two_passes(x: Array) -> Array:
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+        return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+    if x.ndim != 3 or x.shape[1] == 1:
+        return in_two_passes(x)
+    return jax.lax.platform_dependent(
+        x, tpu=functools.partial(standardized_in_one_pass, eps=eps), default=in_two_passes
+    )
+
+
+def standardized_in_one_pass(x: Float[Array, "B T D"], *, eps: float) -> Float[Array, "B T D"]:
+    """`standardized` with the variance E(x^2) - E(x)^2, as in Flax; its error is that of float32
+    times E(x^2)."""
+    # PERF(tpu): the second of two passes waits for the first, and in the backward pass again. Both
+    # sums of one pass are part of the product before it; docs/decisions/tpu-training-step.md.
+    mean, squares = (jnp.mean(y, axis=-1, keepdims=True) for y in (x, jnp.square(x)))
+    variance = jnp.maximum(squares - jnp.square(mean), 0)
+    return (x - mean) * jax.lax.rsqrt(variance + eps)

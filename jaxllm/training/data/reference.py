@@ -11,9 +11,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Float32
 
 from jaxllm.models.model import Model
-from jaxllm.parallel.mesh import use_mesh
 from jaxllm.parallel.placement import put_batch
-from jaxllm.parallel.sharding import constrain
+from jaxllm.parallel.sharding import constrain, use_mesh
 from jaxllm.training.data.batches import Batches, Epoch
 from jaxllm.training.dpo import pair_logps
 from jaxllm.training.losses import Batch

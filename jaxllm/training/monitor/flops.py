@@ -28,7 +28,7 @@ from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.model import Model
 from jaxllm.models.t5.model import T5ForConditionalGeneration
 from jaxllm.models.weights import parameters
-from jaxllm.nn.stack import Stack
+from jaxllm.nn.block import Stack
 
 EMBEDDINGS = ("backbone.embed.weight", "shared.weight")
 ABOVE = (3, 0)

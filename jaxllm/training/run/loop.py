@@ -16,8 +16,8 @@ from jaxllm.common.errors import RunError
 from jaxllm.common.validation import to_plain
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import Model
-from jaxllm.parallel.mesh import use_mesh
 from jaxllm.parallel.placement import put_batch
+from jaxllm.parallel.sharding import use_mesh
 from jaxllm.training.evaluation.evaluate import evaluate
 from jaxllm.training.evaluation.generation import (
     EvalPrompt,

@@ -22,10 +22,8 @@ from jaxllm.models.build_options import Options
 from jaxllm.models.model import Card, Model
 from jaxllm.models.registry import model_spec
 from jaxllm.models.weights import parameters
-from jaxllm.nn.attention import implementation_for
-from jaxllm.parallel.mesh import make_mesh, row_shards
 from jaxllm.parallel.placement import put_tree, row_share
-from jaxllm.parallel.sharding import tree_shardings
+from jaxllm.parallel.sharding import make_mesh, row_shards, tree_shardings
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.classifier import with_classifier
@@ -106,11 +104,12 @@ def new_model(source: ModelSource, seed: int) -> tuple[Model[Any], None]:
     """Creates a model of `source.config` with random weights in float32."""
     assert isinstance(source.config, Mapping)  # a path is read by the recipe
     spec = model_spec(source.config, source.architecture)
-    options = Options(
+    options = Options.on(
+        jax.default_backend(),
         dtype=jnp.dtype(source.dtype or "float32"),
         remat=source.remat,
         scan_layers=source.scan_layers,
-        attn_implementation=implementation_for(source.attn_implementation, jax.default_backend()),
+        attn_implementation=source.attn_implementation,
     )
     model = jax.jit(lambda: spec.make(spec.config, options, rngs=nnx.Rngs(seed)))()
     return model.with_card(Card(spec.config)), None

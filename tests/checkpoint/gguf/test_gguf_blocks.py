@@ -22,7 +22,7 @@ from jaxllm.common.errors import NonFiniteError, UnsupportedError
 from jaxllm.models.lora import module_at
 from jaxllm.models.quantize import BLOCK_FORMATS, formats_of
 from jaxllm.models.weights import parameters
-from jaxllm.nn.platform.quantized_products import sum_of_blocks
+from jaxllm.nn.platform.products import sum_of_blocks
 
 close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
 

@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.generation.inputs.values import any_traced
-from jaxllm.parallel.mesh import context_mesh
+from jaxllm.parallel.sharding import context_mesh
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache.kv_cache import Cache
-from jaxllm.cache.layout import write_columns
+from jaxllm.cache.kv_cache import Cache, write_columns
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.generation.strategies.assisted.acceptance import DraftTokens
 from jaxllm.generation.strategies.guidance import with_guidance_of

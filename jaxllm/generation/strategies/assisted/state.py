@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxllm.cache.kv_cache import Cache
-from jaxllm.cache.layout import write_columns
+from jaxllm.cache.kv_cache import Cache, write_columns
 from jaxllm.generation.strategies.assisted.drafts import DraftState, TokenBuffer
 from jaxllm.generation.strategies.records import Records
 from jaxllm.generation.strategies.strategy import (

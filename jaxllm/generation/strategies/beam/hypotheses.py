@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.generation.strategies.strategy import PrefillInputs
-from jaxllm.parallel.mesh import context_mesh
-from jaxllm.parallel.sharding import partition_spec
+from jaxllm.parallel.sharding import context_mesh, partition_spec
 
 Count = Int[Array, ""] | Int[Array, " B"]
 """int32. One number for all rows, or one per row."""

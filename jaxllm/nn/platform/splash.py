@@ -19,8 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.attention_view import SequenceMask
 from jaxllm.cache.kv_cache import KV
-from jaxllm.parallel.mesh import context_mesh
-from jaxllm.parallel.sharding import partition_spec
+from jaxllm.parallel.sharding import context_mesh, partition_spec
 
 TILES = (512, 256, 128)
 """Queries, and keys, of a tile."""
@@ -43,11 +42,14 @@ def splash_applies(queries: int, mask: SequenceMask) -> bool:
 
 
 def attend_splash(
-    q: Float[Array, "B T N H"], kv: KV, *, mask: SequenceMask, scale: float
+    q: Float[Array, "B T N H"], kv: KV, *, mask: SequenceMask, scores: Any
 ) -> Float[Array, "B T N H"]:
     """Causal attention with JAX's Pallas kernel for TPUs (splash attention).
 
     On a mesh each device computes its rows and heads. A query with no visible key gets zeros.
+
+    Args:
+        scores: the layer's `jaxllm.nn.attention.Scores`.
     """
     B, T = q.shape[:2]
     K = math.prod(kv.leading_shape) // B
@@ -60,7 +62,7 @@ def attend_splash(
         q_ids, k_ids, sees_something = mask.query_segments, mask.key_segments, mask.keys
     k_ids = jnp.where(mask.keys, k_ids, -1)
     arrays = (q, k, v, q_ids.astype(jnp.int32), k_ids.astype(jnp.int32), sees_something)
-    mesh, run = context_mesh(), partial(_attend_rows, scale=scale)
+    mesh, run = context_mesh(), partial(_attend_rows, scores=scores)
     if mesh is not None:
         axes = ("rows", None, "heads", None)
         specs = [partition_spec(x.shape, axes[: x.ndim], mesh) for x in arrays]
@@ -78,13 +80,13 @@ def _attend_rows(
     k_ids: Int[Array, "B T"],
     sees_something: Bool[Array, "B T"],
     *,
-    scale: float,
+    scores: Any,
 ) -> Float[Array, "B T N H"]:
     """`attend_splash` of one device's rows and heads."""
     q, k, v = (gradient_in_token_order(x) for x in (q, k, v))
-    q = (q.astype(jnp.float32) * scale).astype(q.dtype)
+    q = (q.astype(jnp.float32) * scores.scale).astype(q.dtype)
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-    out = _splash_rows(q, k, v, q_ids, k_ids).swapaxes(1, 2)
+    out = _splash_rows(q, k, v, q_ids, k_ids, scores.softcap).swapaxes(1, 2)
     return in_token_order(jnp.where(sees_something[:, :, None, None], out, 0))
 
 
@@ -112,6 +114,7 @@ def _splash_rows(
     v: Float[Array, "B K T H"],
     q_ids: Int[Array, "B T"],
     k_ids: Int[Array, "B T"],
+    softcap: float | None,
 ) -> Float[Array, "B N T H"]:
     """The kernel over heads, padded to whole tiles."""
     heads, length = q.shape[1:3]
@@ -133,6 +136,7 @@ def _splash_rows(
         mask=splash_mask.MultiHeadMask([causal] * heads),
         block_sizes=splash.BlockSizes(**dict.fromkeys(sizes, block), **layouts),
         interpret=INTERPRET,
+        attn_logits_soft_cap=softcap,
     )
     ids = splash.SegmentIds(q=pad(q_ids, 1, -2), kv=pad(k_ids, 1, -1))
     out: Any = jax.vmap(kernel)(pad(q, 2), pad(k, 2), pad(v, 2), segment_ids=ids)

@@ -1,0 +1,440 @@
+"""Transformer blocks, and the stack that runs them in sequence, rematerialized or in a scan."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from jaxllm.cache.attention_view import AttentionView, SequenceMask, mask_array
+from jaxllm.cache.kv_cache import KV
+from jaxllm.common.errors import InputError
+from jaxllm.nn.attention import BY_PARTS, Attention, ColumnBias
+from jaxllm.nn.linear import LayerNorm, RMSNorm, dropout, split_key
+from jaxllm.nn.mlp import MLP, GatedMLP
+from jaxllm.nn.platform.attention import cache_has_head_axis
+from jaxllm.nn.platform.training import after_gradient
+from jaxllm.parallel.sharding import constrain
+
+M = TypeVar("M")
+Norm = RMSNorm | LayerNorm
+
+
+def shallow_copy(module: M, **attributes: Any) -> M:
+    """Copies a module with some attributes replaced; all others are shared."""
+    copied = copy.copy(module)
+    for name, value in attributes.items():
+        # nnx's own setter raises while an enclosing jit is traced.
+        object.__setattr__(copied, name, value)
+    return copied
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """Inputs that all blocks of one call share: attention view, rotary angles, biases."""
+
+    view: AttentionView
+    rotary: tuple[Array, Array] | None = None
+    """Cosines and sines [B, T, 1, H]."""
+    bias: Float[Array, "#B N T S"] | ColumnBias | None = None
+    """Bias added to the self-attention scores."""
+    cross_visible: Bool[Array, "B 1 #T E"] | SequenceMask | None = None
+    """Cross-attention mask: True at encoder positions to attend to. Required with an encoder."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockOptions:
+    """Rare inputs of one block; all None in plain inference."""
+
+    head_mask: Float[Array, " N"] | None = None
+    cross_head_mask: Float[Array, " N"] | None = None
+    key: Array | None = None
+    """Dropout key; None in inference."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockOutput:
+    """Output of one block."""
+
+    x: Float[Array, "B T D"]
+    kv: KV | None
+    """The layer's KV cache with the new positions written; None without a cache."""
+    attentions: Float[Array, "B N T S"] | None
+    """Self-attention weights, if requested."""
+    cross_attentions: Float[Array, "B N T E"] | None
+    """Cross-attention weights, if requested."""
+
+
+class Block(nnx.Module):
+    """Transformer block: residual sublayers of self-attention, cross-attention if any, and MLP.
+
+    Each sublayer is ``x += post_norm(part(norm(x)))``, where most families have no `post_norm`.
+    With `norm_last` it is ``x = norm(x + part(x))``, as in the original transformer (BART). `clamp`
+    is applied after each sublayer (T5 in float16 clamps there).
+
+    The sublayers `attn`, `cross` and `mlp` are attributes with these names, and their norms with
+    ``_norm`` and ``_post_norm`` after them, so that paths of parameters say what each is.
+    """
+
+    def __init__(
+        self,
+        attn_norm: Norm,
+        attn: Attention,
+        mlp_norm: Norm,
+        mlp: MLP | GatedMLP,
+        cross_norm: Norm | None = None,
+        cross: Attention | None = None,
+        *,
+        attn_post_norm: Norm | None = None,
+        mlp_post_norm: Norm | None = None,
+        norm_last: bool = False,
+        dropout_rate: float = 0.0,
+        clamp: Callable[[Array], Array] | None = None,
+    ):
+        self.attn_norm, self.attn, self.attn_post_norm = attn_norm, attn, attn_post_norm
+        self.cross_norm, self.cross, self.cross_post_norm = cross_norm, cross, None
+        self.mlp_norm, self.mlp, self.mlp_post_norm = mlp_norm, mlp, mlp_post_norm
+        self.norm_last, self.dropout_rate, self.clamp = norm_last, dropout_rate, clamp
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        context: Context,
+        cache: KV | None,
+        cross_kv: KV | None,
+        options: BlockOptions,
+        cache_is_empty: bool,
+        want_weights: bool,
+    ) -> BlockOutput:
+        keys = split_key(options.key, 7)
+        attn_key, attn_drop, cross_key, cross_drop, mlp_key, mlp_drop, kv_key = keys
+        y = self._input_of("attn", x)
+        k, v = self.attn.keys_values(y, context.rotary, kv_key)
+        kv = used_slots = None
+        if cache is not None and context.view.write_slots is not None:
+            cache = kv = cache.write(k, v, context.view.write_slots)
+            used_slots = context.view.used_slots
+        if kv is None or cache_is_empty:  # attend to the new positions only
+            kv, used_slots = KV.from_sequence(k, v), None
+        y, weights = self.attn(
+            y,
+            kv,
+            visible=context.view.visible,
+            rotary=context.rotary,
+            bias=context.bias,
+            head_mask=options.head_mask,
+            key=attn_key,
+            want_weights=want_weights,
+            used_slots=used_slots,
+        )
+        x = self._add("attn", x, y, attn_drop)
+        cross_weights = None
+        if self.cross is not None and cross_kv is not None:
+            assert context.cross_visible is not None
+            y, cross_weights = self.cross(
+                self._input_of("cross", x),
+                cross_kv,
+                visible=context.cross_visible,
+                head_mask=options.cross_head_mask,
+                key=cross_key,
+                want_weights=want_weights,
+            )
+            x = self._add("cross", x, y, cross_drop)
+        x = self._add("mlp", x, self.mlp(self._input_of("mlp", x), key=mlp_key), mlp_drop)
+        return BlockOutput(x, cache, weights, cross_weights)
+
+    def _input_of(self, sublayer: str, x: Array) -> Array:
+        return x if self.norm_last else getattr(self, f"{sublayer}_norm")(x)
+
+    def _add(self, sublayer: str, x: Array, y: Array, key: Array | None) -> Array:
+        """Adds the output of a sublayer to its input."""
+        post_norm = getattr(self, f"{sublayer}_post_norm")
+        y = y if post_norm is None else post_norm(y)
+        # With this constraint XLA all-reduces the partial sums of tensor parallelism.
+        x = constrain(x + dropout(y, self.dropout_rate, key), "rows")
+        x = getattr(self, f"{sublayer}_norm")(x) if self.norm_last else x
+        return x if self.clamp is None else self.clamp(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class StackOutput:
+    """Output of all blocks and the final norm. Tuples have one entry per layer."""
+
+    x: Float[Array, "B T D"]
+    layers: tuple[KV, ...] | None
+    """The layers' KV caches with the new positions written."""
+    hidden_states: tuple[Float[Array, "B T D"], ...] | None
+    """Input of each block, then `x`."""
+    attentions: tuple[Float[Array, "B N T S"], ...] | None
+    cross_attentions: tuple[Float[Array, "B N T E"], ...] | None
+
+
+# A block with rematerialization: the backward pass recomputes the activations. With
+# `jax.checkpoint` the recomputation depends on the block's inputs only, so XLA on CPU may recompute
+# all blocks up front and save almost no memory. Here it waits for the gradient of the block's
+# output. There is no forward-mode derivative (`jax.jvp`).
+_recomputed = jax.custom_vjp(Block.__call__, nondiff_argnums=(6, 7))
+
+
+def _forward(*args: Any) -> tuple[BlockOutput, tuple[Any, ...]]:
+    return Block.__call__(*args), args[:6]
+
+
+def _backward(
+    cache_is_empty: bool, want_weights: bool, inputs: tuple[Any, ...], gradients: BlockOutput
+) -> tuple[Any, ...]:
+    flags = {"cache_is_empty": cache_is_empty, "want_weights": want_weights}
+    run = functools.partial(Block.__call__, **flags)
+    # The barrier delays use of all inputs, all-gathered weights too, until the gradients exist.
+    (block, x, *rest), gradients = jax.lax.optimization_barrier((inputs, gradients))
+    return jax.vjp(run, block, after_gradient(x, gradients.x), *rest)[1](gradients)
+
+
+_recomputed.defvjp(_forward, _backward)
+
+# Jitted, so that identical blocks share one trace: 30 layers trace in the time of one.
+_run_block = jax.jit(Block.__call__, static_argnums=(6, 7))
+_run_recomputed = jax.jit(_recomputed, static_argnums=(6, 7))
+
+
+def _layer_head_mask(head_mask: Array | None, i: int):
+    """Layer i's head mask: row i of [L, N]; a mask [N] applies to every layer."""
+    if head_mask is None:
+        return None
+    head_mask = jnp.asarray(head_mask)
+    return head_mask if head_mask.ndim == 1 else head_mask[i]
+
+
+class Stack(nnx.Module):
+    """Transformer blocks in sequence, then the final norm.
+
+    `position_bias` has no entry, one relative bias for all blocks (T5), or one per block (umT5).
+    With `remat` the backward pass recomputes each block's activations. With `scan_layers` calls
+    without a KV cache run equal blocks in a scan, which compiles one of them. `platform` decides
+    the layout of the KV cache, and no number.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        norm: RMSNorm | LayerNorm,
+        *,
+        position_bias: Sequence[nnx.Module] = (),
+        embedding_dropout: float = 0.0,
+        output_dropout: float = 0.0,
+        remat: bool = False,
+        scan_layers: bool = False,
+        platform: str = "cpu",
+    ):
+        self.blocks, self.norm = nnx.List(blocks), norm
+        self.position_bias = nnx.List(position_bias)
+        self.embedding_dropout, self.output_dropout = embedding_dropout, output_dropout
+        self.remat, self.scan_layers, self.platform = remat, scan_layers, platform
+
+    @property
+    def has_windows(self) -> bool:
+        """True if any block uses sliding-window attention."""
+        return any(block.attn.window is not None for block in self.blocks)
+
+    @property
+    def cache_has_head_axis(self) -> bool:
+        """True if heads have an axis of their own in the KV cache (`KV`)."""
+        return cache_has_head_axis(self.platform, self.blocks[0].attn.head_dim)
+
+    def first_blocks(self, count: int) -> Stack:
+        """A stack of the first `count` blocks and the final norm, with shared parameters.
+
+        Raises:
+            InputError: `count` is not between 1 and the number of blocks.
+        """
+        if not 1 <= count <= len(self.blocks):
+            raise InputError(
+                f"assistant_early_exit: the model has {len(self.blocks)} layers, "
+                f"so there are no {count}"
+            )
+        return shallow_copy(self, blocks=tuple(self.blocks)[:count])
+
+    def project_cross_kv(
+        self, encoder_states: Float[Array, "B E D"], key: Array | None = None
+    ) -> tuple[KV, ...]:
+        """Computes the cross-attention keys and values of every block, once per generation."""
+        crosses = [block.cross for block in self.blocks if block.cross is not None]
+        return tuple(
+            KV.from_sequence(
+                *cross.keys_values(encoder_states, key=k), head_axis=self.cache_has_head_axis
+            )
+            for cross, k in zip(crosses, split_key(key, len(crosses)), strict=True)
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        context: Context,
+        *,
+        layers: tuple[KV, ...] | None = None,
+        cross_kv: tuple[KV, ...] | None = None,
+        cache_is_empty: bool = False,
+        head_mask: Float[Array, "L N"] | Float[Array, " N"] | None = None,
+        cross_head_mask: Float[Array, "L N"] | Float[Array, " N"] | None = None,
+        key: Array | None = None,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
+    ) -> StackOutput:
+        """Runs the blocks and the final norm.
+
+        Args:
+            x: token embeddings.
+            layers: each block's KV cache; None: no cache.
+            cross_kv: each block's cross-attention keys and values (`project_cross_kv`).
+            cache_is_empty: prefill; the new positions attend to each other only.
+            key: dropout key; None in inference.
+        """
+        run = _run_recomputed if self.remat else _run_block
+        keys = split_key(key, len(self.blocks) + 2)
+        x = constrain(dropout(x, self.embedding_dropout, keys[-2]), "rows")
+
+        def kept(out: BlockOutput) -> tuple[Any, ...]:
+            return out.kv, out.attentions, out.cross_attentions
+
+        def step(x: Array, layer: tuple[Any, ...]) -> tuple[Array, tuple[Any, ...]]:
+            out = run(layer[0], x, *layer[1:], cache_is_empty, output_attentions)
+            return out.x, (x if output_hidden_states else None, *kept(out))
+
+        inputs = self._layer_inputs(context, layers, cross_kv, head_mask, cross_head_mask, keys)
+        # A scan would copy the KV caches of all layers, at every decode step.
+        if self.scan_layers and layers is None:
+            x, outputs = scan_layers(step, x, inputs)
+        else:
+            outputs = []
+            for layer in inputs:
+                out = run(layer[0], x, *layer[1:], cache_is_empty, output_attentions)
+                outputs.append((x, *kept(out)))
+                x = out.x
+        x = self.norm(x)
+        x = dropout(x, self.output_dropout, keys[-1])
+        hidden, new_layers, attentions, cross_attentions = zip(*outputs, strict=True)
+        crosses = output_attentions and cross_kv is not None
+        return StackOutput(
+            x=x,
+            layers=None if layers is None else new_layers,
+            hidden_states=(*hidden, x) if output_hidden_states else None,
+            attentions=attentions if output_attentions else None,
+            cross_attentions=cross_attentions if crosses else None,
+        )
+
+    def _layer_inputs(
+        self,
+        context: Context,
+        layers: tuple[KV, ...] | None,
+        cross_kv: tuple[KV, ...] | None,
+        head_mask: Array | None,
+        cross_head_mask: Array | None,
+        keys: tuple[Array | None, ...],
+    ) -> list[tuple[Block, Context, KV | None, KV | None, BlockOptions]]:
+        """The arguments of each block's run, except x."""
+        inputs = []
+        for i, (block, own) in enumerate(zip(self.blocks, self._contexts(context), strict=True)):
+            options = BlockOptions(
+                head_mask=_layer_head_mask(head_mask, i),
+                cross_head_mask=_layer_head_mask(cross_head_mask, i),
+                key=keys[i],
+            )
+            cache = None if layers is None else layers[i]
+            cross = None if cross_kv is None else cross_kv[i]
+            inputs.append((block, own, cache, cross, options))
+        return inputs
+
+    def _contexts(self, context: Context) -> list[Context]:
+        """Each block's context, with its attention window and its relative bias."""
+        windows = dict.fromkeys(block.attn.window for block in self.blocks)
+        views = {window: context.view.for_layer(window) for window in windows}
+        columns = (context.view.query_columns, context.view.key_columns)
+        biases: list[Any] = [ColumnBias(bias, *columns) for bias in self.position_bias]
+        if self.blocks[0].attn.implementation not in BY_PARTS:
+            # Masks and biases are computed once for all layers.
+            views = {window: view.with_mask_array() for window, view in views.items()}
+            biases = [bias.array() for bias in biases]
+            if context.cross_visible is not None:
+                cross_visible = mask_array(context.cross_visible)
+                context = dataclasses.replace(context, cross_visible=cross_visible)
+        contexts = []
+        for i, block in enumerate(self.blocks):
+            # T5 has one bias for all blocks, umT5 one per block.
+            bias = biases[min(i, len(biases) - 1)] if biases else context.bias
+            view = views[block.attn.window]
+            contexts.append(dataclasses.replace(context, view=view, bias=bias))
+        return contexts
+
+
+Inputs = TypeVar("Inputs")
+Output = TypeVar("Output")
+Step = Callable[[Float[Array, "B T D"], Inputs], tuple[Float[Array, "B T D"], Output]]
+"""Runs one layer, given by its parameters and other inputs: (its output, what it returns)."""
+
+
+def unroll_layers(
+    step: Step[Inputs, Output], x: Float[Array, "B T D"], layers: Sequence[Inputs]
+) -> tuple[Float[Array, "B T D"], list[Output]]:
+    """``x, out = step(x, layer)`` for one layer after the other: the last x, and each `out`."""
+    outputs = []
+    for layer in layers:
+        x, out = step(x, layer)
+        outputs.append(out)
+    return x, outputs
+
+
+def scan_layers(
+    step: Step[Inputs, Output], x: Float[Array, "B T D"], layers: Sequence[Inputs]
+) -> tuple[Float[Array, "B T D"], list[Output]]:
+    """`unroll_layers`, with a `jax.lax.scan` over neighbours of the same structure.
+
+    The structure is that of the pytree, its static fields included: layers with and without a
+    window, or with and without LoRA, are in scans of their own. Their arrays are copied into one
+    array, except those that are the same object in all layers (masks, RoPE's angles).
+    """
+    outputs: list[Output] = []
+    for _, group in itertools.groupby(layers, structure):
+        same = list(group)
+        # The first of T5's blocks takes bfloat16, and all give float32.
+        changes_dtype = jax.eval_shape(step, x, same[0])[0].dtype != x.dtype
+        x, first = unroll_layers(step, x, same[:changes_dtype])
+        rest = same[changes_dtype:]
+        run = _scan if len(rest) > 1 else unroll_layers
+        x, others = run(step, x, rest)
+        outputs += first + others
+    return x, outputs
+
+
+def structure(tree: object) -> Hashable:
+    """Structure of a pytree, and shapes and dtypes of its leaves."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+
+
+def _scan(
+    step: Step[Inputs, Output], x: Float[Array, "B T D"], layers: Sequence[Inputs]
+) -> tuple[Float[Array, "B T D"], list[Output]]:
+    treedef = jax.tree.structure(layers[0])
+    leaves = list(zip(*map(jax.tree.leaves, layers), strict=True))
+    shared = [all(x is of_layers[0] for x in of_layers) for of_layers in leaves]
+
+    def body(x: Array, arrays: list[Array]) -> tuple[Array, Output]:
+        own = iter(arrays)
+        layer = [xs[0] if same else next(own) for xs, same in zip(leaves, shared, strict=True)]
+        return step(x, treedef.unflatten(layer))
+
+    stacked = [jnp.stack(xs) for xs, same in zip(leaves, shared, strict=True) if not same]
+    x, outputs = jax.lax.scan(body, x, stacked)
+    parts, treedef = jax.tree.flatten(outputs)
+    return x, [treedef.unflatten([a[i] for a in parts]) for i in range(len(layers))]
