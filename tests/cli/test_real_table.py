@@ -70,6 +70,7 @@ def csv_bytes(frame: pd.DataFrame) -> bytes:
 def command(folder: Path, source: Path, output: Path, *flags: object) -> subprocess.Popen[str]:
     arguments = [
         *(sys.executable, ROOT / "generate.py", "--model", MODEL, "--slots", 16),
+        *("--config", "max_position_embeddings=512"),  # for the long prompts
         *("--input", source, "--output", output, "--template", TEMPLATE, "--keep", "all"),
         *flags,
     ]
@@ -110,7 +111,9 @@ def check(frame: pd.DataFrame, result: pd.DataFrame, new_tokens: int) -> None:
         for _, row in sample.iterrows()
     ]
     rows = [{"prompt": text, "max_new_tokens": new_tokens} for text in prompts]
-    engine = jaxllm.BatchGenerator(*jaxllm.load(MODEL), slots=16)
+    engine = jaxllm.BatchGenerator(
+        *jaxllm.load(MODEL, config={"max_position_embeddings": 512}), slots=16
+    )
     expected = [output.text for output in engine.generate(rows)]
     assert list(result["text"].iloc[:: len(frame) // 20]) == expected
 
@@ -153,7 +156,9 @@ def test_the_same_through_parquet_polars_and_ray(tmp_path: Path):
     run(tmp_path, tmp_path / "rows.parquet", tmp_path / "one.parquet", *new)
     result = pl.read_parquet(tmp_path / "one.parquet")
     check(frame, result.to_pandas(), 12)
-    engine = jaxllm.BatchGenerator(*jaxllm.load(MODEL), slots=16, max_new_tokens=12)
+    engine = jaxllm.BatchGenerator(
+        *jaxllm.load(MODEL, config={"max_position_embeddings": 512}), slots=16, max_new_tokens=12
+    )
     direct = engine.generate_table(pl.from_pandas(frame), template=TEMPLATE)
     assert direct["text"].equals(result["text"])
     assert direct.columns == result.columns
