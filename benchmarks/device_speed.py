@@ -142,7 +142,7 @@ def measure_prefill(model: Any, sizes: Sizes, limits: Limits) -> Measurement:
     seconds = statistics.median(seconds_of(call, sizes.repeats))
     flops = model_flops(model)
     # Logits are computed for the last token of a row only.
-    head = 2.0 * model.head.weight.size * rows * (tokens - 1)
+    head = 2.0 * model.head.layer.weight.size * rows * (tokens - 1)
     products = flops.of(TokenCounts(rows * tokens, rows * tokens**2)) / 3 - head
     return Measurement(
         name=f"prefill, {rows} x {tokens}",

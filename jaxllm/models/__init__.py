@@ -4,6 +4,12 @@
 """
 
 from jaxllm.models.decoder import Decoder
+from jaxllm.models.gemma2 import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma2ForSequenceClassification,
+    Gemma2Model,
+)
 from jaxllm.models.gpt2 import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, GPT2Model
 from jaxllm.models.llama import (
     LlamaConfig,
@@ -47,6 +53,10 @@ __all__ = [
     "GPT2ForSequenceClassification",
     "GPT2LMHeadModel",
     "GPT2Model",
+    "Gemma2Config",
+    "Gemma2ForCausalLM",
+    "Gemma2ForSequenceClassification",
+    "Gemma2Model",
     "LlamaConfig",
     "LlamaForCausalLM",
     "LlamaForSequenceClassification",

@@ -73,6 +73,8 @@ class ModelConfig(metaclass=_ConfigType):
     attribute_map: ClassVar[Mapping[str, str]] = {}
     """Other names of fields, which config.json and `config.NAME` may use too -> field."""
     is_encoder_decoder: ClassVar[bool] = False
+    logit_softcap: ClassVar[float | None] = None
+    """Soft cap of the logits (`models.model.Head`)."""
 
     vocab_size: int
     pad_token_id: int | None = None

@@ -9,10 +9,12 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from jaxllm.common.errors import ConfigError, quoted
+from jaxllm.common.errors import ConfigError, UnsupportedError, quoted
 
 MAX_LAYERS = 4096
 MAX_SIZE = 2**26
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Entries of `layer_types`."""
 
 
 def coerce(key: str, value: object, hint: object) -> Any:
@@ -86,3 +88,16 @@ def check_divides(config: object, whole: str, part: str) -> None:
     a, b = getattr(config, whole), getattr(config, part)
     if a % b:
         raise ConfigError(f"{whole}: {a} is not a multiple of {part}, {b}")
+
+
+def check_layer_types(types: tuple[str, ...] | None, layers: int) -> None:
+    """Checks that `layer_types`, if set, names full or sliding attention for each layer."""
+    if types is None:
+        return
+    if len(types) != layers:
+        raise ConfigError(f"layer_types: {len(types)} layers, but num_hidden_layers is {layers}")
+    for name in types:
+        if name not in (FULL, SLIDING):
+            raise UnsupportedError(
+                f"layer_types: expected {FULL} or {SLIDING}, found {quoted(name)}"
+            )

@@ -339,9 +339,10 @@ class LanguageModel(Generates, Model[C]):
         return self.embedding(tokens)
 
     @property
-    def head(self) -> Linear | Embedding:
-        """The LM head, or the tied embedding in its place."""
-        return self.embedding if self.lm_head is None else self.lm_head
+    def head(self) -> Head:
+        """The LM head, with the tied embedding if it has no matrix of its own."""
+        layer = self.embedding if self.lm_head is None else self.lm_head
+        return Head(layer, self.config.logit_softcap)
 
     def scaled_for_head(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Hidden states as the LM head reads them."""
@@ -349,14 +350,14 @@ class LanguageModel(Generates, Model[C]):
 
     def logits(self, x: Float[Array, "... D"], key: Array | None = None) -> Float[Array, "... V"]:
         """Float32 logits of hidden states."""
-        return head_logits(self.head, self.scaled_for_head(x), key)
+        return self.head(self.scaled_for_head(x), key)
 
     def head_inputs(
         self, *, dropout_key: Array | None = None, **inputs: Any
     ) -> tuple[Float[Array, "B T D"], Array | None]:
         """One forward pass up to the LM head: its input, and its dropout key.
 
-        ``head_logits(model.head, *model.head_inputs(...))`` are the logits of `__call__`.
+        ``model.head(*model.head_inputs(...))`` are the logits of `__call__`.
         """
         raise NotImplementedError
 
@@ -421,12 +422,24 @@ class LanguageModel(Generates, Model[C]):
         )
 
 
-def head_logits(
-    head: Linear | Embedding, x: Float[Array, "... D"], key: Array | None = None
-) -> Float[Array, "... V"]:
-    """Float32 logits of an LM head or a tied embedding."""
-    logits = head.attend(x) if isinstance(head, Embedding) else head(x, key)
-    return logits.astype(jnp.float32)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """LM head: float32 logits of hidden states, as a function.
+
+    With a `softcap` c the logits x become ``c * tanh(x / c)`` (Gemma 2).
+    """
+
+    layer: Linear | Embedding
+    """The head's own matrix, or the tied embedding."""
+    softcap: float | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def __call__(self, x: Float[Array, "... D"], key: Array | None = None) -> Float[Array, "... V"]:
+        """Logits; `key` is that of LoRA's dropout."""
+        layer = self.layer
+        logits = layer.attend(x) if isinstance(layer, Embedding) else layer(x, key)
+        logits = logits.astype(jnp.float32)
+        return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
 
 
 def take_column(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jaxllm.common.errors import ConfigError, UnsupportedError, quoted
+from jaxllm.common.errors import ConfigError, quoted
 from jaxllm.models import config_checks as checks
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
@@ -39,7 +39,9 @@ class Qwen2Config(RotaryConfig):
         if not self.use_sliding_window:
             return None
         types = self.layer_types
-        sliding = layer >= self.max_window_layers if types is None else types[layer] == SLIDING
+        sliding = (
+            layer >= self.max_window_layers if types is None else types[layer] == checks.SLIDING
+        )
         return self.sliding_window if sliding else None
 
     @property
@@ -58,25 +60,12 @@ class Qwen2Config(RotaryConfig):
         if self.max_window_layers < 0:
             found = self.max_window_layers
             raise ConfigError(f"max_window_layers: expected 0 or more, found {quoted(found)}")
-        if self.layer_types is None:
-            return
-        if len(self.layer_types) != self.num_hidden_layers:
+        checks.check_layer_types(self.layer_types, self.num_hidden_layers)
+        slides = checks.SLIDING in (self.layer_types or ())
+        if slides and not (self.use_sliding_window and self.sliding_window):
             raise ConfigError(
-                f"layer_types: {len(self.layer_types)} layers, but num_hidden_layers is "
-                f"{self.num_hidden_layers}"
+                f"layer_types: {checks.SLIDING} needs use_sliding_window true and a sliding_window"
             )
-        for name in self.layer_types:
-            if name not in (FULL, SLIDING):
-                raise UnsupportedError(
-                    f"layer_types: expected {FULL} or {SLIDING}, found {quoted(name)}"
-                )
-        if SLIDING in self.layer_types and not (self.use_sliding_window and self.sliding_window):
-            raise ConfigError(
-                f"layer_types: {SLIDING} needs use_sliding_window true and a sliding_window"
-            )
-
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class Qwen2Backbone(RotaryModel[Qwen2Config]):

@@ -50,11 +50,7 @@ class Qwen3ForSequenceClassification(SequenceClassifier):
     backbone_class = Qwen3Backbone
 
 
-QWEN3_TABLE = dataclasses.replace(
-    ROTARY_TABLE,
-    entries=(
-        *ROTARY_TABLE.entries,
-        *norm(f"{LAYER}.attn.q_norm", f"{HF_LAYER}.self_attn.q_norm"),
-        *norm(f"{LAYER}.attn.k_norm", f"{HF_LAYER}.self_attn.k_norm"),
-    ),
+QWEN3_TABLE = ROTARY_TABLE.with_entries(
+    *norm(f"{LAYER}.attn.q_norm", f"{HF_LAYER}.self_attn.q_norm"),
+    *norm(f"{LAYER}.attn.k_norm", f"{HF_LAYER}.self_attn.k_norm"),
 )

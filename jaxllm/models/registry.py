@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import ConfigError, UnsupportedError, quoted
-from jaxllm.models import gpt2, llama, mistral, qwen2, qwen3
+from jaxllm.models import gemma2, gpt2, llama, mistral, qwen2, qwen3
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
@@ -116,6 +116,14 @@ FAMILIES: Mapping[str, Family] = {
         language_model=qwen3.Qwen3ForCausalLM,
         classifier=qwen3.Qwen3ForSequenceClassification,
         headless=qwen3.Qwen3Model,
+    ),
+    "gemma2": _decoder_only(
+        gemma2.Gemma2Config,
+        gemma2.GEMMA2_TABLE,
+        ("num_hidden_layers", "attention_bias"),
+        language_model=gemma2.Gemma2ForCausalLM,
+        classifier=gemma2.Gemma2ForSequenceClassification,
+        headless=gemma2.Gemma2Model,
     ),
     "gpt2": _decoder_only(
         gpt2.GPT2Config,

@@ -165,6 +165,9 @@ class LayerFactory:
     config: RotaryConfig
     options: Options
     rngs: nnx.Rngs | None
+    unit_offset: bool = False
+    """Norms multiply by ``1 + weight`` (`RMSNorm`)."""
+    embedding_scale: float | None = None
 
     def linear(self, inputs: int, outputs: int, *, bias: bool = False) -> Linear:
         return Linear(
@@ -182,6 +185,7 @@ class LayerFactory:
             c.vocab_size,
             c.hidden_size,
             std=c.initializer_range,
+            scale=self.embedding_scale,
             rngs=self.rngs,
             **self.options.dtypes,
         )
@@ -189,7 +193,8 @@ class LayerFactory:
     def norm(self, size: int | None = None) -> RMSNorm:
         """RMSNorm over `size` features, the model's width by default."""
         c = self.config
-        return RMSNorm(size or c.hidden_size, eps=c.rms_norm_eps, **self.options.dtypes)
+        options = {"eps": c.rms_norm_eps, "unit_offset": self.unit_offset, **self.options.dtypes}
+        return RMSNorm(size or c.hidden_size, **options)
 
     def attention(
         self,
@@ -198,9 +203,11 @@ class LayerFactory:
         output_bias: bool = False,
         normed_heads: bool = False,
         window: int | None = None,
+        scores: Scores | None = None,
     ) -> Attention:
         """Grouped-query attention. `bias`: of q, k and v. `normed_heads`: RMSNorm of each head's
-        query and key. `window`: sliding-window attention."""
+        query and key. `window`: sliding-window attention. `scores`: by default those of products
+        over the square root of a head's size."""
         c, size = self.config, self.config.size_per_head
         return Attention(
             q=self.linear(c.hidden_size, c.num_attention_heads * size, bias=bias),
@@ -210,7 +217,7 @@ class LayerFactory:
             heads=c.num_attention_heads,
             kv_heads=c.kv_heads,
             head_dim=size,
-            scores=Scores(size**-0.5),
+            scores=scores or Scores(size**-0.5),
             dropout_rate=c.attention_dropout,
             implementation=self.options.attn_implementation,
             q_norm=self.norm(size) if normed_heads else None,
@@ -232,13 +239,17 @@ class RotaryModel(Backbone[C]):
     """Backbone of Llama-like models: embedding, blocks, RMSNorm. A family defines `block`."""
 
     def __init__(self, config: C, options: Options, *, rngs: nnx.Rngs | None):
-        make = LayerFactory(config, options, rngs)
+        make = self.layer_factory(config, options, rngs)
         self.config = config
         self.rope, self.rope_per_row = without_unused(config.rotary), False
         self.embed = make.embedding()
         blocks = [self.block(make, layer) for layer in range(config.num_hidden_layers)]
         self.stack = Stack(blocks, make.norm(), **options.stack)
         self.config = config.forward_part()
+
+    @staticmethod
+    def layer_factory(config: Any, options: Options, rngs: nnx.Rngs | None) -> LayerFactory:
+        return LayerFactory(config, options, rngs)
 
     def block(self, make: LayerFactory, layer: int) -> Block:
         """Builds block number `layer`."""

@@ -108,6 +108,17 @@ class Table:
                 return entry if layer is None else entry.for_layer(layer[1])
         raise KeyError(f"{path}: no tensor in the table of this family")
 
+    def with_entries(self, *entries: Entry) -> Table:
+        """A table with these entries, in place of those of the same parameters or tensors."""
+        parameters = {path for entry in entries for path in entry.parameters}
+        tensors = {entry.tensor for entry in entries}
+        kept = [
+            entry
+            for entry in self.entries
+            if entry.tensor not in tensors and not parameters.intersection(entry.parameters)
+        ]
+        return dataclasses.replace(self, entries=(*kept, *entries))
+
     def is_buffer(self, name: str) -> bool:
         return any(re.fullmatch(pattern, name) for pattern in self.buffers)
 

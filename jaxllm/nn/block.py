@@ -397,23 +397,47 @@ def unroll_layers(
 def scan_layers(
     step: Step[Inputs, Output], x: Float[Array, "B T D"], layers: Sequence[Inputs]
 ) -> tuple[Float[Array, "B T D"], list[Output]]:
-    """`unroll_layers`, with a `jax.lax.scan` over neighbours of the same structure.
+    """`unroll_layers`, with a `jax.lax.scan` over layers whose structure repeats.
 
     The structure is that of the pytree, its static fields included: layers with and without a
-    window, or with and without LoRA, are in scans of their own. Their arrays are copied into one
-    array, except those that are the same object in all layers (masks, RoPE's angles).
+    window, or with and without LoRA, differ. Where they alternate, the body of the scan runs one
+    period of the pattern (Gemma 2: two layers). The layers' arrays are copied into one array,
+    except those that are the same object in all of them (masks, RoPE's angles).
     """
     outputs: list[Output] = []
-    for _, group in itertools.groupby(layers, structure):
-        same = list(group)
+    structures = [structure(layer) for layer in layers]
+    start = 0
+    while start < len(layers):
         # The first of T5's blocks takes bfloat16, and all give float32.
-        changes_dtype = jax.eval_shape(step, x, same[0])[0].dtype != x.dtype
-        x, first = unroll_layers(step, x, same[:changes_dtype])
-        rest = same[changes_dtype:]
-        run = _scan if len(rest) > 1 else unroll_layers
-        x, others = run(step, x, rest)
-        outputs += first + others
+        changes_dtype = jax.eval_shape(step, x, layers[start])[0].dtype != x.dtype
+        first = start + changes_dtype
+        x, out = unroll_layers(step, x, layers[start:first])
+        period, count = repetition(structures[first:])
+        stop = first + period * count
+        groups = [tuple(layers[i : i + period]) for i in range(first, stop, period)]
+        run = _scan if count > 1 else unroll_layers
+        x, others = run(functools.partial(unroll_layers, step), x, groups)
+        outputs += [*out, *itertools.chain(*others)]
+        start = stop
     return x, outputs
+
+
+def repetition(values: Sequence[Hashable]) -> tuple[int, int]:
+    """The period of the pattern that a sequence begins with, and how often it is repeated.
+
+    The pattern is the one that covers most of the sequence, with the shortest period.
+
+    >>> repetition("aaab"), repetition("ababab"), repetition("abc"), repetition("")
+    ((1, 3), (2, 3), (1, 1), (1, 0))
+    """
+    best = (1, min(1, len(values)))
+    for period in range(1, len(values) // 2 + 1):
+        count = 1
+        while values[count * period : (count + 1) * period] == values[:period]:
+            count += 1
+        if count > 1 and period * count > best[0] * best[1]:
+            best = (period, count)
+    return best
 
 
 def structure(tree: object) -> Hashable:

@@ -61,7 +61,10 @@ class Linear(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Token embedding; `attend` applies its matrix as LM head (tied embedding)."""
+    """Token embedding; `attend` applies its matrix as LM head (tied embedding).
+
+    With a `scale`, which is rounded to the compute dtype, embeddings are multiplied by it (Gemma).
+    """
 
     def __init__(
         self,
@@ -69,12 +72,13 @@ class Embedding(nnx.Module):
         features: int,
         *,
         std: float = 0.02,
+        scale: float | None = None,
         dtype: DTypeLike,
         param_dtype: DTypeLike,
         rngs: nnx.Rngs | None,
     ):
         self.weight = normal(rngs, (rows, features), std, param_dtype)
-        self.dtype = jnp.dtype(dtype)
+        self.dtype, self.scale = jnp.dtype(dtype), scale
 
     @property
     def features(self) -> int:
@@ -86,7 +90,11 @@ class Embedding(nnx.Module):
         x = self.rows(all_gather_fsdp(self.weight[...], "vocab", "embed"), ids)
         # Its gradient goes from shards of rows to shards of features (all-to-all), which the
         # table's gradient has: otherwise each device sums a whole table.
-        return constrain_gradient(x, "copies", None, "embed") if x.ndim == 3 else x
+        x = constrain_gradient(x, "copies", None, "embed") if x.ndim == 3 else x
+        return self.scaled(x)
+
+    def scaled(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        return x if self.scale is None else x * jnp.asarray(self.scale, self.dtype)
 
     def rows(self, table: Float[Array, "V D"], ids: Int[Array, ...]) -> Float[Array, "... D"]:
         # Ids are checked on the host. Without `clip` a bad traced id would give a vector of NaN.
@@ -108,17 +116,30 @@ class Embedding(nnx.Module):
 class RMSNorm(nnx.Module):
     """RMSNorm ``x / rms(x) * weight``: no mean, no bias (Zhang & Sennrich 2019, arXiv:1910.07467).
 
+    With `unit_offset` it is ``x / rms(x) * (1 + weight)``, in float32 to the end (Gemma).
+
     >>> norm = RMSNorm(4, eps=0.0, dtype=jnp.float32, param_dtype=jnp.float32)
     >>> norm(jnp.array([1.0, -1.0, 1.0, -1.0])).tolist()
     [1.0, -1.0, 1.0, -1.0]
     """
 
-    def __init__(self, features: int, *, eps: float, dtype: DTypeLike, param_dtype: DTypeLike):
-        self.weight = nnx.Param(jnp.ones((features,), param_dtype))
-        self.eps, self.dtype = eps, jnp.dtype(dtype)
+    def __init__(
+        self,
+        features: int,
+        *,
+        eps: float,
+        unit_offset: bool = False,
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
+    ):
+        start = jnp.zeros if unit_offset else jnp.ones
+        self.weight = nnx.Param(start((features,), param_dtype))
+        self.eps, self.unit_offset, self.dtype = eps, unit_offset, jnp.dtype(dtype)
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         y = over_rms(x.astype(jnp.float32), self.eps)
+        if self.unit_offset:
+            return (y * (1 + self.weight[...].astype(jnp.float32))).astype(self.dtype)
         return y.astype(self.dtype) * self.weight[...].astype(self.dtype)
 
 

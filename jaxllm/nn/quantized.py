@@ -219,14 +219,14 @@ class QuantizedEmbedding(Embedding):
 
     def __init__(self, matrix: QuantizedMatrix, base: Embedding):
         self.matrix = matrix
-        self.dtype = base.dtype
+        self.dtype, self.scale = base.dtype, base.scale
 
     @property
     def features(self) -> int:
         return self.matrix.shape[1]
 
     def __call__(self, ids: Int[Array, ...]) -> Float[Array, "... D"]:
-        return self.matrix.rows(ids, self.dtype)
+        return self.scaled(self.matrix.rows(ids, self.dtype))
 
     def attend(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
         return self.matrix.times(x.astype(self.dtype))

@@ -19,7 +19,7 @@ from jaxllm.common.errors import ConfigError, InputError
 from jaxllm.models.decoder_only import CausalLM, with_rope_per_row
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.losses import token_losses
-from jaxllm.models.model import Model, head_logits
+from jaxllm.models.model import Model
 from jaxllm.models.t5.model import T5ForConditionalGeneration
 from jaxllm.training.losses import (
     MAX_LOGITS,
@@ -110,7 +110,7 @@ def pair_logps(
     rows, length = labels.shape
     columns = columns_within(max_logits, (rows, length), model.config.vocab_size)
     if columns >= length:
-        losses = token_losses(head_logits(model.head, x, head_key), labels)[0].sum(axis=-1)
+        losses = token_losses(model.head(x, head_key), labels)[0].sum(axis=-1)
     else:
         losses = chunked_row_losses(columns, model.head, x, labels, head_key)
     counts = (labels != IGNORED).sum(axis=-1, dtype=jnp.float32)

@@ -26,9 +26,8 @@ from jaxllm.models.losses import (
     next_labels,
     token_losses,
 )
-from jaxllm.models.model import Model, head_logits
+from jaxllm.models.model import Head, Model
 from jaxllm.models.t5.model import T5ForConditionalGeneration
-from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.parallel.sharding import (
     all_gather_fsdp,
     constrain,
@@ -43,7 +42,6 @@ Batch = Mapping[str, Any]
 MAX_LOGITS = 1 << 27
 """512 MiB in float32; chunks of 2048 tokens of GPT-2's vocabulary, which keep a TPU's matrix unit
 busy."""
-Head = Linear | Embedding
 Sums = Any
 """A pytree of float32 scalars whose field `loss` is differentiated (`losses.LossSums`)."""
 SumsOf = Callable[[Float[Array, "tokens V"], Int[Array, " tokens"]], Sums]
@@ -116,7 +114,7 @@ class TokenLoss:
         labels = jnp.asarray(labels)
         columns = columns_within(self.max_logits, labels.shape, model.config.vocab_size)
         if columns >= labels.shape[1]:
-            return self.of_tokens(head_logits(model.head, x, head_key), labels)
+            return self.of_tokens(model.head(x, head_key), labels)
         return chunked_sums(self.of_tokens, columns, model.head, x, labels, head_key)
 
     def of_tokens(self, logits: Float[Array, "*B V"], labels: Int[Array, "*B"]) -> LossSums:
@@ -284,7 +282,7 @@ def chunked_sums(
     labels: Int[Array, "B T"],
     key: Array | None,
 ) -> Sums:
-    """``sums_of(head_logits(head, x, key), labels)``, added up over chunks of `columns` columns.
+    """``sums_of(head(x, key), labels)``, added up over chunks of `columns` columns.
 
     The gradient of a chunk is computed with its loss, while its logits are there, so that nothing
     is computed twice (as in Liger Kernel, Hsu et al. 2024, arXiv:2410.10989). There is no
@@ -310,7 +308,7 @@ def chunked_row_losses(
     @jax.checkpoint
     def add(losses: Float[Array, " B"], chunk: ChunkInputs) -> tuple[Float[Array, " B"], None]:
         hidden, targets, chunk_key = chunk
-        logits = head_logits(head, hidden.reshape(-1, hidden.shape[-1]), chunk_key)
+        logits = head(hidden.reshape(-1, hidden.shape[-1]), chunk_key)
         tokens, _ = token_losses(constrain(logits, "rows", "vocab"), targets.reshape(-1))
         return losses + tokens.reshape(targets.shape).sum(axis=-1), None
 
@@ -337,7 +335,7 @@ def _chunks_of(
 
 def _chunk_sums(sums_of: SumsOf, head: Head, x: Array, labels: Array, key: Array | None) -> Sums:
     # Tokens in one axis: with rows and columns apart a TPU copies the logits' gradients.
-    logits = head_logits(head, x.reshape(-1, x.shape[-1]), key)
+    logits = head(x.reshape(-1, x.shape[-1]), key)
     return sums_of(constrain(logits, "rows", "vocab"), labels.reshape(-1))
 
 
@@ -394,6 +392,7 @@ def _map_parameters(function: Callable[..., Array], head: Head) -> Head:
     """``function(parameter, *logical axes)`` of each parameter."""
 
     def one(path: tuple[Any, ...], leaf: Array) -> Array:
-        return function(leaf, *logical_axes(f"lm_head.{parameter_path(path)}"))
+        name = parameter_path(path).removeprefix("layer.")
+        return function(leaf, *logical_axes(f"lm_head.{name}"))
 
     return jax.tree_util.tree_map_with_path(one, head)

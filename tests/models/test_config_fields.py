@@ -45,6 +45,15 @@ ACTS = {
     "mistral": {**ROTARY, "sliding_window": 6},
     "qwen2": {**ROTARY, **WINDOWS},
     "qwen3": {**ROTARY, **WINDOWS, "attention_bias": True},
+    "gemma2": {
+        **ROTARY,
+        "sliding_window": 6,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "attention_bias": True,
+        "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": 3.0,
+    },
     "gpt2": {
         "vocab_size": 60,
         "n_embd": 64,
@@ -93,6 +102,8 @@ ROTARY_OTHERS = {
 OTHERS = {
     "llama": {**ROTARY_OTHERS, "pretraining_tp": 2},  # splits a product, with the same result
     **dict.fromkeys(tiny.ROTARY, ROTARY_OTHERS),
+    # Only causal attention is implemented; true raises.
+    "gemma2": {**ROTARY_OTHERS, "use_bidirectional_attention": False},
     "gpt2": {
         **TOKEN_IDS,
         "decoder_start_token_id": 5,

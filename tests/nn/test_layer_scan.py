@@ -126,6 +126,16 @@ def test_scans_of_equal_layers(family):
     assert jaxpr.count(" scan[") == (2 if family == "t5" else 1)
 
 
+@pytest.mark.parametrize(("layers", "scans"), [(6, 1), (5, 1)])
+def test_scans_of_alternating_layers(layers, scans):
+    """Windows in every other layer: the scan's body is one period of the pattern."""
+    plain, scanned = models("gemma2", num_hidden_layers=layers)
+    jaxpr = str(jax.make_jaxpr(lambda model: model(tiny.ids()).logits)(scanned))
+    assert jaxpr.count(" scan[") == scans
+    assert jaxpr.count("name=__call__") == 2 + layers % 2
+    np.testing.assert_allclose(tiny.logits(scanned), tiny.logits(plain), atol=1e-4)
+
+
 @pytest.mark.slow
 def test_decoding_with_a_cache():
     plain, scanned = (

@@ -326,6 +326,36 @@ QWEN3_VERSION_5 = {
     "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
     "transformers_version": "5.0.0",
 }
+GEMMA_2_2B = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": 50.0,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": 1,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "initializer_range": 0.02,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "torch_dtype": "float32",
+    "transformers_version": "4.42.4",
+    "use_cache": True,
+    "vocab_size": 256000,
+}
 
 CONFIGS = {
     "t5-small": T5_SMALL,
@@ -346,4 +376,5 @@ CONFIGS = {
     "Qwen2.5-7B-Instruct": QWEN2_5_7B_INSTRUCT,
     "Qwen3-0.6B": QWEN3_0_6B,
     "Qwen3-0.6B, saved by transformers 5": QWEN3_VERSION_5,
+    "gemma-2-2b": GEMMA_2_2B,
 }

@@ -70,7 +70,16 @@ ROTARY: dict[str, dict[str, Any]] = {
     },
 }
 ROTARY["qwen3"] = {**ROTARY["qwen2"], "model_type": "qwen3", "head_dim": 8}
-"""Llama's relatives: windows in all layers, or in the last."""
+ROTARY["gemma2"] = {
+    **CONFIGS["llama"],
+    "model_type": "gemma2",
+    "head_dim": 8,
+    "sliding_window": 4,
+    "query_pre_attn_scalar": 6,
+    "attn_logit_softcapping": 5.0,
+    "final_logit_softcapping": 8.0,
+}
+"""Llama's relatives: windows in all layers, in the last, or in every other one."""
 CONFIGS |= ROTARY
 
 

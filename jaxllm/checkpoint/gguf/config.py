@@ -17,7 +17,7 @@ import numpy as np
 from jaxllm.checkpoint.source import TensorInfo
 from jaxllm.common.errors import CheckpointError, UnsupportedError, listed, quoted
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gpt2", "t5", "t5encoder")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gpt2", "t5", "t5encoder")
 """llama.cpp's architecture names. Its converter writes Mistral as "llama", without the window."""
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -62,6 +62,9 @@ def hf_config_from_gguf(
     fields = Fields(metadata, architecture, source)
     if architecture in _ROTARY:
         config = _ROTARY[architecture](tensors) | _rotary(fields, tensors, rope_factors)
+        if architecture == "gemma2":
+            config |= _gemma2_fields(fields, config)
+            del config["hidden_act"]
     elif architecture == "gpt2":
         config = _gpt2(fields, tensors)
     else:
@@ -101,7 +104,24 @@ def _qwen3(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     return {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "attention_bias": bias}
 
 
-_ROTARY = {"llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3}
+def _gemma2(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    return {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}
+
+
+def _gemma2_fields(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Gemma 2's own fields; the scale of scores is not in a file, but the one of llama.cpp."""
+    is_27b = config["num_hidden_layers"] == 46
+    width = config["hidden_size"] // config["num_attention_heads"]
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": width if is_27b else config["head_dim"],
+        "sliding_window": fields.integer("attention.sliding_window"),
+        "attn_logit_softcapping": fields.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": fields.number("final_logit_softcapping", 30.0),
+    }
+
+
+_ROTARY = {"llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "gemma2": _gemma2}
 """Architectures with the fields that `_rotary` reads -> functions for their other fields."""
 
 

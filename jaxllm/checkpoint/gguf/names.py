@@ -1,11 +1,12 @@
 """Presents a GGUF model as a Hugging Face checkpoint: tensor names, tensor layout, config.
 
-llama.cpp renames tensors and changes the layout of two kinds, undone here:
+llama.cpp renames tensors and changes three kinds, undone here:
 
 * Llama's query and key projections, not Qwen's. Hugging Face rotates dimension ``i`` of a head with
   ``i + d/2`` (half-split), GGUF with its neighbour (interleaved), so the rows of each head are
   reordered; keys have ``num_key_value_heads`` heads.
 * GPT-2's ``Conv1D`` weights, which Hugging Face keeps as ``[in, out]``, are transposed in GGUF.
+* Gemma's norms multiply by ``1 + weight``, which is what GGUF has.
 """
 
 from __future__ import annotations
@@ -39,6 +40,12 @@ _QWEN3 = {
     **_LLAMA,
     "blk.{}.attn_q_norm": "model.layers.{}.self_attn.q_norm",
     "blk.{}.attn_k_norm": "model.layers.{}.self_attn.k_norm",
+}
+_GEMMA2 = {
+    **_LLAMA,
+    "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
+    "blk.{}.ffn_norm": "model.layers.{}.pre_feedforward_layernorm",
+    "blk.{}.post_ffw_norm": "model.layers.{}.post_feedforward_layernorm",
 }
 _GPT2 = {
     "token_embd": "transformer.wte",
@@ -88,6 +95,7 @@ _NAMES = {
     "llama": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _QWEN3,
+    "gemma2": _GEMMA2,
     "gpt2": _GPT2,
     "t5": _T5,
     "t5encoder": _T5ENCODER,
@@ -136,6 +144,8 @@ class _Tensor:
     transposed: bool = False
     heads: int | None = None
     """Number of heads for :func:`unpermute`; None: rows are in Hugging Face's order."""
+    added: float = 0.0
+    """What llama.cpp adds to the tensor."""
 
 
 class HFView(WeightSource):
@@ -178,6 +188,8 @@ class HFView(WeightSource):
                     f"{heads} heads of an even size"
                 )
             return _Tensor(name, heads=heads)
+        if architecture == "gemma2" and layer.endswith("norm"):
+            return _Tensor(name, added=1.0)
         conv1d = layer in _GPT2_CONV1D and name.endswith(".weight")
         return _Tensor(name, transposed=architecture == "gpt2" and conv1d)
 
@@ -194,7 +206,8 @@ class HFView(WeightSource):
         if tensor.transposed:
             return self.file.read(tensor.gguf_name, index[::-1]).T
         if tensor.heads is None:
-            return self.file.read(tensor.gguf_name, index)
+            values = self.file.read(tensor.gguf_name, index)
+            return values - values.dtype.type(tensor.added) if tensor.added else values
         rows = self.file.info(tensor.gguf_name).shape[0]
         size = rows // tensor.heads
         first, stop, _ = (index[0] if index else slice(None)).indices(rows)

@@ -1,4 +1,4 @@
-"""Mistral, Qwen2 and Qwen3 cases: windows shorter than the rows, biases, normed heads."""
+"""Mistral, Qwen2, Qwen3 and Gemma 2 cases: windows shorter than the rows, biases, normed heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parity_maker.llama import LLAMA
 
 CASES: list[Case] = []
 
-NAMES = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+NAMES = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma2": "Gemma2"}
 COMMON = {k: v for k, v in LLAMA.items() if k not in ("attention_bias", "mlp_bias")}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 GRADS = (
@@ -113,4 +113,48 @@ rotary(
     attention_bias=False,
     max_position_embeddings=256,
     rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+)
+GEMMA = {
+    "hidden_act": None,
+    "hidden_activation": "gelu",
+    "attention_bias": True,
+    "query_pre_attn_scalar": 7,
+    "sliding_window": 4,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 9.0,
+}
+GEMMA_NORMS = (
+    "model.layers.0.input_layernorm.weight",
+    "model.layers.0.post_attention_layernorm.weight",
+    "model.layers.1.pre_feedforward_layernorm.weight",
+    "model.layers.1.post_feedforward_layernorm.weight",
+)
+rotary(
+    "gemma2_full",
+    "biases, soft caps, scale 1/sqrt(7), windows of 4 in layers 1 and 2, own head, gelu, gradients",
+    GRADS + BIASES + GEMMA_NORMS,
+    **GEMMA,
+    num_hidden_layers=3,
+    layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    tie_word_embeddings=False,
+    rope_parameters={"rope_type": "default", "rope_theta": 120.0},
+)
+rotary(
+    "gemma2_published",
+    "fields of a published config.json: tied, gelu tanh, windows in layers 0 and 2, no biases",
+    **GEMMA
+    | {
+        "attention_bias": False,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 6,
+    },
+    num_hidden_layers=3,
+    rope_theta=90.0,
+)
+rotary(
+    "gemma2_cls_single",
+    f"sequence classification: {TASKS['single'][0]}",
+    task="single",
+    **GEMMA,
+    **labels_of(3),
 )

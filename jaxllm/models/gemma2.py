@@ -1,0 +1,152 @@
+"""Gemma 2 (Gemma Team 2024, arXiv:2408.00118).
+
+Llama with scaled embeddings, norms before and after each sublayer that multiply by ``1 + weight``,
+soft caps on scores and logits, and sliding-window attention in every other layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Self
+
+from flax import nnx
+
+from jaxllm.common.errors import UnsupportedError
+from jaxllm.models import config_checks as checks
+from jaxllm.models.build_options import Options
+from jaxllm.models.classifier import SequenceClassifier
+from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
+from jaxllm.models.rotary_decoder import (
+    HF_LAYER,
+    LAYER,
+    ROTARY_TABLE,
+    LayerFactory,
+    RotaryConfig,
+    RotaryModel,
+)
+from jaxllm.models.weights import norm
+from jaxllm.nn.attention import Scores
+from jaxllm.nn.block import Block
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma2Config(RotaryConfig):
+    """Gemma 2 config.
+
+    Layers of type "sliding_attention" have the window `sliding_window`: by default the first layer
+    and then every other one. `hidden_act`, which old files have too, is not read.
+    """
+
+    vocab_size: int = 256000
+    hidden_size: int = 2304
+    intermediate_size: int = 9216
+    num_hidden_layers: int = 26
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = 4
+    head_dim: int | None = 256
+    hidden_act: str = "gelu_pytorch_tanh"
+    max_position_embeddings: int = 8192
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = 2
+    eos_token_id: int | tuple[int, ...] | None = 1
+    tie_word_embeddings: bool = True
+    attention_bias: bool = False
+    query_pre_attn_scalar: int = 256
+    sliding_window: int | None = 4096
+    layer_types: tuple[str, ...] | None = None
+    final_logit_softcapping: float | None = 30.0
+    attn_logit_softcapping: float | None = 50.0
+    use_bidirectional_attention: bool | None = None
+
+    @property
+    def model_type(self) -> str:
+        return "gemma2"
+
+    @property
+    def logit_softcap(self) -> float | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.final_logit_softcapping
+
+    def window(self, layer: int) -> int | None:
+        """Attention window of this layer in tokens, the query's own included; None: no window."""
+        types = self.layer_types
+        sliding = layer % 2 == 0 if types is None else types[layer] == checks.SLIDING
+        return self.sliding_window if sliding else None
+
+    def forward_values(self) -> dict[str, Any]:
+        # The layers have these.
+        layers = {"sliding_window": None, "layer_types": None, "attn_logit_softcapping": None}
+        scale = {"query_pre_attn_scalar": 0, "use_bidirectional_attention": None}
+        return super().forward_values() | layers | scale
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        activation = raw.get("hidden_activation") or cls.hidden_act
+        # The kind of cache in transformers ("hybrid") changes no result.
+        others = ("hidden_activation", "cache_implementation")
+        named = {name: value for name, value in raw.items() if name not in others}
+        return super().from_dict({**named, "hidden_act": activation})
+
+    def to_json(self, model_type: str, architecture: str) -> dict[str, Any]:
+        raw = super().to_json(model_type, architecture)
+        raw["hidden_activation"] = raw.pop("hidden_act")
+        return raw
+
+    def check(self) -> None:
+        super().check()
+        checks.check_size(self, "query_pre_attn_scalar")
+        if self.sliding_window is not None:
+            checks.check_size(self, "sliding_window")
+        for name in ("final_logit_softcapping", "attn_logit_softcapping"):
+            if getattr(self, name) is not None:
+                checks.check_positive(self, name)
+        checks.check_layer_types(self.layer_types, self.num_hidden_layers)
+        if self.use_bidirectional_attention:
+            raise UnsupportedError(
+                "use_bidirectional_attention: only causal attention is implemented, found true"
+            )
+
+
+class Gemma2Backbone(RotaryModel[Gemma2Config]):
+    """Gemma 2 backbone: blocks with norms on both sides of attention and feed-forward layers."""
+
+    @staticmethod
+    def layer_factory(config: Any, options: Options, rngs: nnx.Rngs | None) -> LayerFactory:
+        scale = config.hidden_size**0.5
+        return LayerFactory(config, options, rngs, unit_offset=True, embedding_scale=scale)
+
+    def block(self, make: LayerFactory, layer: int) -> Block:
+        c = self.config
+        attn = make.attention(
+            bias=c.attention_bias,
+            output_bias=c.attention_bias,
+            window=c.window(layer),
+            scores=Scores(c.query_pre_attn_scalar**-0.5, c.attn_logit_softcapping),
+        )
+        return Block(
+            make.norm(),
+            attn,
+            make.norm(),
+            make.mlp(),
+            attn_post_norm=make.norm(),
+            mlp_post_norm=make.norm(),
+        )
+
+
+class Gemma2Model(DecoderOnlyModel):
+    backbone_class = Gemma2Backbone
+
+
+class Gemma2ForCausalLM(CausalLM):
+    backbone_class = Gemma2Backbone
+
+
+class Gemma2ForSequenceClassification(SequenceClassifier):
+    backbone_class = Gemma2Backbone
+
+
+GEMMA2_TABLE = ROTARY_TABLE.with_entries(
+    *norm(f"{LAYER}.attn_post_norm", f"{HF_LAYER}.post_attention_layernorm"),
+    *norm(f"{LAYER}.mlp_norm", f"{HF_LAYER}.pre_feedforward_layernorm"),
+    *norm(f"{LAYER}.mlp_post_norm", f"{HF_LAYER}.post_feedforward_layernorm"),
+)
