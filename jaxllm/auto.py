@@ -19,10 +19,10 @@ from jaxllm.loading import tokenizer_of
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder_only import CausalLM
+from jaxllm.models.encoder_decoder import EncoderDecoderLM
 from jaxllm.models.model import BaseModel
 from jaxllm.models.pretrained import pretrained
 from jaxllm.models.registry import FAMILIES, model_spec
-from jaxllm.models.t5 import T5ForConditionalGeneration
 from jaxllm.tokenizers import Tokenizer, load_tokenizer
 from jaxllm.tokenizers.batch import checked_side
 
@@ -93,7 +93,7 @@ class AutoModel(_Auto):
 
 
 class AutoModelForCausalLM(_Auto):
-    """Decoder-only language models: Llama, Mistral, Qwen2, Qwen3, GPT-2."""
+    """Decoder-only language models: Llama, Mistral, Qwen2, Qwen3, Gemma 2, GPT-2."""
 
     model_class = CausalLM
 
@@ -101,11 +101,11 @@ class AutoModelForCausalLM(_Auto):
 class AutoModelForSeq2SeqLM(_Auto):
     """Encoder-decoder language models: T5, mT5, umT5."""
 
-    model_class = T5ForConditionalGeneration
+    model_class = EncoderDecoderLM
 
 
 class AutoModelForSequenceClassification(_Auto):
-    """Classifiers of sequences: Llama, Mistral, Qwen2, Qwen3, GPT-2."""
+    """Classifiers of sequences: Llama, Mistral, Qwen2, Qwen3, Gemma 2, GPT-2."""
 
     model_class = SequenceClassifier
 

@@ -21,8 +21,8 @@ from jaxllm.generation.stopping.sequence_end import sequence_end, stop_string_ma
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder_only import CausalLM, with_rope_per_row
+from jaxllm.models.encoder_decoder import EncoderDecoderLM
 from jaxllm.models.model import BaseModel, Model
-from jaxllm.models.t5 import T5ForConditionalGeneration
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.batch import Truncation
 
@@ -266,7 +266,7 @@ class PipelineTask:
 
 TASKS: Mapping[str, PipelineTask] = {
     "text-generation": PipelineTask(CausalLM, _text_generation),
-    "text2text-generation": PipelineTask(T5ForConditionalGeneration, _text_to_text),
+    "text2text-generation": PipelineTask(EncoderDecoderLM, _text_to_text),
     "text-classification": PipelineTask(SequenceClassifier, _classification),
     "feature-extraction": PipelineTask(BaseModel, _features),
 }

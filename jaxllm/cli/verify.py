@@ -25,8 +25,7 @@ from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.common.hardware import device_report
 from jaxllm.common.optional_packages import require
 from jaxllm.common.progress import Reporter
-from jaxllm.models.model import Model
-from jaxllm.models.t5 import T5EncoderModel
+from jaxllm.models.model import BaseModel, Model
 
 TOLERANCE = 1e-4
 MAX_PROMPT_TOKENS = 64
@@ -178,7 +177,7 @@ def _known_difference(model: Model[Any], version: str) -> str | None:
 
 def _columns(row: Distance, model: Model[Any]) -> str:
     text = f"{row.max_abs:>9.2e}  {row.relative:>9.2e}"
-    if isinstance(model, T5EncoderModel):  # hidden states are not a distribution
+    if isinstance(model, BaseModel):  # hidden states are not a distribution
         return text
     return f"{text}  {row.kl_mean:>9.2e}  {row.kl_max:>9.2e}  {row.top1:>7.2%}"
 

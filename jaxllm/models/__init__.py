@@ -4,6 +4,7 @@
 """
 
 from jaxllm.models.decoder import Decoder
+from jaxllm.models.encoder_decoder import shift_tokens_right
 from jaxllm.models.gemma2 import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -38,12 +39,7 @@ from jaxllm.models.qwen3 import (
     Qwen3Model,
 )
 from jaxllm.models.registry import FAMILIES, ModelSpec, model_spec
-from jaxllm.models.t5 import (
-    T5Config,
-    T5EncoderModel,
-    T5ForConditionalGeneration,
-    shift_tokens_right,
-)
+from jaxllm.models.t5 import T5Config, T5EncoderModel, T5ForConditionalGeneration
 
 __all__ = [
     "FAMILIES",

@@ -14,9 +14,7 @@ from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
 from jaxllm.models.model import Model
 from jaxllm.models.rotary_decoder import ROTARY_TABLE
-from jaxllm.models.t5 import T5EncoderModel, T5ForConditionalGeneration
-from jaxllm.models.t5.config import T5Config
-from jaxllm.models.t5.model import t5_table
+from jaxllm.models.t5 import T5Config, T5EncoderModel, T5ForConditionalGeneration, t5_table
 from jaxllm.models.weights import Table
 
 

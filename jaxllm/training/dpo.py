@@ -17,10 +17,10 @@ from jaxtyping import Array, Float
 
 from jaxllm.common.errors import ConfigError, InputError
 from jaxllm.models.decoder_only import CausalLM, with_rope_per_row
+from jaxllm.models.encoder_decoder import EncoderDecoderLM
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.losses import token_losses
 from jaxllm.models.model import Model
-from jaxllm.models.t5.model import T5ForConditionalGeneration
 from jaxllm.training.losses import (
     MAX_LOGITS,
     Batch,
@@ -100,7 +100,7 @@ def pair_logps(
     """
     arrays = {name: jnp.asarray(x) for name, x in batch.items() if name != REFERENCE}
     flat = {name: x.reshape(-1, *x.shape[2:]) for name, x in arrays.items()}
-    if isinstance(model, T5ForConditionalGeneration):
+    if isinstance(model, EncoderDecoderLM):
         inputs, labels = seq2seq_inputs_and_labels(model, flat)
     elif isinstance(model, CausalLM):
         inputs, labels = causal_inputs_and_labels(flat)

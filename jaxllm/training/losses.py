@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.common.errors import InputError
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM, with_rope_per_row
+from jaxllm.models.encoder_decoder import EncoderDecoderLM
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.losses import (
     classification_loss,
@@ -27,7 +28,6 @@ from jaxllm.models.losses import (
     token_losses,
 )
 from jaxllm.models.model import Head, Model
-from jaxllm.models.t5.model import T5ForConditionalGeneration
 from jaxllm.parallel.sharding import (
     all_gather_fsdp,
     constrain,
@@ -36,7 +36,7 @@ from jaxllm.parallel.sharding import (
     shard_count,
 )
 
-LabelledModel = CausalLM | T5ForConditionalGeneration | SequenceClassifier
+LabelledModel = CausalLM | EncoderDecoderLM[Any] | SequenceClassifier
 Batch = Mapping[str, Any]
 """Arrays [B, ...] by model argument name, and `labels`."""
 MAX_LOGITS = 1 << 27
@@ -104,7 +104,7 @@ class TokenLoss:
 
     def of_model(
         self,
-        model: CausalLM | T5ForConditionalGeneration,
+        model: CausalLM | EncoderDecoderLM[Any],
         inputs: dict[str, Any],
         labels: Any,
         key: Array | None,
@@ -165,7 +165,7 @@ def causal_inputs_and_labels(batch: Batch) -> tuple[dict[str, Any], Array]:
 
 
 def seq2seq_inputs_and_labels(
-    model: T5ForConditionalGeneration, batch: Batch
+    model: EncoderDecoderLM[Any], batch: Batch
 ) -> tuple[dict[str, Any], Array]:
     """Inputs of an encoder-decoder, and the labels [B, T] that its logits predict.
 
@@ -194,7 +194,7 @@ class Seq2SeqLoss(TokenLoss):
     """Loss of an encoder-decoder: the decoder reads `labels` [B, T] shifted right."""
 
     def __call__(
-        self, model: T5ForConditionalGeneration, batch: Batch, key: Array | None = None
+        self, model: EncoderDecoderLM[Any], batch: Batch, key: Array | None = None
     ) -> LossSums:
         return self.of_model(model, *seq2seq_inputs_and_labels(model, batch), key)
 
@@ -256,7 +256,7 @@ def loss_for(model: Model[Any], *, label_smoothing: float = 0.0, z_loss: float =
         return ClassificationLoss()
     if isinstance(model, CausalLM):
         return CausalLoss(label_smoothing, z_loss)
-    if isinstance(model, T5ForConditionalGeneration):
+    if isinstance(model, EncoderDecoderLM):
         return Seq2SeqLoss(label_smoothing, z_loss)
     raise InputError(f"{type(model).__name__}: has no labels to predict, so no loss")
 

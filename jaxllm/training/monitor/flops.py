@@ -24,9 +24,9 @@ from jax.experimental import multihost_utils
 from jaxtyping import Float64, Int
 
 from jaxllm.models.decoder_only import DecoderOnly
+from jaxllm.models.encoder_decoder import EncoderDecoderLM
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.model import Model
-from jaxllm.models.t5.model import T5ForConditionalGeneration
 from jaxllm.models.weights import parameters
 from jaxllm.nn.block import Stack
 
@@ -184,7 +184,7 @@ def model_flops(model: Model[Any], trainable: Collection[str] | None = None) -> 
             depth = ABOVE if path in EMBEDDINGS else _depth(path)  # a tied one is the head
             cost = 2.0 + 2.0 * (depth >= lowest) + 2.0 * (path in trained)
             elements["source" if _reads_source(path) else "token"] += cost * float(leaf.size)
-    if isinstance(model, T5ForConditionalGeneration):
+    if isinstance(model, EncoderDecoderLM):
         encoder = _attention(model.encoder, "encoder", lowest)
         decoder = _attention(model.decoder, "decoder", lowest)
         return ModelFlops(

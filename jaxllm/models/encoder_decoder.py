@@ -1,30 +1,30 @@
-"""T5 (Raffel et al. 2019, arXiv:1910.10683): variants v1.0, v1.1 / Flan, mT5 and umT5."""
+"""Encoder-decoders: encoder, decoder with cross-attention, LM head, decoding with a KV cache.
+
+A family builds the stacks, and may change what `embed_inputs` gives them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.attention_view import AttentionView, SequenceMask, document_starts, make_view
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import ConfigError, InputError
 from jaxllm.models import input_checks as check
-from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.decoder import EncoderDecoder
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.losses import token_loss
-from jaxllm.models.model import LanguageModel, base_output, model_call
+from jaxllm.models.model import BaseModel, C, LanguageModel, Model, base_output, model_call
 from jaxllm.models.outputs import BaseOutput, Seq2SeqLMOutput
-from jaxllm.models.t5.config import T5Config
-from jaxllm.models.t5.encoder import T5Encoder, make_stack
-from jaxllm.models.weights import Entry, Table, linear, norm, same
 from jaxllm.nn.block import Context, Stack, StackOutput, shallow_copy
-from jaxllm.nn.linear import Linear, split_key
+from jaxllm.nn.linear import Embedding, split_key
+
+Side = Literal["encoder", "decoder"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,27 +62,91 @@ class Encoded:
     segments: Int[Array, "B E"] | None = None
 
 
-class T5ForConditionalGeneration(T5Encoder, LanguageModel[T5Config]):
-    """T5 encoder-decoder with LM head. `lm_head` None: tied embedding."""
+class WithEncoder(Model[C]):
+    """Base of models with an encoder: token embedding, stack of blocks, checks of inputs."""
+
+    shared: Embedding
+    encoder: Stack
+
+    @property
+    def embedding(self) -> Embedding:
+        return self.shared
+
+    def encode(
+        self,
+        input_ids: Int[Array, "B E"] | None,
+        attention_mask: Bool[Array, "B E"] | Int[Array, "B E"] | None = None,
+        *,
+        inputs_embeds: Float[Array, "B E D"] | None = None,
+        segments: Int[Array, "B E"] | None = None,
+        **options: Any,
+    ) -> StackOutput:
+        """Runs the encoder on arrays, whose values are not checked; without a mask all columns are
+        real tokens."""
+        x = self.shared.from_ids_or_embeds(input_ids, inputs_embeds)
+        ones = jnp.ones(x.shape[:2], bool)
+        mask = ones if attention_mask is None else jnp.asarray(attention_mask).astype(bool)
+        view = make_view(mask, causal=False, segments=segments)
+        x = self.embed_inputs(x, view, "encoder")
+        return self.encoder(x, Context(view=view), **options)
+
+    def embed_inputs(
+        self, x: Float[Array, "B T D"], view: AttentionView, side: Side
+    ) -> Float[Array, "B T D"]:
+        """Input of a stack, from token embeddings; a family may add positions."""
+        return x
+
+    def inputs(self, *arrays: Any, side: str = "") -> check.SequenceInputs:
+        """Checks token ids, embeddings, mask and segment ids of the encoder or the decoder."""
+        sizes = {"vocab_size": self.config.vocab_size, "width": self.config.width}
+        return check.sequence_inputs(*arrays, **sizes, side=side)
+
+    def head_mask(self, name: str, mask: object, stack: Stack) -> Float[Array, "L N"] | None:
+        return check.head_mask(name, mask, len(stack.blocks), stack.blocks[0].attn.heads)
+
+
+class EncoderModel(WithEncoder[C], BaseModel[C]):
+    """Encoder of an encoder-decoder alone, for embeddings of sequences."""
+
+    @model_call
+    def __call__(
+        self,
+        input_ids: Int[Array, "B E"] | None = None,
+        attention_mask: Int[Array, "B E"] | None = None,
+        *,
+        inputs_embeds: Float[Array, "B E D"] | None = None,
+        segment_ids: Int[Array, "B E"] | None = None,
+        head_mask: Float[Array, "L N"] | None = None,
+        dropout_key: Array | None = None,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
+    ) -> BaseOutput:
+        """Runs the encoder: `last_hidden_state` [B, E, D].
+
+        `attention_mask` is 1 at real tokens; pads may be anywhere. For packed rows pass
+        `segment_ids` instead (0 at pads, a document's number from 1 elsewhere).
+        """
+        inputs = self.inputs(input_ids, inputs_embeds, attention_mask, segment_ids)
+        out = self.encode(
+            inputs.input_ids,
+            inputs.mask,
+            inputs_embeds=inputs.inputs_embeds,
+            segments=inputs.segments,
+            head_mask=self.head_mask("head_mask", head_mask, self.encoder),
+            key=dropout_key,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+        )
+        return base_output(out)
+
+
+class EncoderDecoderLM(WithEncoder[C], LanguageModel[C]):
+    """Encoder-decoder with LM head. `lm_head` None: tied embedding."""
 
     is_encoder_decoder = True
     config_reads = ("pad_token_id", "decoder_start_token_id")
 
-    def __init__(self, config: T5Config, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
-        super().__init__(config, options, rngs=rngs)
-        if config.decoder_layers == 0:
-            raise ConfigError("num_decoder_layers: 0 is an encoder alone: a T5EncoderModel")
-        self.decoder = make_stack(config, options, decoder=True, rngs=rngs)
-        head = (config.d_model, config.vocab_size)
-        self.lm_head = (
-            None
-            if config.tie_word_embeddings
-            else Linear(*head, std=config.initializer_factor, rngs=rngs, **options.dtypes)
-        )
-
-    def scaled_for_head(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        """Scaling is independent of tying; see `T5Config`."""
-        return x * self.config.d_model**-0.5 if self.config.scaled else x
+    decoder: Stack
 
     @model_call
     def __call__(
@@ -149,10 +213,12 @@ class T5ForConditionalGeneration(T5Encoder, LanguageModel[T5Config]):
         encoder_key, decoder_key, cross_key = keys
         encoded = self._encoded(inputs, key=encoder_key, **records)
         decoder = self._decoder_inputs(inputs, encoded, labels)
+        view = make_view(decoder.mask, segments=decoder.segments)
+        x = self.shared.from_ids_or_embeds(decoder.input_ids, decoder.inputs_embeds)
         out = self.decoder(
-            self.shared.from_ids_or_embeds(decoder.input_ids, decoder.inputs_embeds),
+            self.embed_inputs(x, view, "decoder"),
             Context(
-                view=make_view(decoder.mask, segments=decoder.segments),
+                view=view,
                 cross_visible=SequenceMask(
                     encoded.mask,
                     query_segments=decoder.segments,
@@ -189,7 +255,7 @@ class T5ForConditionalGeneration(T5Encoder, LanguageModel[T5Config]):
                 raise InputError(f"{name}: has no effect beside encoder_outputs; drop it")
         is_output = isinstance(output, BaseOutput)
         states = output.last_hidden_state if is_output else output
-        states = check.embeddings("encoder_outputs", states, self.config.d_model)
+        states = check.embeddings("encoder_outputs", states, self.config.width)
         mask = check.mask_of("attention_mask", inputs.attention_mask, states.shape[:2])
         if is_output:
             return Encoded(dataclasses.replace(output, last_hidden_state=states), mask)
@@ -265,14 +331,15 @@ class T5ForConditionalGeneration(T5Encoder, LanguageModel[T5Config]):
         assert cache.cross_mask is not None
         context = Context(view=view, cross_visible=SequenceMask(cache.cross_mask))
         caches = {"layers": cache.layers, "cross_kv": cache.cross}
-        return self.decoder(self.embed(tokens), context, **caches, **options)
+        x = self.embed_inputs(self.embed(tokens), view, "decoder")
+        return self.decoder(x, context, **caches, **options)
 
     def early_exit(self, layers: int) -> Self:
         return shallow_copy(self, decoder=self.decoder.first_blocks(layers))
 
 
 if TYPE_CHECKING:
-    _: type[EncoderDecoder] = T5ForConditionalGeneration
+    _: type[EncoderDecoder] = EncoderDecoderLM
 
 
 def shift_tokens_right(
@@ -291,55 +358,3 @@ def shift_tokens_right(
     start = jnp.full_like(ids[:, :1], decoder_start_token_id)
     shifted = jnp.concatenate([start, ids[:, :-1]], axis=1)
     return jnp.where(shifted == IGNORED, pad_token_id, shifted)
-
-
-def t5_table(*, gated: bool) -> Table:
-    """Weight table of T5. v1.0 has one input matrix `wi`; gated: `wi_0` (gate) and `wi_1`."""
-    entries = (
-        *same("shared.weight", "shared.weight"),
-        *_stack_entries("encoder", "encoder", decoder=False),
-        *_stack_entries("decoder", "decoder", decoder=True),
-        *same("lm_head.weight", "lm_head.weight"),
-    )
-    if not gated:
-        entries = tuple(
-            dataclasses.replace(e, tensor=e.tensor.replace(".wi_1.", ".wi.")) for e in entries
-        )
-    return Table(
-        entries,
-        # Files of the first T5 models have a cross-attention bias that is never used.
-        buffers=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
-        copies=(
-            (r"(encoder|decoder)\.embed_tokens\.weight", "shared.weight"),
-            (r"lm_head\.weight", "shared.weight"),
-        ),
-    )
-
-
-def _stack_entries(path: str, tensor: str, *, decoder: bool) -> tuple[Entry, ...]:
-    layer, tensor_layer = f"{path}.blocks.{{i}}", f"{tensor}.block.{{i}}.layer"
-    attn, ff = f"{tensor_layer}.0.SelfAttention", 2 if decoder else 1
-    dense = f"{tensor_layer}.{ff}.DenseReluDense"
-    cross = (
-        *norm(f"{layer}.cross_norm", f"{tensor_layer}.1.layer_norm"),
-        *(
-            e
-            for x in "qkvo"
-            for e in _plain(f"{layer}.cross.{x}", f"{tensor_layer}.1.EncDecAttention.{x}")
-        ),
-    )
-    return (
-        *same(f"{path}.position_bias.{{i}}.table.weight", f"{attn}.relative_attention_bias.weight"),
-        *norm(f"{layer}.attn_norm", f"{tensor_layer}.0.layer_norm"),
-        *(e for x in "qkvo" for e in _plain(f"{layer}.attn.{x}", f"{attn}.{x}")),
-        *(cross if decoder else ()),
-        *norm(f"{layer}.mlp_norm", f"{tensor_layer}.{ff}.layer_norm"),
-        *_plain(f"{layer}.mlp.gate", f"{dense}.wi_0"),
-        *_plain(f"{layer}.mlp.up", f"{dense}.wi_1"),
-        *_plain(f"{layer}.mlp.down", f"{dense}.wo"),
-        *norm(f"{path}.norm", f"{tensor}.final_layer_norm"),
-    )
-
-
-def _plain(path: str, tensor: str) -> Iterator[Entry]:
-    return linear(path, tensor, bias=False)

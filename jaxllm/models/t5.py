@@ -1,0 +1,387 @@
+"""T5 (Raffel et al. 2019, arXiv:1910.10683): variants v1.0, v1.1 / Flan, mT5 and umT5."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxllm.common.errors import ConfigError, quoted
+from jaxllm.models import config as cfg
+from jaxllm.models import config_checks as checks
+from jaxllm.models.build_options import FLOAT32, Options
+from jaxllm.models.encoder_decoder import EncoderDecoderLM, EncoderModel, WithEncoder
+from jaxllm.models.weights import Entry, Table, linear, norm, same
+from jaxllm.nn.attention import Attention, Scores
+from jaxllm.nn.block import Block, Stack
+from jaxllm.nn.linear import Embedding, Linear, RMSNorm
+from jaxllm.nn.mlp import MLP, GatedMLP, activation
+from jaxllm.nn.relative_bias import RelativeBias
+
+# `n_positions`, in the first files, is the length of pretraining, not a limit.
+# `scalable_attention` of umT5 never had an effect.
+HANDLED = frozenset({"n_positions", "scalable_attention"})
+# Defaults of missing keys per model_type, where they differ from the class's.
+ABSENT = {
+    "mt5": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    "umt5": {"feed_forward_proj": "gated-gelu"},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class T5Config(cfg.ModelConfig):
+    """T5 config, with the field names of config.json.
+
+    `is_gated_act` and `dense_act_fn` follow from `feed_forward_proj` unless they are set.
+    Two fields need care. `tie_word_embeddings` is corrected by the loader: a checkpoint with an
+    `lm_head.weight` that differs from the embedding is not tied, one without is.
+    `scale_decoder_outputs` (the head's input times d_model**-0.5) is the file's value if it has
+    one. Otherwise it is true unless `tie_word_embeddings` is false: transformers 4 has only that
+    field, transformers 5 writes both, with different meanings. As version 5 always writes
+    ``"tie_word_embeddings": true`` for mT5 and umT5, it is None there: scaled if tied.
+    """
+
+    attribute_map: ClassVar[Mapping[str, str]] = {
+        "hidden_size": "d_model",
+        "num_attention_heads": "num_heads",
+        "num_hidden_layers": "num_layers",
+        "head_dim": "d_kv",
+    }
+
+    is_encoder_decoder: ClassVar[bool] = True
+
+    vocab_size: int = 32128
+    d_model: int = 512
+    d_kv: int = 64
+    d_ff: int = 2048
+    num_layers: int = 6
+    num_decoder_layers: int | None = None
+    num_heads: int = 8
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
+    bias_per_layer: bool = False
+    dropout_rate: float = 0.1
+    layer_norm_epsilon: float = 1e-6
+    initializer_factor: float = 1.0
+    feed_forward_proj: str = "relu"
+    is_gated_act: bool | None = None
+    dense_act_fn: str | None = None
+    tie_word_embeddings: bool = True
+    scale_decoder_outputs: bool | None = True
+    pad_token_id: int | None = 0
+    eos_token_id: int | tuple[int, ...] | None = 1
+    decoder_start_token_id: int | None = None
+
+    @property
+    def decoder_layers(self) -> int:
+        return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
+
+    @property
+    def scaled(self) -> bool:
+        """True if the input of the LM head is scaled."""
+        scale = self.scale_decoder_outputs
+        return self.tie_word_embeddings if scale is None else scale
+
+    @property
+    def gated(self) -> bool:
+        gated = self.is_gated_act
+        return self.feed_forward_proj.startswith("gated-") if gated is None else gated
+
+    @property
+    def act(self) -> str:
+        """Name of the activation; `gated-gelu` has always meant the tanh GELU."""
+        if self.dense_act_fn is not None:
+            return self.dense_act_fn
+        name = self.feed_forward_proj.removeprefix("gated-")
+        return "gelu_new" if self.feed_forward_proj == "gated-gelu" else name
+
+    @property
+    def model_type(self) -> str:
+        return "umt5" if self.bias_per_layer else "t5"
+
+    def forward_values(self) -> dict[str, Any]:
+        return super().forward_values() | {
+            "num_decoder_layers": self.decoder_layers,
+            "initializer_factor": 0.0,
+            "feed_forward_proj": "relu",
+            "is_gated_act": self.gated,
+            "dense_act_fn": self.act,
+            "scale_decoder_outputs": self.scaled,
+        }
+
+    @property
+    def width(self) -> int:
+        return self.d_model
+
+    @property
+    def head_counts(self) -> dict[str, int]:
+        return {"num_heads": self.num_heads}
+
+    def to_json(self, model_type: str, architecture: str) -> dict[str, Any]:
+        if self.bias_per_layer:
+            model_type, architecture = "umt5", architecture.replace("T5", "UMT5", 1)
+        raw = super().to_json(model_type, architecture)
+        del raw["bias_per_layer"]
+        for name in ("is_gated_act", "dense_act_fn"):
+            if raw[name] is None:  # transformers takes null for a value
+                del raw[name]
+        raw["scale_decoder_outputs"] = self.scaled
+        raw["is_encoder_decoder"] = "Encoder" not in architecture
+        return raw
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> T5Config:
+        """Reads and checks a config.json object.
+
+        Raises ConfigError or UnsupportedError, naming the field.
+        """
+        model_type = raw.get("model_type")
+        raw = {**ABSENT.get(str(model_type), {}), **raw}
+        config = cfg.read_config(cls, raw, handled=HANDLED, derived=frozenset({"bias_per_layer"}))
+        if raw.get("scale_decoder_outputs") is None:
+            untied = raw.get("tie_word_embeddings") is False
+            unclear = model_type in ("mt5", "umt5")
+            scale = False if untied else None if unclear else True
+            config = dataclasses.replace(config, scale_decoder_outputs=scale)
+        if model_type == "umt5":
+            config = dataclasses.replace(config, bias_per_layer=True)
+        if config.decoder_start_token_id is None:
+            # The T5 papers' convention, and transformers' fallback in training.
+            config = dataclasses.replace(config, decoder_start_token_id=config.pad_token_id)
+        config.check()
+        cfg.check_token_ids(config)
+        return config
+
+    def check(self) -> None:
+        super().check()
+        sizes = ("d_model", "d_kv", "d_ff", "num_heads")
+        checks.check_size(self, *sizes)
+        decoder = ("decoder_layers",) if self.decoder_layers != 0 else ()  # 0: an encoder alone
+        checks.check_size(self, "num_layers", *decoder, limit=checks.MAX_LAYERS)
+        checks.check_rate(self, "dropout_rate")
+        checks.check_positive(self, "layer_norm_epsilon", "initializer_factor")
+        buckets, distance = (
+            self.relative_attention_num_buckets,
+            self.relative_attention_max_distance,
+        )
+        if not 4 <= buckets <= 2**16:
+            raise ConfigError(
+                f"relative_attention_num_buckets: expected 4 to 65536, found {quoted(buckets)}"
+            )
+        if not buckets // 2 < distance <= 2**20:
+            raise ConfigError(
+                f"relative_attention_max_distance: expected at most 2**20 and more than half of "
+                f"relative_attention_num_buckets ({buckets // 2}), found {quoted(distance)}"
+            )
+        named = "feed_forward_proj" if self.dense_act_fn is None else "dense_act_fn"
+        activation(self.act, where=named)
+
+
+def wo_dtypes(dtype: DTypeLike, param_dtype: DTypeLike) -> dict[str, DTypeLike]:
+    """Dtypes of `wo`, which computes in float32 where the other layers compute in half precision.
+
+    Its weights are float32 in place of float16, where they overflow; bfloat16 ones stay, as in
+    Hugging Face.
+    """
+    half = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
+    return {
+        "dtype": jnp.float32 if jnp.dtype(dtype) in half else dtype,
+        "param_dtype": jnp.float32 if jnp.dtype(param_dtype) == jnp.float16 else param_dtype,
+    }
+
+
+def clamp_to_float16(x: jax.Array) -> jax.Array:
+    """Clamps float16 activations to finite values, as in Hugging Face; other dtypes are unchanged.
+
+    As `wo` computes in float32, the residual stream is too, from the first feed-forward layer on.
+    """
+    if x.dtype != jnp.float16:
+        return x
+    top = jnp.finfo(jnp.float16).max
+    limit = jnp.where(jnp.isinf(x).any(), top - 1000, top).astype(x.dtype)
+    return jnp.clip(x, -limit, limit)
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Layers:
+    """Builds the layers of a stack with the sizes and dtypes of one model."""
+
+    config: T5Config
+    options: Options
+    rngs: nnx.Rngs | None
+
+    def linear(self, inputs: int, outputs: int, std: float, **dtypes: Any) -> Linear:
+        """Linear without bias, drawn with `std` times the config's `initializer_factor`."""
+        dtypes = {**self.options.dtypes, **dtypes}
+        std = self.config.initializer_factor * std
+        return Linear(inputs, outputs, std=std, rngs=self.rngs, **dtypes)
+
+    def norm(self) -> RMSNorm:
+        c = self.config
+        return RMSNorm(c.d_model, eps=c.layer_norm_epsilon, **self.options.dtypes)
+
+    def attention(self) -> Attention:
+        """Attention without scale: the initial weights of q are scaled instead."""
+        c = self.config
+        inner = c.num_heads * c.d_kv
+        return Attention(
+            q=self.linear(c.d_model, inner, (c.d_model * c.d_kv) ** -0.5),
+            k=self.linear(c.d_model, inner, c.d_model**-0.5),
+            v=self.linear(c.d_model, inner, c.d_model**-0.5),
+            o=self.linear(inner, c.d_model, inner**-0.5),
+            heads=c.num_heads,
+            kv_heads=c.num_heads,
+            head_dim=c.d_kv,
+            scores=Scores(1.0),
+            dropout_rate=c.dropout_rate,
+            implementation=self.options.attn_implementation,
+        )
+
+    def mlp(self) -> MLP | GatedMLP:
+        c = self.config
+        act = activation(c.act, where="feed_forward_proj")
+        up = self.linear(c.d_model, c.d_ff, c.d_model**-0.5)
+        down = self.linear(c.d_ff, c.d_model, c.d_ff**-0.5, **wo_dtypes(**self.options.dtypes))
+        if not c.gated:
+            return MLP(up, down, act, dropout_rate=c.dropout_rate)
+        gate = self.linear(c.d_model, c.d_ff, c.d_model**-0.5)
+        return GatedMLP(gate, up, down, act, dropout_rate=c.dropout_rate)
+
+    def block(self, *, decoder: bool) -> Block:
+        return Block(
+            self.norm(),
+            self.attention(),
+            self.norm(),
+            self.mlp(),
+            cross_norm=self.norm() if decoder else None,
+            cross=self.attention() if decoder else None,
+            dropout_rate=self.config.dropout_rate,
+            clamp=clamp_to_float16 if jnp.dtype(self.options.dtype) == jnp.float16 else None,
+        )
+
+    def relative_bias(self, *, decoder: bool) -> RelativeBias:
+        c = self.config
+        return RelativeBias(
+            c.relative_attention_num_buckets,
+            c.relative_attention_max_distance,
+            c.num_heads,
+            bidirectional=not decoder,
+            std=c.initializer_factor * c.d_model**-0.5,
+            rngs=self.rngs,
+            **self.options.dtypes,
+        )
+
+
+def make_stack(
+    config: T5Config, options: Options, *, decoder: bool, rngs: nnx.Rngs | None
+) -> Stack:
+    """Encoder, or decoder with cross-attention."""
+    make = T5Layers(config, options, rngs)
+    depth = config.decoder_layers if decoder else config.num_layers
+    biases = depth if config.bias_per_layer else 1
+    position_bias = [make.relative_bias(decoder=decoder) for _ in range(biases)]
+    return Stack(
+        [make.block(decoder=decoder) for _ in range(depth)],
+        make.norm(),
+        position_bias=position_bias,
+        embedding_dropout=config.dropout_rate,
+        output_dropout=config.dropout_rate,
+        **options.stack,
+    )
+
+
+class T5Encoder(WithEncoder[T5Config]):
+    """Base of T5 models: shared embedding and encoder."""
+
+    def __init__(self, config: T5Config, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
+        super().__init__(config)
+        self.shared = Embedding(
+            config.vocab_size,
+            config.d_model,
+            std=config.initializer_factor,
+            rngs=rngs,
+            **options.dtypes,
+        )
+        self.encoder = make_stack(config, options, decoder=False, rngs=rngs)
+
+
+class T5EncoderModel(T5Encoder, EncoderModel[T5Config]):
+    """T5 encoder only, for embeddings of sequences."""
+
+
+class T5ForConditionalGeneration(T5Encoder, EncoderDecoderLM[T5Config]):
+    """T5 encoder-decoder with LM head. `lm_head` None: tied embedding."""
+
+    def __init__(self, config: T5Config, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
+        super().__init__(config, options, rngs=rngs)
+        if config.decoder_layers == 0:
+            raise ConfigError("num_decoder_layers: 0 is an encoder alone: a T5EncoderModel")
+        self.decoder = make_stack(config, options, decoder=True, rngs=rngs)
+        head = (config.d_model, config.vocab_size)
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else Linear(*head, std=config.initializer_factor, rngs=rngs, **options.dtypes)
+        )
+
+    def scaled_for_head(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Scaling is independent of tying; see `T5Config`."""
+        return x * self.config.d_model**-0.5 if self.config.scaled else x
+
+
+def t5_table(*, gated: bool) -> Table:
+    """Weight table of T5. v1.0 has one input matrix `wi`; gated: `wi_0` (gate) and `wi_1`."""
+    entries = (
+        *same("shared.weight", "shared.weight"),
+        *_stack_entries("encoder", "encoder", decoder=False),
+        *_stack_entries("decoder", "decoder", decoder=True),
+        *same("lm_head.weight", "lm_head.weight"),
+    )
+    if not gated:
+        entries = tuple(
+            dataclasses.replace(e, tensor=e.tensor.replace(".wi_1.", ".wi.")) for e in entries
+        )
+    return Table(
+        entries,
+        # Files of the first T5 models have a cross-attention bias that is never used.
+        buffers=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
+        copies=(
+            (r"(encoder|decoder)\.embed_tokens\.weight", "shared.weight"),
+            (r"lm_head\.weight", "shared.weight"),
+        ),
+    )
+
+
+def _stack_entries(path: str, tensor: str, *, decoder: bool) -> tuple[Entry, ...]:
+    layer, tensor_layer = f"{path}.blocks.{{i}}", f"{tensor}.block.{{i}}.layer"
+    attn, ff = f"{tensor_layer}.0.SelfAttention", 2 if decoder else 1
+    dense = f"{tensor_layer}.{ff}.DenseReluDense"
+    cross = (
+        *norm(f"{layer}.cross_norm", f"{tensor_layer}.1.layer_norm"),
+        *(
+            e
+            for x in "qkvo"
+            for e in _plain(f"{layer}.cross.{x}", f"{tensor_layer}.1.EncDecAttention.{x}")
+        ),
+    )
+    return (
+        *same(f"{path}.position_bias.{{i}}.table.weight", f"{attn}.relative_attention_bias.weight"),
+        *norm(f"{layer}.attn_norm", f"{tensor_layer}.0.layer_norm"),
+        *(e for x in "qkvo" for e in _plain(f"{layer}.attn.{x}", f"{attn}.{x}")),
+        *(cross if decoder else ()),
+        *norm(f"{layer}.mlp_norm", f"{tensor_layer}.{ff}.layer_norm"),
+        *_plain(f"{layer}.mlp.gate", f"{dense}.wi_0"),
+        *_plain(f"{layer}.mlp.up", f"{dense}.wi_1"),
+        *_plain(f"{layer}.mlp.down", f"{dense}.wo"),
+        *norm(f"{path}.norm", f"{tensor}.final_layer_norm"),
+    )
+
+
+def _plain(path: str, tensor: str) -> Iterator[Entry]:
+    return linear(path, tensor, bias=False)
