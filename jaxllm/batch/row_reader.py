@@ -107,6 +107,13 @@ class RowReader:
             {name: value for name, value in raw.items() if name not in ROW_KEYS}
         )
         input_ids = self._prompts.ids(row_input)
+        context = self._model.config.longest_prompt
+        if context is not None and len(input_ids) > context:
+            # It would cost memory and time in all slots, for a meaningless answer.
+            raise InputError(
+                f"the prompt has {len(input_ids)} tokens, but the model's context has {context}; "
+                "shorten it, or load the model with a larger max_position_embeddings"
+            )
         decoder_prompt = input_ids
         if self._model.is_encoder_decoder:
             decoder_prompt = prompts.decoder_prompt(
@@ -136,18 +143,7 @@ class RowReader:
     def _with_lengths(
         self, config: GenerationConfig, decoder_prompt: Int[np.ndarray, " C"]
     ) -> tuple[GenerationConfig, int]:
-        """The settings with a `max_new_tokens` if no length is set, and the maximum length.
-
-        Raises:
-            InputError: the lengths are wrong, or the prompt is longer than the model's context,
-                which costs memory and time in all slots for a meaningless answer.
-        """
-        context = self._model.config.longest_prompt
-        if context is not None and len(decoder_prompt) > context:
-            raise InputError(
-                f"the prompt has {len(decoder_prompt)} tokens, but the model's context has "
-                f"{context}; shorten it, or load the model with a larger max_position_embeddings"
-            )
+        """The settings with a `max_new_tokens` if no length is set, and the maximum length."""
         if self._default_new_tokens is not None:
             limited = with_default_length(
                 config, self._model, len(decoder_prompt), self._default_new_tokens

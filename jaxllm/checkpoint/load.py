@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -49,7 +50,7 @@ from jaxllm.models.quantize import (
 from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.models.rotary_decoder import RotaryConfig
 from jaxllm.models.weights import Entry, Table
-from jaxllm.parallel.sharding import check_heads, parameter_path
+from jaxllm.parallel.sharding import check_heads, parameter_path, parameter_sharding
 
 _NEW_HEAD = (
     ". For a classifier with a new head, load the language model and call "
@@ -166,6 +167,14 @@ def load_model(
     entries = {
         tensor_name(entry, spec.table, stripped): entry for entry in spec.table.for_model(expected)
     }
+    names = set(source.names())
+    zeros = {
+        entry.parameters[0]: name
+        for name, entry in entries.items()
+        if name not in names and entry.parameters[0] in spec.table.zeros
+    }
+    for name in zeros.values():
+        del entries[name]
     copies = check_parameter_names(entries, expected, spec, source)
     check_shapes(entries, expected, spec, source)
     arrays, matrices = load_parameters(
@@ -178,6 +187,10 @@ def load_model(
         progress=progress,
         mesh=mesh,
     )
+    for path in zeros:
+        array = jnp.zeros(expected[path].shape, expected[path].dtype)
+        sharding = None if mesh is None else parameter_sharding(path, array.shape, mesh)
+        arrays[path] = array if sharding is None else jax.device_put(array, sharding)
     # The shapes of quantized weights stay until their layers are replaced.
     values = [arrays.get(parameter_path(path), shape) for path, shape in leaves]
     model = with_matrices(jax.tree_util.tree_unflatten(treedef, values), matrices)

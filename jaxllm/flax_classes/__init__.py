@@ -17,6 +17,7 @@ from jaxllm.flax_classes.families import (
     FlaxAutoModel,
     FlaxAutoModelForCausalLM,
     FlaxAutoModelForSeq2SeqLM,
+    FlaxBartForConditionalGeneration,
     FlaxGPT2LMHeadModel,
     FlaxGPT2Model,
     FlaxLlamaForCausalLM,
@@ -28,6 +29,7 @@ from jaxllm.flax_classes.families import (
 )
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models import (
+    BartConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -37,6 +39,7 @@ from jaxllm.models import (
     shift_tokens_right,
 )
 
+BartTokenizer = BartTokenizerFast = AutoTokenizer
 GPT2Tokenizer = GPT2TokenizerFast = AutoTokenizer
 LlamaTokenizer = LlamaTokenizerFast = AutoTokenizer
 T5Tokenizer = T5TokenizerFast = AutoTokenizer
@@ -48,9 +51,13 @@ __all__ = [
     "CONFIG_MAPPING",
     "AutoConfig",
     "AutoTokenizer",
+    "BartConfig",
+    "BartTokenizer",
+    "BartTokenizerFast",
     "FlaxAutoModel",
     "FlaxAutoModelForCausalLM",
     "FlaxAutoModelForSeq2SeqLM",
+    "FlaxBartForConditionalGeneration",
     "FlaxBeamSearchOutput",
     "FlaxGPT2LMHeadModel",
     "FlaxGPT2Model",

@@ -289,6 +289,7 @@ class FlaxPreTrainedModel:
 def _class_of(model: Model[Any]) -> type[FlaxPreTrainedModel]:
     """The Flax class of a model; the base where transformers has none, as for Qwen."""
     classes = FlaxPreTrainedModel.__subclasses__()
+    classes += [each for cls in classes for each in cls.__subclasses__()]
     return next((c for c in classes if isinstance(model, c.model_class)), FlaxPreTrainedModel)
 
 

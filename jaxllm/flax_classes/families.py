@@ -88,6 +88,10 @@ class FlaxT5ForConditionalGeneration(FlaxPreTrainedModel):
         )
 
 
+class FlaxBartForConditionalGeneration(FlaxT5ForConditionalGeneration):
+    model_class = models.BartForConditionalGeneration
+
+
 class _FlaxAuto:
     """Base of the Auto classes, which have no instances."""
 
@@ -136,6 +140,7 @@ __all__ = [
     "FlaxAutoModel",
     "FlaxAutoModelForCausalLM",
     "FlaxAutoModelForSeq2SeqLM",
+    "FlaxBartForConditionalGeneration",
     "FlaxGPT2LMHeadModel",
     "FlaxGPT2Model",
     "FlaxLlamaForCausalLM",

@@ -3,6 +3,7 @@
 `Decoder` is what generation needs of a model. docs/adding-a-family.md adds a family step by step.
 """
 
+from jaxllm.models.bart import BartConfig, BartForConditionalGeneration
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.encoder_decoder import shift_tokens_right
 from jaxllm.models.gemma2 import (
@@ -43,6 +44,8 @@ from jaxllm.models.t5 import T5Config, T5EncoderModel, T5ForConditionalGeneratio
 
 __all__ = [
     "FAMILIES",
+    "BartConfig",
+    "BartForConditionalGeneration",
     "Card",
     "Decoder",
     "GPT2Config",

@@ -99,7 +99,9 @@ class WithEncoder(Model[C]):
     def inputs(self, *arrays: Any, side: str = "") -> check.SequenceInputs:
         """Checks token ids, embeddings, mask and segment ids of the encoder or the decoder."""
         sizes = {"vocab_size": self.config.vocab_size, "width": self.config.width}
-        return check.sequence_inputs(*arrays, **sizes, side=side)
+        inputs = check.sequence_inputs(*arrays, **sizes, side=side)
+        check.check_capacity(inputs.mask, None, self.config.max_positions, inputs.segments)
+        return inputs
 
     def head_mask(self, name: str, mask: object, stack: Stack) -> Float[Array, "L N"] | None:
         return check.head_mask(name, mask, len(stack.blocks), stack.blocks[0].attn.heads)

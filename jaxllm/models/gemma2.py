@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from flax import nnx
 
@@ -37,6 +37,8 @@ class Gemma2Config(RotaryConfig):
     Layers of type "sliding_attention" have the window `sliding_window`: by default the first layer
     and then every other one. `hidden_act`, which old files have too, is not read.
     """
+
+    attribute_map: ClassVar[Mapping[str, str]] = {"hidden_activation": "hidden_act"}
 
     vocab_size: int = 256000
     hidden_size: int = 2304

@@ -239,8 +239,9 @@ class Model(Pretrained, Carded, nnx.Module, Generic[C]):
         resized = {
             name: _resized(x, card.config.vocab_size, size)
             for name, x in parameters(self).items()
-            if name.split(".")[-2] in ("embed", "shared", "lm_head")
+            if name.split(".")[-2:-1] in (["embed"], ["shared"], ["lm_head"])
         }
+        resized |= self.resized_constants(size)
         model: Any = with_parameters(self, resized)
         forward_config = config.forward_part(*self.config_reads)
         if hasattr(model, "backbone"):
@@ -248,6 +249,10 @@ class Model(Pretrained, Carded, nnx.Module, Generic[C]):
             model = shallow_copy(model, backbone=backbone)
         model = shallow_copy(model, forward_config=forward_config)
         return model.with_card(card, config=config)
+
+    def resized_constants(self, size: int) -> dict[str, jax.Array]:
+        """Arrays over the vocabulary that are no matrices, for another number of tokens."""
+        return {}
 
     def __repr__(self) -> str:
         return summary(self)
@@ -342,7 +347,7 @@ class LanguageModel(Generates, Model[C]):
     def head(self) -> Head:
         """The LM head, with the tied embedding if it has no matrix of its own."""
         layer = self.embedding if self.lm_head is None else self.lm_head
-        return Head(layer, self.config.logit_softcap)
+        return Head(layer, softcap=self.config.logit_softcap)
 
     def scaled_for_head(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Hidden states as the LM head reads them."""
@@ -432,6 +437,8 @@ class Head:
 
     layer: Linear | Embedding
     """The head's own matrix, or the tied embedding."""
+    bias: Float[Array, "#N V"] | None = None
+    """Constant added to the logits (BART), which is not trained."""
     softcap: float | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __call__(self, x: Float[Array, "... D"], key: Array | None = None) -> Float[Array, "... V"]:
@@ -439,6 +446,9 @@ class Head:
         layer = self.layer
         logits = layer.attend(x) if isinstance(layer, Embedding) else layer(x, key)
         logits = logits.astype(jnp.float32)
+        if self.bias is not None:
+            bias = jax.lax.stop_gradient(self.bias).astype(jnp.float32)
+            logits = logits + bias.reshape(-1)
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import ConfigError, UnsupportedError, quoted
 from jaxllm.models import gemma2, gpt2, llama, mistral, qwen2, qwen3
+from jaxllm.models.bart import BartConfig, BartForConditionalGeneration, bart_table
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
@@ -130,6 +131,13 @@ FAMILIES: Mapping[str, Family] = {
         language_model=gpt2.GPT2LMHeadModel,
         classifier=gpt2.GPT2ForSequenceClassification,
         headless=gpt2.GPT2Model,
+    ),
+    "bart": Family(
+        config=BartConfig,
+        classes={"BartForConditionalGeneration": BartForConditionalGeneration},
+        table=lambda config: bart_table(),
+        structure=("encoder_layers", "decoder_layers"),
+        aliases={"BartModel": "BartForConditionalGeneration"},
     ),
     "t5": _t5("T5"),
     "mt5": _t5("MT5"),

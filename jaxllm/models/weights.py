@@ -80,12 +80,14 @@ class Table:
     `prefix`: start of the base model's tensor names in files of a model with a head; files of the
     base model alone lack it. `buffers`: regexes of tensors in old files that are not needed (masks,
     RoPE frequencies). `copies`: (regex, our path) of tensors that duplicate one of our parameters.
+    `zeros`: our paths of parameters that are zero if their tensor is absent.
     """
 
     entries: tuple[Entry, ...]
     prefix: str = ""
     buffers: tuple[str, ...] = ()
     copies: tuple[tuple[str, str], ...] = ()
+    zeros: frozenset[str] = frozenset()
 
     def for_model(self, paths: Iterable[str]) -> list[Entry]:
         """Entries of a model with these parameters; each parameter is in exactly one."""

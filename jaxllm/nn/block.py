@@ -217,7 +217,7 @@ def _layer_head_mask(head_mask: Array | None, i: int):
 
 
 class Stack(nnx.Module):
-    """Transformer blocks in sequence, then the final norm.
+    """Transformer blocks in sequence, then the final norm, if there is one.
 
     `position_bias` has no entry, one relative bias for all blocks (T5), or one per block (umT5).
     With `remat` the backward pass recomputes each block's activations. With `scan_layers` calls
@@ -228,7 +228,7 @@ class Stack(nnx.Module):
     def __init__(
         self,
         blocks: Sequence[Block],
-        norm: RMSNorm | LayerNorm,
+        norm: RMSNorm | LayerNorm | None,
         *,
         position_bias: Sequence[nnx.Module] = (),
         embedding_dropout: float = 0.0,
@@ -321,7 +321,7 @@ class Stack(nnx.Module):
                 out = run(layer[0], x, *layer[1:], cache_is_empty, output_attentions)
                 outputs.append((x, *kept(out)))
                 x = out.x
-        x = self.norm(x)
+        x = x if self.norm is None else self.norm(x)
         x = dropout(x, self.output_dropout, keys[-1])
         hidden, new_layers, attentions, cross_attentions = zip(*outputs, strict=True)
         crosses = output_attentions and cross_kv is not None

@@ -152,6 +152,7 @@ further."""
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(embed|shared|lm_head)\.weight", ("vocab", "embed")),
     (r"positions\.weight", (None, "embed")),
+    (r"final_logits_bias", (None, "vocab")),
     (r"position_bias\.\d+\.table\.weight", (None, "heads")),
     (r"(attn|cross)\.[qkv]\.weight", ("heads", "embed")),
     (r"(attn|cross)\.[qkv]\.bias", ("heads",)),

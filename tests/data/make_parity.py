@@ -47,9 +47,9 @@ def tensors(inputs: dict) -> dict:
 def draw(case: Case, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """One weight, of a size that keeps activations near 1 whatever the family's layout."""
     noise = np.random.RandomState(zlib.crc32(f"{case.name}:{name}".encode())).randn(*shape)
-    leaf = name.rsplit(".", 2)[-2]
     if name.endswith("bias"):
         return 0.3 * noise
+    leaf = name.rsplit(".", 2)[-2]
     if len(shape) == 1:  # every norm
         return 1 + 0.2 * noise
     if leaf == "relative_attention_bias":

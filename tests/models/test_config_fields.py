@@ -46,13 +46,27 @@ ACTS = {
     "qwen2": {**ROTARY, **WINDOWS},
     "qwen3": {**ROTARY, **WINDOWS, "attention_bias": True},
     "gemma2": {
-        **ROTARY,
+        **{name: value for name, value in ROTARY.items() if name != "hidden_act"},
+        "hidden_activation": "silu",  # the name in files of the field hidden_act
+        "tie_word_embeddings": False,
         "sliding_window": 6,
         "layer_types": ["full_attention", "sliding_attention"],
         "attention_bias": True,
         "query_pre_attn_scalar": 20,
         "attn_logit_softcapping": None,
         "final_logit_softcapping": 3.0,
+    },
+    "bart": {
+        "vocab_size": 60,
+        "d_model": 64,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 40,
+        "decoder_ffn_dim": 48,
+        "activation_function": "relu",
+        "scale_embedding": True,
     },
     "gpt2": {
         "vocab_size": 60,
@@ -87,6 +101,7 @@ ACTS = {
 # Dropout: no effect without a key (inference), an effect with one.
 DROPOUT = {
     **{family: {"attention_dropout": 0.5} for family in ("llama", *tiny.ROTARY)},
+    "bart": {"dropout": 0.5, "attention_dropout": 0.5, "activation_dropout": 0.5},
     "gpt2": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5},
     "t5": {"dropout_rate": 0.5},
 }
@@ -104,6 +119,18 @@ OTHERS = {
     **dict.fromkeys(tiny.ROTARY, ROTARY_OTHERS),
     # Only causal attention is implemented; true raises.
     "gemma2": {**ROTARY_OTHERS, "use_bidirectional_attention": False},
+    "bart": {
+        **TOKEN_IDS,
+        "decoder_start_token_id": 5,
+        "max_position_embeddings": 32,
+        "init_std": 0.5,
+        "num_labels": 4,
+        "problem_type": "regression",
+        "classifier_dropout": 0.3,  # of a class that is not here
+        "encoder_layerdrop": 0.0,  # another value raises, as do the next two
+        "decoder_layerdrop": 0.0,
+        "tie_word_embeddings": True,
+    },
     "gpt2": {
         **TOKEN_IDS,
         "decoder_start_token_id": 5,
@@ -122,7 +149,7 @@ OTHERS = {
         "problem_type": "regression",
     },
 }
-DERIVED = {"gpt2": set(), "t5": {"bias_per_layer"}}
+DERIVED = {"bart": set(), "gpt2": set(), "t5": {"bias_per_layer"}}
 DERIVED |= {family: {"rope"} for family in ("llama", *tiny.ROTARY)}
 
 
@@ -152,8 +179,9 @@ def shared(table, family, field):
 def test_the_lists_cover_every_field(family):
     tables = (ACTS[family], DROPOUT[family], OTHERS[family], DERIVED[family])
     listed = [field for table in tables for field in table]
-    fields = {f.name for f in dataclasses.fields(FAMILIES[family].config)}
-    assert sorted(listed) == sorted(fields)
+    config = FAMILIES[family].config
+    fields = {f.name for f in dataclasses.fields(config)}
+    assert sorted(config.attribute_map.get(name, name) for name in listed) == sorted(fields)
 
 
 @pytest.mark.by_default("llama-num_hidden_layers")

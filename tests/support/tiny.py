@@ -58,6 +58,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 FAMILIES = tuple(CONFIGS)
+CONFIGS["bart"] = {
+    "model_type": "bart",
+    "vocab_size": 50,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 40,
+    "max_position_embeddings": 64,
+}
 """Families that differ in kind; most tests run on these alone."""
 ROTARY: dict[str, dict[str, Any]] = {
     "mistral": {**CONFIGS["llama"], "model_type": "mistral", "sliding_window": 4},

@@ -243,6 +243,7 @@ def encoder_inputs(
     else:
         ids = checked_ids("input_ids", ids, model.config.vocab_size)
         encoder_input = PaddedBatch(ids, checked_mask(inputs.attention_mask, ids.shape))
+    check.check_capacity(encoder_input.mask, None, model.config.max_positions)
     width = bucket(encoder_input.length, SMALLEST_BUCKET)
     encoder_input = encoder_input.pad_to(width, model.config.pad_token_id or 0)
     arguments = {"attention_mask": encoder_input.mask}

@@ -1,0 +1,138 @@
+"""BART: limits of its positions, its constant of the logits, generation, and options that raise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from safetensors.numpy import load_file, save_file
+
+import jaxllm
+from jaxllm.batch import BatchGenerator
+from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.flax_classes import FlaxBartForConditionalGeneration
+from jaxllm.models.weights import parameters
+
+FULL = Path(__file__).parents[1] / "data" / "parity" / "bart_full"
+
+
+def test_inputs_beyond_the_positions():
+    model = tiny.cached("bart")
+    long = tiny.ids(1, 65)
+    with pytest.raises(InputError, match="65 tokens, but this model has 64 positions"):
+        model(long, decoder_input_ids=tiny.ids(1, 3))
+    with pytest.raises(InputError, match="65 tokens, but this model has 64 positions"):
+        model(tiny.ids(1, 3), decoder_input_ids=long)
+    with pytest.raises(InputError, match="65 tokens, but this model has 64 positions"):
+        model.generate(long, max_new_tokens=2)
+    (output,) = BatchGenerator(model).generate([long[0].tolist()])
+    assert "the prompt has 65 tokens, but the model's context has 64" in output.error
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_beams": 3},
+        pytest.param({"do_sample": True, "top_k": 9, "key": 3}, marks=pytest.mark.ci),
+        pytest.param(
+            {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0}, marks=pytest.mark.ci
+        ),
+        pytest.param({"penalty_alpha": 0.4, "top_k": 3}, marks=pytest.mark.ci),
+        pytest.param({"prompt_lookup_num_tokens": 2}, marks=pytest.mark.ci),
+    ],
+)
+def test_a_row_is_what_it_is_alone(settings):
+    """Left padding, right padding and none give the same tokens, in every strategy."""
+    model = tiny.cached("bart")
+    ids, lengths = tiny.ids(2, 9), (9, 5)
+    results = {}
+    for side in ("left", "right"):
+        mask = np.arange(9)[None] < np.array(lengths)[:, None]
+        mask = mask if side == "right" else mask[:, ::-1]
+        padded = np.ones_like(ids)
+        for row, length in enumerate(lengths):
+            padded[row, mask[row]] = ids[row, :length]
+        out = model.generate(padded, attention_mask=mask, max_new_tokens=7, **settings)
+        results[side] = np.asarray(out.sequences)
+    np.testing.assert_array_equal(results["left"], results["right"])
+    if "key" not in settings:
+        alone = model.generate(ids[1:, :5], max_new_tokens=7, **settings).sequences
+        width = alone.shape[1]
+        np.testing.assert_array_equal(results["left"][1:, :width], alone)
+
+
+@pytest.mark.ci
+def test_rows_of_a_batch_job():
+    model = tiny.cached("bart")
+    rows = [tiny.ids(1, length, seed=length)[0].tolist() for length in (3, 12, 7, 30)]
+    outputs = BatchGenerator(model, slots=2, max_new_tokens=6, num_beams=2).generate(rows)
+    for row, output in zip(rows, outputs, strict=True):
+        alone = model.generate(np.array([row]), max_new_tokens=6, num_beams=2).sequences[0, 1:]
+        new = list(output.output_ids[0])
+        assert new == alone[: len(new)].tolist()
+
+
+def test_the_constant_of_the_logits():
+    """It acts, is resized with the vocabulary, and is not trained."""
+    model = jaxllm.load(FULL)[0]
+    ids = {"input_ids": tiny.ids(2, 5, vocab=53), "labels": tiny.ids(2, 4, vocab=53)}
+    gradients = parameters(jax.grad(lambda model: model(**ids).loss)(model))
+    assert not gradients["final_logits_bias"].any()
+    assert gradients["shared.weight"].any()
+    larger = model.resize_token_embeddings(60)
+    bias = np.asarray(larger.final_logits_bias[...])
+    np.testing.assert_array_equal(bias[:, :53], model.final_logits_bias[...])
+    assert not bias[:, 53:].any()
+    logits = larger(ids["input_ids"], decoder_input_ids=ids["labels"]).logits
+    assert logits.shape == (2, 4, 60)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"encoder_layerdrop": 0.1}, "encoder_layerdrop: LayerDrop is not implemented, found 0.1"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings: encoder, decoder and head share"),
+        ({"normalize_before": True}, "normalize_before"),
+        ({"normalize_embedding": False}, "normalize_embedding"),
+    ],
+)
+def test_what_is_not_implemented(changes, why):
+    with pytest.raises(UnsupportedError, match=why):
+        tiny.make("bart", **changes)
+
+
+def test_a_file_of_the_base_model(tmp_path):
+    """It has no prefix and no constant of the logits; both are so again when it is saved."""
+    tensors = {
+        name.removeprefix("model."): x
+        for name, x in load_file(FULL / "model.safetensors").items()
+        if name != "final_logits_bias"
+    }
+    raw = json.loads((FULL / "config.json").read_text()) | {"architectures": ["BartModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = jaxllm.load(tmp_path)[0]
+    assert not np.any(model.final_logits_bias[...])
+    jaxllm.save_hf(tmp_path / "again", model)
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == tensors.keys()
+    for name, x in tensors.items():
+        np.testing.assert_array_equal(again[name], x)
+
+
+def test_the_flax_class():
+    """Names and layouts of transformers' Flax parameters, and its `encode` and `decode`."""
+    model = FlaxBartForConditionalGeneration.from_pretrained(FULL)
+    layer = model.params["model"]["decoder"]["layers"]["1"]
+    assert layer["encoder_attn"]["q_proj"]["kernel"].shape == (24, 24)
+    assert layer["fc1"]["kernel"].shape == (24, 37)
+    assert set(layer["final_layer_norm"]) == {"scale", "bias"}
+    assert model.params["model"]["encoder"]["embed_positions"]["embedding"].shape == (42, 24)
+    ids = tiny.ids(2, 5, vocab=53)
+    encoded = model.encode(ids)
+    expected = model(ids, decoder_input_ids=ids[:, :3]).logits
+    np.testing.assert_allclose(model.decode(ids[:, :3], encoded).logits, expected, atol=1e-5)
