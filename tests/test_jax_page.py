@@ -14,6 +14,7 @@ from paths import DATA, ROOT
 import jaxllm
 
 FIRST = DATA / "reference" / "tiny-llama"
+T5 = DATA / "reference" / "tiny-t5"
 
 
 @pytest.mark.ci
@@ -24,7 +25,7 @@ def test_the_page_runs(tmp_path: Path) -> None:
     second = jax.tree.map(lambda x: 0.9 * x, model).with_card(model.card, config=config)
     jaxllm.save_hf(tmp_path / "second", second, tokenizer)
     folders = {name.upper(): tmp_path / name for name in ("second", "averaged", "checkpoint")}
-    names, _ = run_python(ROOT / "docs" / "jax.md", FIRST=FIRST, **folders)
+    names, _ = run_python(ROOT / "docs" / "jax.md", FIRST=FIRST, T5=T5, **folders)
     averaged = jaxllm.load(tmp_path / "averaged")[0]
     for x, y in zip(jax.tree.leaves(averaged), jax.tree.leaves(model), strict=True):
         np.testing.assert_allclose(x, 0.95 * y, rtol=1e-6)
@@ -38,3 +39,7 @@ def test_the_page_runs(tmp_path: Path) -> None:
         np.testing.assert_array_equal(x, y)
     assert names["restored"].card is names["first"].card
     np.testing.assert_array_equal(names["inside"], names["named"])
+    settings = {"max_new_tokens": 8, "eos_token_id": None, "do_sample": False}
+    for model, found in ((names["first"], "answer"), (names["t5"], "translation")):
+        expected = model.generate(names["ids"], **settings).sequences[0, -8:]
+        assert names[found] == expected.tolist()

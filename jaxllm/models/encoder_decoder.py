@@ -159,6 +159,7 @@ class EncoderDecoderLM(WithEncoder[C], LanguageModel[C]):
         *,
         labels: Int[Array, "B T"] | None = None,
         logits_to_keep: int | Int[Array, " K"] = 0,
+        cache: Cache | None = None,
         dropout_key: Array | None = None,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
@@ -169,6 +170,8 @@ class EncoderDecoderLM(WithEncoder[C], LanguageModel[C]):
         Args:
             labels: token ids, -100 at ignored positions; `loss` is their mean cross-entropy.
             logits_to_keep: 0 for all columns, n for the last n, or the indices of columns.
+            cache: of `init_cache`, which holds the encoder's output. The call runs the new decoder
+                tokens, and the output has the updated cache.
             dropout_key: enables dropout (training).
             arrays: other inputs, the fields of `Seq2SeqInputs`.
 
@@ -176,14 +179,17 @@ class EncoderDecoderLM(WithEncoder[C], LanguageModel[C]):
             InputError: token ids outside the vocabulary, or shapes that do not match.
         """
         inputs = Seq2SeqInputs(input_ids, attention_mask, decoder_input_ids, **arrays)
+        records: dict[str, Any] = {
+            "output_hidden_states": output_hidden_states,
+            "output_attentions": output_attentions,
+        }
+        if cache is not None:
+            for name, value in (("labels", labels), ("dropout_key", dropout_key)):
+                if value is not None:
+                    raise InputError(f"{name}: cannot be combined with cache; drop one of the two")
+            return self._continued(inputs, cache, logits_to_keep, records)
         *keys, head_key = split_key(dropout_key, 4)
-        encoded, out = self._states(
-            inputs,
-            labels,
-            keys,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
-        )
+        encoded, out = self._states(inputs, labels, keys, **records)
         shape = out.x.shape[:2]
         logits = self.logits(out.x[:, check.columns_to_keep(logits_to_keep, shape[1])], head_key)
         loss = None
@@ -195,6 +201,29 @@ class EncoderDecoderLM(WithEncoder[C], LanguageModel[C]):
             encoder_last_hidden_state=encoded.output.last_hidden_state,
             encoder_hidden_states=encoded.output.hidden_states,
             encoder_attentions=encoded.output.attentions,
+            decoder_hidden_states=out.hidden_states,
+            decoder_attentions=out.attentions,
+            cross_attentions=out.cross_attentions,
+        )
+
+    def _continued(
+        self, inputs: Seq2SeqInputs, cache: Cache, logits_to_keep: Any, records: dict[str, Any]
+    ) -> Seq2SeqLMOutput:
+        """The output for new decoder tokens after those of a cache."""
+        read = ("decoder_input_ids", "decoder_attention_mask")
+        for field in dataclasses.fields(inputs):
+            if field.name not in read and getattr(inputs, field.name) is not None:
+                raise InputError(
+                    f"{field.name}: has no effect beside cache, which holds the encoder's output; "
+                    "drop it"
+                )
+        ids, mask = (getattr(inputs, name) for name in read)
+        new = self.inputs(ids, None, mask, None, side="decoder_")
+        check.check_capacity(new.mask, cache, self.config.max_positions)
+        out = self.decode(new.input_ids, new.mask, cache, **records)
+        return Seq2SeqLMOutput(
+            logits=out.logits[:, check.columns_to_keep(logits_to_keep, new.mask.shape[1])],
+            cache=out.cache,
             decoder_hidden_states=out.hidden_states,
             decoder_attentions=out.attentions,
             cross_attentions=out.cross_attentions,
@@ -308,12 +337,15 @@ class EncoderDecoderLM(WithEncoder[C], LanguageModel[C]):
     ) -> Cache:
         """An empty cache with the cross-attention keys and values of the encoder output.
 
-        Runs the encoder, unless its output is passed as `encoder_states`.
+        Runs the encoder, unless its output is passed as `encoder_states`. Without a mask all
+        columns are real tokens.
         """
-        if attention_mask is None:
-            raise InputError("attention_mask: init_cache() needs the encoder's mask")
         if encoder_states is None:
+            if input_ids is None and inputs_embeds is None:
+                raise InputError("input_ids: init_cache() needs the encoder's input")
             encoder_states = self.encode(input_ids, attention_mask, inputs_embeds=inputs_embeds).x
+        if attention_mask is None:
+            attention_mask = jnp.ones(encoder_states.shape[:2], bool)
         cross = self.decoder.project_cross_kv(encoder_states)
         cache = self.empty_cache(batch, capacity)
         return cache.replace(cross=cross, cross_mask=attention_mask)

@@ -97,3 +97,35 @@ def test_cross_attention_and_token_types_stay_in_the_cache():
     np.testing.assert_allclose(read.logits, full[:, :4], atol=1e-4)
     read = model.decode(jnp.asarray(ids[:, 4:]), mask[:, :2], read.cache)
     np.testing.assert_allclose(read.logits, full[:, 4:], atol=1e-4)
+
+
+@pytest.mark.by_default("bart")
+@pytest.mark.parametrize("family", tiny.CONFIGS)
+def test_a_decode_loop_by_hand(family):
+    """`init_cache` and a call with `cache=` for each token give what `generate` gives."""
+    model, ids = tiny.cached(family), tiny.ids(2, 6)
+    settings = {"max_new_tokens": 5, "eos_token_id": None, "do_sample": False}
+    expected = model.generate(ids, **settings).sequences[:, -5:]
+    name, tokens, source = "input_ids", ids, {}
+    if model.is_encoder_decoder:
+        start = model.config.decoder_start_token_id
+        name, tokens, source = "decoder_input_ids", np.full((2, 1), start), {"input_ids": ids}
+    cache, found = model.init_cache(2, 12, **source), []
+    for _ in range(5):
+        out = model(**{name: tokens}, cache=cache, logits_to_keep=1)
+        cache, tokens = out.cache, np.asarray(out.logits.argmax(-1))
+        found.append(tokens[:, 0])
+    np.testing.assert_array_equal(np.stack(found, axis=1), expected)
+
+
+def test_what_a_cached_call_of_an_encoder_decoder_refuses():
+    model, ids = tiny.cached("t5"), tiny.ids(2, 3)
+    cache = model.init_cache(2, 4, input_ids=ids)
+    for name, value in (("input_ids", ids), ("labels", ids), ("dropout_key", jax.random.key(0))):
+        with pytest.raises(InputError, match=f"^{name}: .* cache"):
+            model(**{"decoder_input_ids": ids, name: value}, cache=cache)
+    out = model(decoder_input_ids=ids, cache=cache)
+    with pytest.raises(InputError, match="4 columns, of which 3 are in use; 3 more do not fit"):
+        model(decoder_input_ids=ids, cache=out.cache)
+    with pytest.raises(InputError, match="needs the encoder's input"):
+        model.init_cache(2, 4)
