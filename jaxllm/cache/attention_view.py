@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxllm.common.errors import UnsupportedError
-
 SlotIndices = Int[Array, ""] | Int[Array, " B"] | Int[Array, "B T"]
 """Cache slots of T new columns: the first one, for all rows or per row, or one for each column."""
 
@@ -30,7 +28,8 @@ class SequenceMask:
     """Index of each query among the real tokens of its row; with a window only."""
     key_index: Int[Array, "B S"] | None = None
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
-    """A query attends to the last `window` real tokens, its own included."""
+    """Causal: a query attends to the last `window` real tokens, its own included. Otherwise to
+    `window` real tokens on either side and its own."""
 
     def array(self) -> Bool[Array, "B 1 #T S"]:
         """The mask as an array: True where the query attends to the key."""
@@ -44,7 +43,10 @@ class SequenceMask:
         if self.window is not None:
             assert self.query_index is not None
             assert self.key_index is not None
-            visible = visible & near(self.query_index, self.key_index, self.window)
+            if self.query_columns is not None:
+                return visible & near(self.query_index, self.key_index, self.window)
+            distance = self.key_index[:, None, :] - self.query_index[..., None]
+            visible = visible & (jnp.abs(distance) <= self.window)[:, None]
         return visible
 
 
@@ -82,7 +84,7 @@ class AttentionView:
     """Only the first `used_slots` cache slots hold tokens; None: any slot may."""
     query_index: Int[Array, "B T"] | None = None
     """Index of each query among the real tokens of its row, which is its position unless the caller
-    gave `position_ids`; None if no layer has a window, or attention is not causal."""
+    gave `position_ids`; None if no layer has a window."""
     key_index: Int[Array, "B S"] | None = None
     """Index of each key among the real tokens of its row."""
 
@@ -93,16 +95,9 @@ class AttentionView:
 
     def within(self, window: int | Int[Array, ""]) -> AttentionView:
         """The view with attention limited to the last `window` real tokens, the query's own
-        included. Padding does not count.
-
-        Raises:
-            UnsupportedError: queries attend to keys on both sides.
-        """
-        if self.query_index is None or self.key_index is None:
-            raise UnsupportedError(
-                "a sliding window: only causal attention has one here, but this view attends to "
-                "keys on both sides, where a window would have to limit both"
-            )
+        included, or without a causal mask to `window` on either side. Padding does not count."""
+        assert self.query_index is not None
+        assert self.key_index is not None
         index = (self.query_index, self.key_index)
         if isinstance(self.visible, SequenceMask) and isinstance(window, int):
             parts = dict(zip(("query_index", "key_index"), index, strict=True))
@@ -150,8 +145,8 @@ def make_view(
         ),
         rope_length=rope_length,
         write_slots=None,
-        query_index=positions if causal else None,
-        key_index=positions if causal else None,
+        query_index=positions,
+        key_index=positions,
     )
 
 

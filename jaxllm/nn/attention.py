@@ -249,8 +249,8 @@ class Attention(nnx.Module):
 
     The caller passes positions as rotary angles or a bias, or neither. `q_norm` and `k_norm`
     normalise each head's query and key before RoPE (Qwen3). With a `window` a query attends to the
-    last `window` tokens only, its own included (Mistral); without a causal mask to as many on
-    either side.
+    last `window` tokens only, its own included (Mistral); without a causal mask to its own and
+    `window` on either side.
     """
 
     def __init__(

@@ -8,11 +8,12 @@ import tiny
 from generation_tools import banded
 
 from jaxllm.cache.attention_view import make_view
-from jaxllm.common.errors import UnsupportedError
+from jaxllm.models.build_options import Options
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
 WINDOW = 3
+LONG = {"max_position_embeddings": 512}
 
 
 @pytest.fixture
@@ -58,9 +59,31 @@ def test_documents_of_a_packed_row_have_windows_of_their_own(windowed):
         np.testing.assert_allclose(packed[0, own], single[0], atol=2e-5)
 
 
-def test_a_window_of_attention_on_both_sides_is_refused():
-    """It would limit the keys before a query and let it see all keys after it."""
-    view = make_view(np.ones((1, 8), bool), causal=False)
-    assert view.for_layer(None).visible.array().all()
-    with pytest.raises(UnsupportedError, match="a sliding window: only causal attention"):
-        view.for_layer(2)
+def test_a_window_on_both_sides():
+    """Without a causal mask: its own token and two on either side; padding does not count."""
+    mask = np.array([[1, 1, 0, 1, 1, 1, 0, 1]], bool)
+    view = make_view(mask, causal=False)
+    assert (np.asarray(view.for_layer(None).visible.array()) == mask[:, None, None]).all()
+    visible = np.asarray(view.for_layer(2).visible.array())[0, 0][mask[0]][:, mask[0]]
+    distance = np.arange(6)[:, None] - np.arange(6)
+    np.testing.assert_array_equal(visible, np.abs(distance) <= 2)
+
+
+@pytest.mark.ci
+def test_an_encoder_with_a_window():
+    """In blocks of queries as in one piece, and a row as the row alone."""
+    models = [
+        tiny.make("bart", options=Options.on("gpu", attn_implementation=name), **LONG)
+        for name in ("eager", "blockwise")
+    ]
+    tokens, mask = tiny.ids(2, 300), np.ones((2, 300), bool)
+    mask[1, 280:] = False
+    results = []
+    for model in models:
+        for block in model.encoder.blocks:
+            block.attn.window = 5
+        results.append(model.encode(tokens, mask).x)
+        alone = model.encode(tokens[1:, :280]).x
+        np.testing.assert_allclose(results[-1][1:, :280], alone, atol=1e-4)
+    np.testing.assert_allclose(*results, atol=1e-4)
+    assert np.abs(results[0] - tiny.make("bart", **LONG).encode(tokens, mask).x).max() > 1e-2
