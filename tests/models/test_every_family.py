@@ -25,6 +25,7 @@ from jaxllm.models.registry import FAMILIES
 from jaxllm.models.weights import parameters
 from jaxllm.parallel.sharding import logical_axes
 from jaxllm.training.losses import TokenLoss
+from jaxllm.training.monitor.flops import model_flops
 
 MODELS = Path(__file__).parents[2] / "docs" / "models.md"
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -122,6 +123,24 @@ def test_saved_files_are_read_again(family: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(parameters(restored)[path], x)
     saved = json.loads((tmp_path / "first" / "config.json").read_text())["model_type"]
     assert saved == ("t5" if family == "mt5" else family)  # the same architecture
+
+
+@every_family
+def test_flops_count_the_matrices_of_each_token(family: str) -> None:
+    """6 for each element, except of positions and untied embeddings, which are looked up."""
+    model = model_of(family)
+    sizes = {path: x.size for path, x in parameters(model).items() if path.endswith(".weight")}
+    looked_up = ("positions.weight", "table.weight")
+    tied = model.lm_head is None
+    counted = sum(
+        size
+        for path, size in sizes.items()
+        if parameters(model)[path].ndim == 2
+        and not path.endswith(looked_up)
+        and (tied or not path.endswith(("embed.weight", "shared.weight")))
+    )
+    flops = model_flops(model)
+    assert flops.per_token + flops.per_source_token == 6 * counted
 
 
 @pytest.mark.ci

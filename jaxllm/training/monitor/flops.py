@@ -214,12 +214,16 @@ def _depth(path: str) -> tuple[int, int]:
         return (1, 0) if "position_bias" in path else (2, -1)
     if "position_bias" in path:
         return (2, 0)
-    return (0, 0) if path.startswith(("shared.", "backbone.embed", "backbone.positions")) else ABOVE
+    if path.startswith("decoder_input."):
+        return (2, -1)
+    first = ("shared.", "backbone.embed", "backbone.positions", "encoder_input.")
+    return (0, 0) if path.startswith(first) else ABOVE
 
 
 def _is_looked_up(path: str, model: Model[Any]) -> bool:
-    """True for matrices used only for lookup. A tied embedding is also the LM head's matrix."""
-    if "positions" in path or "position_bias" in path:
+    """True for matrices used only for lookup, and biases of two axes. A tied embedding is also the
+    LM head's matrix."""
+    if "positions" in path or "position_bias" in path or path.endswith("_bias"):
         return True
     return path in EMBEDDINGS and getattr(model, "lm_head", model) is not None
 
