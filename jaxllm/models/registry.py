@@ -42,7 +42,7 @@ class Family:
 
 def _decoder_only(
     config: type[ModelConfig],
-    table: Table,
+    table: Table | Callable[[Any], Table],
     structure: tuple[str, ...],
     *,
     language_model: type[CausalLM],
@@ -52,13 +52,14 @@ def _decoder_only(
 ) -> Family:
     """A decoder-only family, whose classes have Hugging Face's names.
 
+    The weight table may depend on the config, such as on sizes of fused tensors.
     A checkpoint whose file names the class without a head is read as a language model.
     """
     classes = (language_model, classifier, headless)
     return Family(
         config=config,
         classes={cls.__name__: cls for cls in classes},
-        table=lambda config: table,
+        table=(lambda config: table) if isinstance(table, Table) else table,
         structure=(*structure, "tie_word_embeddings"),
         aliases=dict.fromkeys((headless.__name__, *old_names), language_model.__name__),
         parts={headless.__name__: ("lm_head.", "score.")},

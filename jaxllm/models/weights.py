@@ -25,12 +25,14 @@ class Entry:
     """Name of one Hugging Face tensor, and paths of our parameters that it holds.
 
     Parameters are [out, in]. `transposed`: the tensor is [in, out] (GPT-2's Conv1D). With several
-    `parameters` it is their concatenation along the output axis (GPT-2's fused q, k, v).
+    `parameters` it is their concatenation along the output axis (GPT-2's fused q, k, v), of which
+    each has as many rows, or those of `rows` (grouped-query attention).
     """
 
     parameters: tuple[str, ...]
     tensor: str
     transposed: bool = False
+    rows: tuple[int, ...] = ()
 
     @property
     def modules(self) -> list[str]:
@@ -39,13 +41,16 @@ class Entry:
 
     def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the tensor, from that of one of its parameters."""
-        whole = (shape[0] * len(self.parameters), *shape[1:])
+        rows = sum(self.rows) or shape[0] * len(self.parameters)
+        whole = (rows, *shape[1:])
         return whole[::-1] if self.transposed else whole
 
     def split(self, tensor: np.ndarray) -> list[np.ndarray]:
         """Splits a tensor into our parameters; the parts are [out, in] views."""
         whole = tensor.T if self.transposed else tensor
-        return np.split(whole, len(self.parameters)) if len(self.parameters) > 1 else [whole]
+        if len(self.parameters) == 1:
+            return [whole]
+        return np.split(whole, np.cumsum(self.rows)[:-1] if self.rows else len(self.parameters))
 
     def index(self, number: int, rows: int, index: tuple[slice, ...]) -> tuple[slice, ...]:
         """Index in the tensor of a slice of parameter `number`, which has `rows` rows.
@@ -53,10 +58,13 @@ class Entry:
         >>> entry = Entry(("q", "k", "v"), "qkv", transposed=True)
         >>> entry.index(1, 4, (slice(0, 2), slice(2, 4)))
         (slice(2, 4, None), slice(4, 6, None))
+        >>> Entry(("q", "k"), "qk", rows=(8, 4)).index(1, 4, (slice(0, 2), slice(0, 3)))
+        (slice(8, 10, None), slice(0, 3, None))
         """
         first, *rest = index
         start, stop, _ = first.indices(rows)
-        whole = (slice(number * rows + start, number * rows + stop), *rest)
+        before = sum(self.rows[:number]) if self.rows else number * rows
+        whole = (slice(before + start, before + stop), *rest)
         return whole[::-1] if self.transposed else whole
 
     def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -70,6 +78,7 @@ class Entry:
             tuple(o.replace("{i}", i) for o in self.parameters),
             self.tensor.replace("{i}", i),
             self.transposed,
+            self.rows,
         )
 
 
@@ -134,13 +143,19 @@ def same(path: str, tensor: str) -> Iterator[Entry]:
 
 
 def linear(
-    paths: str | tuple[str, ...], tensor: str, *, transposed: bool = False, bias: bool = True
+    paths: str | tuple[str, ...],
+    tensor: str,
+    *,
+    transposed: bool = False,
+    bias: bool = True,
+    rows: tuple[int, ...] = (),
 ) -> Iterator[Entry]:
-    """Entries for the weight and bias of a Linear, or of several fused in one tensor."""
+    """Entries for the weight and bias of a Linear, or of several fused in one tensor, each with
+    its `rows`."""
     paths = (paths,) if isinstance(paths, str) else paths
-    yield Entry(tuple(f"{path}.weight" for path in paths), f"{tensor}.weight", transposed)
+    yield Entry(tuple(f"{path}.weight" for path in paths), f"{tensor}.weight", transposed, rows)
     if bias:
-        yield Entry(tuple(f"{path}.bias" for path in paths), f"{tensor}.bias")
+        yield Entry(tuple(f"{path}.bias" for path in paths), f"{tensor}.bias", rows=rows)
 
 
 def norm(path: str, tensor: str, *, bias: bool = False) -> Iterator[Entry]:
