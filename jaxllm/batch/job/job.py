@@ -13,8 +13,9 @@ from jaxllm.batch.job.journal import Journal
 from jaxllm.batch.job.report import Report, RunCounters, row_facts, row_statistics
 from jaxllm.batch.memory import Prediction
 from jaxllm.batch.rows import BatchOutput, RawRow
+from jaxllm.batch.tables.columns import FAILED
 from jaxllm.batch.tables.outputs import Line, OutputTable, encoded, output_writer
-from jaxllm.batch.tables.source import FAILED, Source
+from jaxllm.batch.tables.source import Source
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import RunError, naming_file
 from jaxllm.common.files import write_whole

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxllm.batch.tables.source import FAILED
+from jaxllm.batch.tables.columns import FAILED
 from jaxllm.common.errors import MissingFileError, RunError, naming_file, quoted
 from jaxllm.common.files import LOCK_FILE, RunLock
 from jaxllm.common.strict_json import read_json

@@ -18,6 +18,8 @@ from jaxllm.generation.settings.config import FIELDS
 
 _TEXT_KEYS = frozenset({"id", "prompt", "completion", "regex", "grammar"})
 """Keys whose cells in a CSV file are texts, even where they look like numbers."""
+FAILED = "failed_row"
+"""Key of a row in the file of errors that has its number and its error."""
 _LIKENESS = 0.85
 """From here on a column counts as the misspelt name of a generation field."""
 
@@ -154,13 +156,14 @@ class ColumnChoice:
     def kept(self, columns: Sequence[str]) -> list[str]:
         """The columns that are copied to the output, of those that a table has.
 
-        `id` is not among them, since every output has it.
+        `id` is not among them, since every output has it. "all" leaves out what a file of errors
+        adds.
 
         Raises:
             DataError: a column is missing.
         """
         if self.keep == "all":
-            return [name for name in columns if name != "id"]
+            return [name for name in columns if name not in ("id", FAILED)]
         for name in self.keep:
             if name not in columns:
                 raise DataError(f"--keep: no column {name!r}; {nearest(name, columns)}")

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.batch.rows import BatchOutput, RawRow
-from jaxllm.batch.tables.columns import ColumnChoice
+from jaxllm.batch.tables.columns import FAILED, ColumnChoice
 from jaxllm.batch.tables.json_lines import JsonLines
-from jaxllm.batch.tables.source import FAILED, Source
+from jaxllm.batch.tables.source import Source
 from jaxllm.common.errors import InputError, JaxLLMError, listed
 
 

@@ -16,8 +16,6 @@ from jaxllm.generation.settings.config import FIELDS
 
 EXAMPLE = 'such as {"prompt": "Hello"} on each line'
 ERROR_COLUMNS = ("error", "error_kind")
-FAILED = "failed_row"
-"""Key of a row in the file of errors that has its number and its error."""
 
 
 class Source:

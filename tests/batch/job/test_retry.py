@@ -111,6 +111,9 @@ def test_the_errors_are_an_input(tmp_path):
     assert source.row(0).raw == {"id": "5", "prompt": "no 5"}
     assert source.kept(0) == {"price": "5.0"}
     assert source.unread == ["failed_row"]
+    everything = ColumnChoice(prompt="question", keep="all")
+    kept = read_source(tmp_path / "out.csv.errors.jsonl", everything).kept(0)
+    assert "failed_row" not in kept
 
 
 def test_a_job_without_a_success_leaves_its_errors_only(tmp_path):
