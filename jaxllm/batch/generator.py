@@ -151,6 +151,8 @@ class BatchGenerator:
         Raises:
             InputError: `rows` is a single row, or no list.
         """
+        if hasattr(rows, "columns"):  # iterating over a data frame gives the names of its columns
+            raise InputError("rows: found a data frame or a table; use generate_table")
         rows = list(checked_iterable(rows, "rows", "a list of rows"))
         raw_rows = (RawRow(index, index, raw) for index, raw in enumerate(rows))
         return self._generate(raw_rows, len(rows))
@@ -191,7 +193,7 @@ class BatchGenerator:
                 settings of their row.
             system_template: writes each system message; the prompt is then a user message.
             prompt_column: the column of the prompts.
-            keep: columns that the result has too.
+            keep: columns that the result has too: a list of names, or a text with commas.
             keep_prefix: put before their names.
             output: the file of the results, for a path. Its name says the format.
 

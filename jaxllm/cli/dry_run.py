@@ -18,7 +18,7 @@ from jaxllm.checkpoint.hub import resolve
 from jaxllm.checkpoint.load import open_checkpoint
 from jaxllm.cli.options import model_options
 from jaxllm.common.compiling import CompileClock
-from jaxllm.common.errors import InputError
+from jaxllm.common.errors import InputError, shortened
 from jaxllm.common.progress import Reporter, duration
 from jaxllm.loading import read_generation_config, tokenizer_of, with_settings
 from jaxllm.planning.abstract import abstract_model
@@ -26,6 +26,8 @@ from jaxllm.planning.abstract import abstract_model
 CALIBRATION_SECONDS = 10.0
 """Seconds of decoding by which the time of a job is estimated; compiling comes on top."""
 SHOWN_ERRORS = 10
+SHOWN_CHARACTERS = 2000
+"""Of the first prompt."""
 _BAR = 40
 
 
@@ -61,6 +63,9 @@ def run_dry(
         longest = max(plan.rows, key=lambda row: len(row.input_ids))
         where = f"{source.unit} {source.number(longest.index)}"
         reporter.say(f"the longest prompt: {len(longest.input_ids):,} tokens, {where}")
+        first = plan.rows[0].input_ids
+        text = str(first.tolist()) if tokenizer is None else tokenizer.decode(first.tolist())
+        reporter.say(f"the first prompt: {shortened(text, SHOWN_CHARACTERS)}")
     context = model.config.context_length
     if count := sum(row.max_length > context for row in plan.rows if context is not None):
         reporter.say(f"rows that may exceed the model's context of {context:,} tokens: {count:,}")

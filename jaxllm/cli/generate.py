@@ -45,6 +45,7 @@ from jaxllm.cli.options import (
     load_named,
 )
 from jaxllm.cli.process import Parser, reject, run_parsed
+from jaxllm.common.arguments import names_in
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import InputError
 from jaxllm.common.progress import Reporter
@@ -159,7 +160,7 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--keep",
         metavar="COLUMNS",
-        type=_columns,
+        type=names_in,
         help="copy these columns of the input to the output: all, or names such as question,lang",
     )
     group.add_argument(
@@ -245,10 +246,6 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="let --resume compare all bytes of the weights instead of samples",
     )
-
-
-def _columns(text: str) -> tuple[str, ...] | str:
-    return "all" if text == "all" else tuple(text.split(","))
 
 
 def _token_ids(text: str) -> list[int]:

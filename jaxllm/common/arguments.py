@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -41,6 +41,15 @@ def checked_iterable(values: Iterable[T], name: str, expected: str = "a list") -
         if not isinstance(values, str | bytes | Mapping):
             return values
     return checked(values, (), name, expected)
+
+
+def names_in(text: str) -> tuple[str, ...] | Literal["all"]:
+    """Names of columns in a text.
+
+    >>> names_in("ticket, lang"), names_in("all")
+    (('ticket', 'lang'), 'all')
+    """
+    return "all" if text == "all" else tuple(name.strip() for name in text.split(","))
 
 
 def checked_list(values: Iterable[T], name: str) -> list[T]:

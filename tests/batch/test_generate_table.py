@@ -156,3 +156,16 @@ def test_templates_in_files(engine: jaxllm.BatchGenerator, tmp_path: Path):
     expected = engine.generate_table(frame, template=TEMPLATE)
     for name in (tmp_path / "t.jinja", str(tmp_path / "t.jinja")):
         pd.testing.assert_frame_equal(engine.generate_table(frame, template=name), expected)
+
+
+def test_names_in_one_text(engine: jaxllm.BatchGenerator):
+    frame = pd.DataFrame({"prompt": ["a"], "b": [1], "c": [2]})
+    result = engine.generate_table(frame, keep="b, c")
+    assert list(result.columns[:4]) == ["id", "row", "b", "c"]
+
+
+def test_frames_that_are_no_rows(engine: jaxllm.BatchGenerator):
+    with pytest.raises(InputError, match="use generate_table"):
+        engine.generate(pd.DataFrame({"prompt": ["a"]}))
+    with pytest.raises(InputError, match=r"column ticket .*; give it one type"):
+        engine.generate_table(pd.DataFrame({"prompt": ["a", "b"], "ticket": ["a", 2]}))

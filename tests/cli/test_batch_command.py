@@ -162,6 +162,8 @@ def test_a_dry_run(tmp_path, capsys):
     assert re.search(r"rows that can run +3", err)
     assert re.search(r" 1 to 16 +2  #{40}\n", err)
     assert "the longest prompt: " in err
+    assert "the first prompt: " in err
+    assert "ello" in err.partition("the first prompt: ")[2]
     assert "tokens, line 3" in err
     assert "rows that would have an error: 2\n  line 4: " in err
     memory = r"\d sequences at a time, up to \d+ tokens each: weights"

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from jaxllm.batch.row_prompts import PROMPT_KEYS
 from jaxllm.batch.row_reader import ROW_KEYS
 from jaxllm.batch.tables.templates import RowTemplate, row_template
-from jaxllm.common.arguments import checked_iterable
+from jaxllm.common.arguments import checked_iterable, names_in
 from jaxllm.common.errors import DataError, InputError, listed, nearest, quoted
 from jaxllm.generation.settings.config import FIELDS
 
@@ -74,12 +74,13 @@ class ColumnChoice:
         keep_prefix: str = "",
     ) -> ColumnChoice:
         """The choice that the arguments of a Python call make; templates are texts or files."""
-        names = (keep,) if isinstance(keep, str) else checked_iterable(keep, "keep", "columns")
+        if not isinstance(keep, str):
+            keep = tuple(checked_iterable(keep, "keep", "columns"))
         return cls(
             prompt=prompt_column,
             template=row_template(template, "template"),
             system_template=row_template(system_template, "system_template"),
-            keep="all" if keep == "all" else tuple(names),
+            keep=names_in(keep) if isinstance(keep, str) else keep,
             keep_prefix=keep_prefix,
         )
 

@@ -32,7 +32,10 @@ def table_of_frame(frame: Any) -> tuple[Table, Callable[[Any], Any]]:
         try:
             own = arrow.Table.from_pandas(frame, preserve_index=False)
         except arrow.ArrowException as failure:  # a column of several types
-            raise InputError(f"table: {shortened(str(failure), 300)}") from None
+            reasons = "; ".join(map(str, reversed(failure.args)))
+            raise InputError(
+                f"table: {shortened(reasons, 300)}; give it one type, such as astype(str)"
+            ) from None
 
         def to_pandas(table: Any) -> Any:
             # The metadata has pandas' own types of the columns.

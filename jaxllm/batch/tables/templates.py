@@ -142,4 +142,5 @@ def _column(node: Any) -> str | None:
         return None if node.name == ROW else node.name
     if isinstance(node, nodes.Getattr):
         return None if hasattr(dict, node.attr) else node.attr
-    return node.arg.value if isinstance(node.arg, nodes.Const) else None
+    name = node.arg.value if isinstance(node.arg, nodes.Const) else None
+    return name if isinstance(name, str) else None
