@@ -20,8 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import jaxllm
 from jaxllm.checkpoint import smollm2
 from jaxllm.models.gpt2 import GPT2Config, GPT2LMHeadModel
-from jaxllm.models.t5 import T5Config
-from jaxllm.models.t5 import T5ForConditionalGeneration
+from jaxllm.models.t5 import T5Config, T5ForConditionalGeneration
 
 NAMES = ("smollm2", "gpt2", "t5-small")
 FORMATS = {"F32": 0, "Q4_0": 2, "Q8_0": 7}
