@@ -151,8 +151,6 @@ class BatchGenerator:
         Raises:
             InputError: `rows` is a single row, or no list.
         """
-        if hasattr(rows, "columns"):  # iterating over a data frame gives the names of its columns
-            raise InputError("rows: found a data frame or a table; use generate_table")
         rows = list(checked_iterable(rows, "rows", "a list of rows"))
         raw_rows = (RawRow(index, index, raw) for index, raw in enumerate(rows))
         return self._generate(raw_rows, len(rows))

@@ -188,9 +188,9 @@ def load_model(
         mesh=mesh,
     )
     for path in zeros:
-        array = jnp.zeros(expected[path].shape, expected[path].dtype)
-        sharding = None if mesh is None else parameter_sharding(path, array.shape, mesh)
-        arrays[path] = array if sharding is None else jax.device_put(array, sharding)
+        shape, dtype = expected[path].shape, expected[path].dtype
+        sharding = None if mesh is None else parameter_sharding(path, shape, mesh)
+        arrays[path] = jnp.zeros(shape, dtype, device=sharding)
     # The shapes of quantized weights stay until their layers are replaced.
     values = [arrays.get(parameter_path(path), shape) for path, shape in leaves]
     model = with_matrices(jax.tree_util.tree_unflatten(treedef, values), matrices)

@@ -98,12 +98,13 @@ def hf_tensors(
             "save_hf: Hugging Face's format cannot hold these quantized weights; use save_orbax, "
             "or load the model without quantize="
         )
+    file_tensors = None if origin is None else {name for name, _ in origin.dtypes}
     for entry in table.for_model(arrays):
         name = tensor_name(entry, table, stripped=origin is not None and origin.stripped)
         parts = [arrays[path] for path in entry.parameters]
-        was_absent = origin is not None and name not in dict(origin.dtypes)
-        if was_absent and table.zeros.issuperset(entry.parameters) and not parts[0].read().any():
-            continue  # still zero, as the file implied
+        absent = file_tensors is not None and name not in file_tensors
+        if table.zeros.issuperset(entry.parameters) and absent and not parts[0].read().any():
+            continue  # still zero, as in the file without this tensor
         yield (
             name,
             LazyHostArray(

@@ -30,12 +30,19 @@ def checked_path(path: str | PathLike[str], name: str) -> Path:
 
 
 def checked_iterable(values: Iterable[T], name: str, expected: str = "a list") -> Iterable[T]:
-    """An iterable that is no text, bytes or mapping, of which the characters or keys would be read.
+    """An iterable that is no text, mapping or data frame.
+
+    Iterating over those gives characters, keys or names of columns.
 
     >>> checked_iterable("Hello", "rows", "a list of prompts")
     Traceback (most recent call last):
     jaxllm.common.errors.InputError: rows: expected a list of prompts, found Hello (str)
     """
+    if hasattr(values, "columns"):
+        raise InputError(
+            f"{name}: expected {expected}, found a {type(values).__name__}; pass one of its "
+            "columns, or use BatchGenerator.generate_table"
+        )
     with contextlib.suppress(TypeError):  # None, a number, an array without axes
         iter(values)
         if not isinstance(values, str | bytes | Mapping):

@@ -108,8 +108,9 @@ class BartConfig(cfg.ModelConfig):
             handled |= {"normalize_embedding"}
         if raw.get("extra_pos_embeddings") in (None, POSITION_OFFSET):
             handled |= {"extra_pos_embeddings"}
-        # Of the classifier; and an old name of `forced_bos_token_id`, which files have as well.
-        handled |= {"classif_dropout", "force_bos_token_to_be_generated"}
+        if not raw.get("force_bos_token_to_be_generated") or "forced_bos_token_id" in raw:
+            handled |= {"force_bos_token_to_be_generated"}  # the old name of forced_bos_token_id
+        handled |= {"classif_dropout"}  # of the classifier
         config = cfg.read_config(cls, raw, handled=handled)
         config.check()
         cfg.check_token_ids(config)

@@ -48,8 +48,8 @@ class Backbone(nnx.Module, Generic[C]):
     stack: Stack
     rope: Rope | None = None
     rope_per_row = False
-    """Dynamic and longrope RoPE depend on the length of each row, or of the document in a packed
-    row; otherwise on that of the longest row."""
+    """True: dynamic and longrope RoPE depend on the length of each row, or of each document in a
+    packed row. False: they depend on the length of the longest row."""
     max_positions: int | None = None
     """Positions that a table of them has."""
 

@@ -209,7 +209,7 @@ class EncoderDecoderLM(WithEncoder[C], LanguageModel[C]):
     def _continued(
         self, inputs: Seq2SeqInputs, cache: Cache, logits_to_keep: Any, records: dict[str, Any]
     ) -> Seq2SeqLMOutput:
-        """The output for new decoder tokens after those of a cache."""
+        """The output for new decoder tokens, which follow the tokens in the cache."""
         read = ("decoder_input_ids", "decoder_attention_mask")
         for field in dataclasses.fields(inputs):
             if field.name not in read and getattr(inputs, field.name) is not None:

@@ -84,8 +84,10 @@ class Gemma2Config(RotaryConfig):
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
         activation = raw.get("hidden_activation") or cls.hidden_act
-        # The kind of cache in transformers ("hybrid") changes no result.
-        others = ("hidden_activation", "cache_implementation")
+        others = {"hidden_activation"}
+        if raw.get("cache_implementation") in (None, "hybrid"):
+            # Sliding layers keep their window only. It saves memory and changes no result.
+            others.add("cache_implementation")
         named = {name: value for name, value in raw.items() if name not in others}
         return super().from_dict({**named, "hidden_act": activation})
 

@@ -329,7 +329,10 @@ class LanguageModel(Generates, Model[C]):
         cache: Cache,
         **options: Any,
     ) -> StackOutput:
-        """Runs new columns; `options` are other inputs of the family and those of `Stack`."""
+        """Runs the decoder on new columns.
+
+        `options` are the options of `Stack.__call__` and other inputs of the family.
+        """
         raise NotImplementedError
 
     @property
@@ -442,7 +445,7 @@ class Head:
     softcap: float | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __call__(self, x: Float[Array, "... D"], key: Array | None = None) -> Float[Array, "... V"]:
-        """Logits; `key` is that of LoRA's dropout."""
+        """Logits. `key`: random key for the dropout of LoRA."""
         layer = self.layer
         logits = layer.attend(x) if isinstance(layer, Embedding) else layer(x, key)
         logits = logits.astype(jnp.float32)

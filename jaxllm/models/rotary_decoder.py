@@ -206,8 +206,8 @@ class LayerFactory:
         scores: Scores | None = None,
     ) -> Attention:
         """Grouped-query attention. `bias`: of q, k and v. `normed_heads`: RMSNorm of each head's
-        query and key. `window`: sliding-window attention. `scores`: by default those of products
-        over the square root of a head's size."""
+        query and key. `window`: sliding-window attention. `scores`: by default products are
+        divided by the square root of the head size."""
         c, size = self.config, self.config.size_per_head
         return Attention(
             q=self.linear(c.hidden_size, c.num_attention_heads * size, bias=bias),

@@ -90,8 +90,7 @@ def attend(
     bias: Float[Array, "#B N T S"] | None = None,
     **options: Any,
 ) -> Float[Array, "B T N H"]:
-    """Eager attention (the reference); options as `attend_with_weights`, which it is without
-    them."""
+    """Output of `attend_with_weights` (eager attention, the reference) without the weights."""
     return attend_with_weights(q, kv, visible, bias, **options)[0]
 
 

@@ -165,7 +165,14 @@ def test_names_in_one_text(engine: jaxllm.BatchGenerator):
 
 
 def test_frames_that_are_no_rows(engine: jaxllm.BatchGenerator):
-    with pytest.raises(InputError, match="use generate_table"):
-        engine.generate(pd.DataFrame({"prompt": ["a"]}))
+    frame = pd.DataFrame({"prompt": ["a"]})
+    for use in (
+        engine.generate,
+        engine.stream,
+        lambda rows: jaxllm.generate_texts(engine.model, rows, tokenizer=engine.tokenizer),
+    ):
+        for rows in (frame, pyarrow.Table.from_pandas(frame)):
+            with pytest.raises(InputError, match="pass one of its columns"):
+                use(rows)
     with pytest.raises(InputError, match=r"column ticket .*; give it one type"):
         engine.generate_table(pd.DataFrame({"prompt": ["a", "b"], "ticket": ["a", 2]}))

@@ -62,6 +62,7 @@ BAD = [
     (request("get", method="GET"), None, "method: expected 'POST', found 'GET'"),
     (request("url", url="/v1/embeddings"), None, "url: expected '/v1/chat/completions'"),
     ({"method": "POST", "url": TEXT, "body": {}}, None, "custom_id: missing"),
+    ({**request("key"), "id": "x"}, None, "id: unknown"),
     ("{", None, "not JSON"),
 ]
 

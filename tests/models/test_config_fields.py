@@ -431,6 +431,21 @@ def test_an_unknown_key_that_is_on_raises(family, key, value):
                 model_spec(raw)
 
 
+def test_keys_of_one_family_that_are_without_effect_with_some_values_only():
+    gemma, bart = tiny.CONFIGS["gemma2"], tiny.CONFIGS["bart"]
+    assert (
+        model_spec({**gemma, "cache_implementation": "hybrid"}).config == model_spec(gemma).config
+    )
+    with pytest.raises(UnsupportedError, match=r"^cache_implementation"):
+        model_spec({**gemma, "cache_implementation": "sink"})
+    forced = {"force_bos_token_to_be_generated": True}
+    assert (
+        model_spec({**bart, **forced, "forced_bos_token_id": 0}).config == model_spec(bart).config
+    )
+    with pytest.raises(UnsupportedError, match=r"^force_bos_token_to_be_generated"):
+        model_spec({**bart, **forced})
+
+
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_bookkeeping_has_no_effect(family):
     raw = tiny.CONFIGS[family]

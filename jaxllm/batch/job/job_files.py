@@ -23,7 +23,7 @@ OUTPUT_DIGEST = "output"
 LIMITS = frozenset({"--max-new-tokens", "--max-length", "--context"})
 """Parts of an identity that may also change when rows with errors are tried again."""
 ERRORS_DIGEST = "errors file"
-"""The digest of its file of errors."""
+"""The digest of the file of errors, which may change when rows are tried again."""
 NOT_COMPARED = frozenset({"--model", ENVIRONMENT, OUTPUT_DIGEST, ERRORS_DIGEST})
 """Parts of an identity that may change: the model's files are compared, not their path."""
 _MAX_IDENTITY_BYTES = 1 << 24

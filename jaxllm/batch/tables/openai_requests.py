@@ -26,8 +26,9 @@ class OpenAIRequests(Source):
     def row(self, index: int) -> RawRow:
         try:
             cells = self.table.cells(index)
-            # A job's file of errors has these, too.
-            raw: Any = {key: cells[key] for key in cells if key not in ("id", FAILED)}
+            # A file of errors of an earlier job has these two keys as well.
+            added = ("id", FAILED) if FAILED in cells else ()
+            raw: Any = {key: cells[key] for key in cells if key not in added}
         except JaxLLMError as error:
             raw = error
         custom_id = raw.get("custom_id") if isinstance(raw, Mapping) else None

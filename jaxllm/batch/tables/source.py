@@ -153,7 +153,8 @@ class Source:
         """
         if not len(self):
             raise DataError(f"{self.name}: has no rows")
-        number_of_id: dict[str, int] = {}  # as texts, like those of CSV
+        # Ids 2 and "2" are the same id, because every cell of CSV is a text.
+        number_of_id: dict[str, int] = {}
         has_prompt = False
         for index in range(len(self)):
             row, number = self.row(index), self.number(index)
