@@ -22,8 +22,8 @@ def load_tokenizer(folder: str | PathLike[str], **options: Any) -> Tokenizer | N
     ``tokenizer_class`` in tokenizer_config.json decides, or in config.json, or its ``model_type``,
     as in transformers. ``LlamaTokenizer`` and ``T5Tokenizer`` are read from their sentencepiece
     model if present, since it defines their ids; all others, and these two without a model, from
-    tokenizer.json; without one, GPT-2's, RoBERTa's and Qwen2's from vocab.json and merges.txt.
-    ``ByT5Tokenizer`` needs none. Without a class, the first of these files decides.
+    tokenizer.json; without one, GPT-2's, RoBERTa's (BART's) and Qwen2's from vocab.json and
+    merges.txt. ``ByT5Tokenizer`` needs none. Without a class, the first of these files decides.
 
     Args:
         folder: the folder.

@@ -40,7 +40,12 @@ OPTIONS = (
 """Fields of tokenizer_config.json that a call of `load_tokenizer` may override."""
 CLASS_OPTIONS = frozenset({"add_bos_token", "add_eos_token", "add_prefix_space", "legacy"})
 """Those of them that act on some classes of tokenizers alone."""
-CLASS_OF_MODEL = {"gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
+CLASS_OF_MODEL = {
+    "bart": "BartTokenizer",
+    "gpt2": "GPT2Tokenizer",
+    "qwen2": "Qwen2Tokenizer",
+    "qwen3": "Qwen2Tokenizer",
+}
 """transformers' classes of byte-level tokenizers by model type, for files that name no class."""
 SENTENCEPIECE_MODELS = {
     *("llama", "mistral", "mixtral", "t5", "mt5", "umt5", "longt5", "switch_transformers"),

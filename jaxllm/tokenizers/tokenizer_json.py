@@ -2,8 +2,8 @@
 
 The tokenizers library splits text into tokens, after the file has been checked. The file's
 ``post_processor``, which adds special tokens, is implemented here, because settings may replace it;
-its ``decoder`` is implemented in ``stream_decoder.py``. GPT-2, RoBERTa (CodeT5) and Qwen2 are read
-from vocab.json and merges.txt too.
+its ``decoder`` is implemented in ``stream_decoder.py``. GPT-2, RoBERTa (CodeT5, BART) and Qwen2 are
+read from vocab.json and merges.txt too.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": Tr
 _CLASSES: Mapping[str, tuple[Mapping[str, str], tuple[str, ...]]] = {
     "LlamaTokenizer": (LLAMA_TOKENS, ("add_bos_token", "add_eos_token")),
     "GPT2Tokenizer": (GPT2_TOKENS, ("add_prefix_space",)),
+    "RobertaTokenizer": (ROBERTA_TOKENS, ("add_prefix_space",)),
+    "BartTokenizer": (ROBERTA_TOKENS, ("add_prefix_space",)),
     "T5Tokenizer": (T5_TOKENS, ()),
     "Qwen2Tokenizer": (QWEN2_TOKENS, ()),
 }
@@ -113,8 +115,9 @@ class FastTokenizer(Tokenizer):
         """Loads a folder with tokenizer.json, with the defaults of its ``tokenizer_class``.
 
         As in transformers 4.57, ``add_bos_token`` and ``add_eos_token`` apply to Llama's class,
-        which has BOS by default, and ``add_prefix_space`` to GPT-2's. For other classes, and for a
-        Llama's file without either, as transformers 5 writes it, tokenizer.json decides.
+        which has BOS by default, and ``add_prefix_space`` to GPT-2's and RoBERTa's (BART's). For
+        other classes, and for a Llama's file without either, as transformers 5 writes it,
+        tokenizer.json decides.
         """
         source = str(files.folder / "tokenizer.json")
         spec = parse_json(files.contents["tokenizer.json"], source=source, error=TokenizerError)
@@ -129,7 +132,7 @@ class FastTokenizer(Tokenizer):
             bos = flags["add_bos_token"]
             options |= {**flags, "add_bos_token": True if bos is None else bos}
         splitter = spec.get("pre_tokenizer") if isinstance(spec, dict) else None
-        if class_name == "GPT2Tokenizer" and isinstance(splitter, dict):
+        if "add_prefix_space" in acting and isinstance(splitter, dict):
             prefix_space = settings.flag("add_prefix_space", False)
             if splitter.get("type") == "ByteLevel":  # alone, and in no Sequence
                 splitter["add_prefix_space"] = prefix_space
@@ -399,7 +402,7 @@ class GPT2Tokenizer(FastTokenizer):
 
 
 class RobertaTokenizer(GPT2Tokenizer):
-    """GPT-2's splits, ``<s>`` before and ``</s>`` after a text; that of CodeT5."""
+    """GPT-2's splits, ``<s>`` before and ``</s>`` after a text: CodeT5 and BART."""
 
     default_tokens = ROBERTA_TOKENS
 
@@ -433,7 +436,10 @@ class Qwen2Tokenizer(GPT2Tokenizer):
         }
 
 
-CLASSES = {each.__name__: each for each in (GPT2Tokenizer, RobertaTokenizer, Qwen2Tokenizer)}
+CLASSES = {
+    "BartTokenizer": RobertaTokenizer,
+    **{each.__name__: each for each in (GPT2Tokenizer, RobertaTokenizer, Qwen2Tokenizer)},
+}
 """Classes that are read from vocab.json and merges.txt, by their names in transformers."""
 
 

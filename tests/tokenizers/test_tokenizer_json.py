@@ -154,6 +154,20 @@ def test_the_model_type_gives_a_tokenizer_json_its_class(fast_folder):
         load_tokenizer(folder)
 
 
+def test_the_tokens_of_bart_with_a_tokenizer_json(fast_folder):
+    """As in the folders of BART itself, whose tokenizer_config.json names no tokens."""
+    folder = fast_folder("gpt2", tokenizer_class=None)
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 1024}')
+    (folder / "config.json").write_text('{"model_type": "bart"}')
+    tokenizer = load_tokenizer(folder)
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
+        "<s>",
+        "</s>",
+        "<pad>",
+    )
+    assert (tokenizer.mask_token, tokenizer.unk_token) == ("<mask>", "<unk>")
+
+
 def test_folder_without_tokenizer_files(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert load_tokenizer(tmp_path) is None

@@ -21,6 +21,8 @@ CASES = {
     ),
     "qwen2": ({"model_type": "qwen2"}, {"tokenizer_class": "Qwen2TokenizerFast"}),
     "model type alone": ({"model_type": "qwen3"}, {"add_prefix_space": True}),
+    "bart": ({"model_type": "bart"}, {"model_max_length": 1024}),
+    "bart's class": ({}, {"tokenizer_class": "BartTokenizer", "add_prefix_space": True}),
     "gpt2": ({"model_type": "gpt2"}, {"add_prefix_space": True}),
 }
 NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
