@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxllm.cache.attention_view import AttentionView, Branches, SlotIndices, make_view
+from jaxllm.common.precision import float32_einsum
 from jaxllm.parallel.field_axes import axes
 from jaxllm.parallel.sharding import constrain, heads_are_sharded
 
@@ -154,12 +155,12 @@ class KV:
 
     def scores(self, q: Float[Array, "*BK Q H"]) -> Float[Array, "*BK Q S"]:
         """Dot products of queries and keys, in float32."""
-        return jnp.einsum("...qh,...sh->...qs", q, self.k, preferred_element_type=jnp.float32)
+        return float32_einsum("...qh,...sh->...qs", q, self.k)
 
     def weighted_values(self, weights: Float[Array, "*BK Q S"]) -> Float[Array, "*BK Q H"]:
         """Weighted sums of values, in float32."""
         weights = weights.astype(self.v.dtype)
-        return jnp.einsum("...qs,...sh->...qh", weights, self.v, preferred_element_type=jnp.float32)
+        return float32_einsum("...qs,...sh->...qh", weights, self.v)
 
     def prefix(self, length: int) -> KV:
         """The first `length` slots."""

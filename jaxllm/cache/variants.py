@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Int8
 
 from jaxllm.cache.attention_view import AttentionView, Branches, SlotIndices, make_view
 from jaxllm.cache.kv_cache import KV, KV_AXES, Cache, write_heads
+from jaxllm.common.precision import float32_einsum
 
 
 @jax.tree_util.register_dataclass
@@ -53,13 +54,12 @@ class QuantizedKV(KV):
 
     def scores(self, q: Float[Array, "*BK Q H"]):
         k = self.k.astype(q.dtype)
-        products = jnp.einsum("...qh,...sh->...qs", q, k, preferred_element_type=jnp.float32)
-        return products * self.k_scale[..., None, :, 0]
+        return float32_einsum("...qh,...sh->...qs", q, k) * self.k_scale[..., None, :, 0]
 
     def weighted_values(self, weights: Float[Array, "*BK Q S"]):
         scaled = (weights * self.v_scale[..., None, :, 0]).astype(self.dtype)
         v = self.v.astype(self.dtype)
-        return jnp.einsum("...qs,...sh->...qh", scaled, v, preferred_element_type=jnp.float32)
+        return float32_einsum("...qs,...sh->...qh", scaled, v)
 
     def dequantized(self) -> KV:
         k, v = self.k * self.k_scale, self.v * self.v_scale

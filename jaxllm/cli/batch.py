@@ -381,6 +381,8 @@ def load_in_actor(
     """`load_engine` in an actor, on all devices that Ray lets it see."""
     reporter = Reporter(quiet=True)
     keep_programs(arguments, reporter)
+    if arguments.matmul_precision is not None:
+        jax.config.update("jax_default_matmul_precision", arguments.matmul_precision)
     return load_engine(arguments, constraint, are_requests, local_mesh(arguments), reporter)
 
 

@@ -16,6 +16,7 @@ from jaxllm.common.compiling import enable_compile_cache
 from jaxllm.common.errors import InputError, RunError, quoted
 from jaxllm.common.files import expanded
 from jaxllm.common.hardware import device_report
+from jaxllm.common.precision import PRECISIONS
 from jaxllm.common.progress import Reporter
 from jaxllm.generation.settings.config import FIELDS
 from jaxllm.generation.settings.field_checks import boolean
@@ -134,6 +135,11 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="dtype of the weights (default: the checkpoint's)",
     )
     parser.add_argument(
+        "--matmul-precision",
+        choices=PRECISIONS,
+        help="precision of matrix products in float32 on a TPU or GPU (default: highest)",
+    )
+    parser.add_argument(
         "--quantize",
         choices=(*FORMATS, KEEP),
         help="keep the weights as integers, which need less memory",
@@ -177,6 +183,7 @@ def model_options(arguments: argparse.Namespace, platform: str) -> dict[str, Any
     path = resolve(arguments.model)
     options = {
         "--adapter": None if arguments.adapter is None else str(arguments.adapter.absolute()),
+        "--matmul-precision": arguments.matmul_precision,
         "--quantize": arguments.quantize,
         "--float-embeddings": not arguments.quantize_embeddings,
         "--allow-nonfinite": arguments.allow_nonfinite,

@@ -115,7 +115,11 @@ def run_parsed(
         namespace = parser.parse(arguments)
         # For messages that repeat the command.
         namespace.command = shlex.join([*parser.prog.split(), *arguments])
-        return run(namespace)
+        # Its import takes as long as JAX's.
+        from jaxllm.common.precision import matmul_precision
+
+        with matmul_precision(getattr(namespace, "matmul_precision", None)):
+            return run(namespace)
 
     return run_command(parsed, parser.prog, argv)
 

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.cache.attention_view import SequenceMask, mask_array
 from jaxllm.cache.kv_cache import KV
 from jaxllm.common.errors import UnsupportedError, quoted
+from jaxllm.common.precision import exact_products
 from jaxllm.nn.linear import Linear, dropout, split_key
 from jaxllm.nn.platform.attention import attend_cache, head_products, largest_scores, split_heads
 from jaxllm.nn.rope import rotate
@@ -149,9 +150,10 @@ def attend_fused(
     mask = jnp.broadcast_to(visible, (B, 1, T, S))
     if bias is not None:
         bias = jnp.broadcast_to(bias, (B, N, T, S)).astype(q.dtype)
-    out = jax.nn.dot_product_attention(
-        q, k, v, bias=bias, mask=mask, scale=scale, implementation=implementation
-    )
+    with exact_products(q, k, v):
+        out = jax.nn.dot_product_attention(
+            q, k, v, bias=bias, mask=mask, scale=scale, implementation=implementation
+        )
     sees_something = mask.any(axis=-1).transpose(0, 2, 1)[..., None]
     return jnp.where(sees_something, out, 0)
 
@@ -357,7 +359,7 @@ class Attention(nnx.Module):
             # Pallas takes a second to import.
             from jaxllm.nn.platform.splash import attend_splash, splash_applies
 
-            if splash_applies(q.shape[1], mask):
+            if splash_applies(q, mask):
                 return attend_splash(q, kv, mask=mask, scores=self.scores)
         if q.shape[1] > QUERY_BLOCK and not isinstance(bias, jax.Array):
             return attend_blocks(partial(attend, **eager), q, kv, mask=mask, bias=bias, key=key)

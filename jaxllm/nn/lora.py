@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxllm.common.precision import precision_of
 from jaxllm.nn.linear import Linear, dropout
 from jaxllm.nn.platform.products import times_transposed
 
@@ -80,7 +81,7 @@ class LoraLinear(Linear):
 
     def _sum(self) -> Float[Array, "O I"]:
         w, a, b = (p[...].astype(jnp.float32) for p in (self.weight, self.lora_a, self.lora_b))
-        return w + self.scale * jnp.matmul(b, a)
+        return w + self.scale * jnp.matmul(b, a, precision=precision_of(b, a))
 
     def _ratio(self, norms: Float[Array, " O"]) -> Float[Array, " O"]:
         assert self.lora_magnitude is not None

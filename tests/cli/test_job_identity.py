@@ -14,6 +14,7 @@ VALUES = {
     "--adapter": "adapter",
     "--dtype": "bfloat16",
     "--param-dtype": "bfloat16",
+    "--matmul-precision": "high",
     "--quantize": "int8",
     "--float-embeddings": None,
     "--allow-nonfinite": None,

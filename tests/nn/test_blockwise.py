@@ -114,21 +114,23 @@ def test_blocks_of_queries_equal_eager(masked):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_kernel_for_tpus_equals_eager(packed, monkeypatch):
+def test_the_kernel_for_tpus_equals_eager(packed, monkeypatch, highest_precision):
     """Interpreted, with grouped heads, pads on all sides and a length that fills no tile."""
     q, k, v, mask = arrays()
     segments = jnp.asarray(np.arange(T) // 70 + 1) * mask if packed else None
     visible = make_view(mask, segments=segments).visible
-    assert splash_applies(T, visible)
+    assert splash_applies(q, visible)
     monkeypatch.setattr(splash, "INTERPRET", True)
     check(output_and_gradients(layer("splash"), q, k, v, mask=visible), rtol=1e-4)
 
 
 def test_windows_that_are_narrower_than_the_sequence_are_computed_by_blocks():
     view = make_view(jnp.ones((1, T), bool))
-    assert splash_applies(T, view.for_layer(T).visible)
-    assert not splash_applies(T, view.for_layer(T - 1).visible)
-    assert not splash_applies(64, view.visible)
+    q = jnp.zeros((1, T, N, 16), jnp.bfloat16)
+    assert splash_applies(q, view.for_layer(T).visible)
+    assert not splash_applies(q, view.for_layer(T - 1).visible)
+    assert not splash_applies(q[:, :64], view.visible)
+    assert not splash_applies(q.astype(jnp.float32), view.visible)
 
 
 @pytest.mark.ci

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.kv_cache import KV
+from jaxllm.common.precision import float32_einsum
 from jaxllm.nn.platform.products import kernel_attention, kernel_usable
 from jaxllm.parallel.sharding import heads_are_sharded
 
@@ -182,7 +183,7 @@ def scores_across_heads(
     """
     B, K, Q, H = q.shape
     extended = q.reshape(B, K * Q, 1, H) * own_heads(K, Q, q.dtype)
-    scores = jnp.einsum("bnkh,bksh->bns", extended, k, preferred_element_type=jnp.float32)
+    scores = float32_einsum("bnkh,bksh->bns", extended, k)
     return scores.reshape(B, K, Q, -1)
 
 
@@ -195,7 +196,7 @@ def values_across_heads(
     """
     B, K, Q, S = weights.shape
     extended = weights.astype(v.dtype).reshape(B, K * Q, 1, S) * own_heads(K, Q, v.dtype)
-    sums = jnp.einsum("bnks,bksh->bnh", extended, v, preferred_element_type=jnp.float32)
+    sums = float32_einsum("bnks,bksh->bnh", extended, v)
     return sums.reshape(B, K, Q, -1)
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int4, Int8, Integer
 
+from jaxllm.common.precision import precision_of
 from jaxllm.parallel.sharding import context_mesh
 
 MAX_ROWS = 64
@@ -98,16 +99,18 @@ def times_transposed(x: Float[Array, "*rest I"], w: Float[Array, "O I"]) -> Floa
     # benchmarks/train.py.
     rows = x.reshape(-1, x.shape[-1])
     few = len(rows) <= MAX_ROWS and kernel_usable(x, w)
-    y = few_times_transposed(rows, w) if few else jax.lax.dot_general(rows, w, TRANSPOSED)
+    y = few_times_transposed(rows, w) if few else in_xla(rows, w)
     return y.reshape(*x.shape[:-1], w.shape[0])
+
+
+def in_xla(x: Float[Array, "B I"], w: Float[Array, "O I"]) -> Float[Array, "B O"]:
+    """`times_transposed` of a matrix x with XLA's product."""
+    return jax.lax.dot_general(x, w, TRANSPOSED, precision=precision_of(x, w))
 
 
 @jax.custom_jvp
 def few_times_transposed(x: Float[Array, "B I"], w: Float[Array, "O I"]) -> Float[Array, "B O"]:
     """`times_transposed` of a few rows, with a kernel on a CPU."""
-
-    def in_xla(x: Array, w: Array) -> Array:
-        return jax.lax.dot_general(x, w, TRANSPOSED)
 
     # PERF(cpu): XLA's product takes 1.2 to 1.6 times as long; docs/decisions/cpu-kernels.md.
     return jax.lax.platform_dependent(x, w, cpu=kernel_product, default=in_xla)
@@ -117,7 +120,7 @@ def few_times_transposed(x: Float[Array, "B I"], w: Float[Array, "O I"]) -> Floa
 def _few_times_transposed_jvp(
     primals: tuple[Array, Array], tangents: tuple[Array, Array]
 ) -> tuple[Array, Array]:
-    return jax.jvp(lambda x, w: jax.lax.dot_general(x, w, TRANSPOSED), primals, tangents)
+    return jax.jvp(in_xla, primals, tangents)
 
 
 @jax.custom_jvp
@@ -172,7 +175,11 @@ def times_converted(
 ) -> Float[Array, "B O"]:
     """`times_int8_transposed` with the values converted to x's dtype."""
     y = jax.lax.dot_general(
-        x, values.astype(x.dtype), TRANSPOSED, preferred_element_type=jnp.float32
+        x,
+        values.astype(x.dtype),
+        TRANSPOSED,
+        precision=precision_of(x),
+        preferred_element_type=jnp.float32,
     )
     return (y * scale).astype(x.dtype)
 
@@ -208,7 +215,8 @@ def _int8_gradients(
 ) -> tuple[Float[Array, "B I"], None, Float[Array, " O"]]:
     # Rounding has no gradient: that of the product with the values is taken. Integers have none.
     values, scale = kept
-    of_x = (gradient * scale) @ values.astype(gradient.dtype)
+    scaled = gradient * scale
+    of_x = jnp.matmul(scaled, values.astype(gradient.dtype), precision=precision_of(scaled))
     return of_x.astype(gradient.dtype), None, jnp.zeros_like(scale)
 
 
@@ -332,6 +340,7 @@ def group_products(
         parts,
         groups.astype(parts.dtype),
         (((2,), (2,)), ((1,), (0,))),
+        precision=precision_of(parts),
         preferred_element_type=jnp.float32,
     )
 

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.attention_view import SequenceMask
 from jaxllm.cache.kv_cache import KV
+from jaxllm.common.precision import precision_of
 from jaxllm.parallel.sharding import context_mesh, partition_spec
 
 TILES = (512, 256, 128)
@@ -29,13 +30,16 @@ INTERPRET = False
 """Run the kernel as JAX operations on any platform, which the tests do."""
 
 
-def splash_applies(queries: int, mask: SequenceMask) -> bool:
+def splash_applies(q: Float[Array, "B T N H"], mask: SequenceMask) -> bool:
     """True if `attend_splash` computes this mask: causal, and the window covers all queries.
 
-    The kernel counts a window in columns, this library in real tokens.
+    The kernel counts a window in columns, this library in real tokens. Its products of float32 are
+    not exact.
     """
+    queries = q.shape[1]
     return (
         queries >= TILES[-1]
+        and precision_of(q) is None
         and mask.query_columns is not None
         and (mask.window is None or mask.window >= queries)
     )

@@ -74,6 +74,8 @@ class ModelSource:
             the model's tokenizer.
         dtype: compute dtype; None: as `jaxllm.load` chooses. Trained parameters are
             float32.
+        matmul_precision: precision of products in float32 on a TPU or GPU: default (the fastest),
+            high or highest; None: highest.
         remat: recompute the activations of each block in the backward pass, to save memory.
         scan_layers: run equal layers in a scan, so that a deep model compiles faster.
         attn_implementation: auto (splash on a TPU, blockwise on a GPU, eager elsewhere), eager,
@@ -88,6 +90,7 @@ class ModelSource:
     overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tokenizer: str | None = None
     dtype: Dtype | None = None
+    matmul_precision: Literal["default", "high", "highest"] | None = None
     remat: bool = False
     scan_layers: bool = False
     attn_implementation: Literal["auto", "eager", "blockwise", "splash", "xla", "cudnn"] = "auto"

@@ -17,6 +17,7 @@ from rich.console import Console
 from jaxllm.checkpoint.orbax import RunCheckpoints
 from jaxllm.common.errors import InputError, RunError
 from jaxllm.common.hardware import device_report
+from jaxllm.common.precision import matmul_precision
 from jaxllm.common.validation import to_plain
 from jaxllm.models.model import Model
 from jaxllm.parallel.environment import changed_environment
@@ -120,6 +121,7 @@ def train(
         console.print(line, markup=False, style="dim")
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(matmul_precision(recipe.model.matmul_precision))
         checkpoints = stack.enter_context(open_checkpoints(recipe, folder, console.quiet, say))
         setup, base, saved = start_or_resume(recipe, folder, checkpoints, resume, say)
         state, start = setup.state, int(setup.state.step)

@@ -212,6 +212,9 @@ def test_a_run_on_another_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert go_on(given, max_steps=2).step == 2
     with jax.default_matmul_precision("highest"), pytest.raises(RunError, match="matmul_precision"):
         go_on(given, max_steps=3)
+    faster = replace(given, model=replace(given.model, matmul_precision="default"))
+    with pytest.raises(RunError, match="matmul_precision"):
+        go_on(faster, max_steps=3)
 
 
 @pytest.mark.ci
