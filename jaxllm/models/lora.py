@@ -25,6 +25,7 @@ from jaxllm.models.registry import FAMILIES, architecture_of
 from jaxllm.models.weights import Entry, Table, is_quantized, parameters
 from jaxllm.nn.linear import Linear
 from jaxllm.nn.lora import LoraLinear, row_norms
+from jaxllm.parallel.placement import mesh_of, put_tree
 
 ALL_LINEAR = "all-linear"
 HEADS = ("lm_head", "score")
@@ -133,7 +134,9 @@ def add_lora(model: M, config: LoraConfig | None = None, *, key: int | Array = 0
     for path in chosen:
         base = module_at(model, path)
         layers[path] = new_layer(base, config, jax.random.fold_in(key, zlib.crc32(path.encode())))
-    return with_lora(model, layers, saved)
+    mesh = mesh_of(model)
+    adapted = with_lora(model, layers, saved)
+    return adapted if mesh is None else put_tree(adapted, mesh)
 
 
 def new_layer(base: Linear, config: LoraConfig, key: Array) -> LoraLinear:

@@ -142,12 +142,13 @@ MESH_AXIS = {
     "heads": TENSOR,
     "mlp": TENSOR,
     "embed": FSDP,
+    "rank": FSDP,
     "copies": DATA,
 }
 """Logical axis -> mesh axis. `tensor` shards a layer's computation: q, k and v followed by o, and
 gate and up followed by down, need one all-reduce each (Megatron). `fsdp` shards the remaining
-dimension, all-gathered before use. `copies` are the rows of each copy of the model, not sharded
-further."""
+dimension, all-gathered before use. `rank` is the rank of a LoRA update. `copies` are the rows of
+each copy of the model, not sharded further."""
 
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(embed|shared|lm_head)\.weight", ("vocab", "embed")),
@@ -178,6 +179,8 @@ def logical_axes(path: str) -> tuple[str | None, ...]:
     ('embed', 'heads')
     >>> logical_axes("backbone.stack.blocks.0.attn.o.lora_b")
     ('embed', None)
+    >>> logical_axes("backbone.stack.blocks.0.attn.q.lora_b")
+    ('heads', 'rank')
     """
     for part, axes_of in _AXES_OF_PARTS.items():
         if path.endswith(part):
@@ -186,9 +189,14 @@ def logical_axes(path: str) -> tuple[str | None, ...]:
     return next((axes for rule, axes in _RULES if rule.fullmatch(path)), ())
 
 
+def _rank_beside(axis: str | None) -> str | None:
+    """Logical axis of the rank beside another axis: sharded over `fsdp` unless that axis is."""
+    return None if axis == "embed" else "rank"
+
+
 _AXES_OF_PARTS = {
-    ".lora_a": lambda axes: (None, axes[1]),
-    ".lora_b": lambda axes: (axes[0], None),
+    ".lora_a": lambda axes: (_rank_beside(axes[1]), axes[1]),
+    ".lora_b": lambda axes: (axes[0], _rank_beside(axes[0])),
     ".lora_magnitude": lambda axes: axes[:1],
     ".matrix.values": lambda axes: axes,
     ".matrix.groups": lambda axes: (axes[1], axes[0], None),

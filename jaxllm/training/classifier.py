@@ -15,6 +15,7 @@ from jaxllm.models.decoder_only import CausalLM
 from jaxllm.models.model import Model, model_shapes
 from jaxllm.models.registry import FAMILIES, architecture_of
 from jaxllm.models.weights import parameters, with_parameters
+from jaxllm.parallel.placement import mesh_of, put_tree
 
 
 def with_classifier(
@@ -55,4 +56,6 @@ def with_classifier(
     shape = (num_labels, weight.shape[1])
     score = jax.random.normal(key, shape) * config.initializer_range
     body = {p: x for p, x in parameters(model).items() if p.startswith("backbone.")}
-    return with_parameters(empty, {**body, "score.weight": score.astype(weight.dtype)})
+    made = with_parameters(empty, {**body, "score.weight": score.astype(weight.dtype)})
+    mesh = mesh_of(model)
+    return made if mesh is None else put_tree(made, mesh)

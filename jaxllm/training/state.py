@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int, Key
 from jaxllm.common.errors import InputError
 from jaxllm.models.model import Card, Model
 from jaxllm.models.weights import is_quantized
-from jaxllm.parallel.sharding import parameter_path
+from jaxllm.parallel.placement import mesh_of, put_everywhere
+from jaxllm.parallel.sharding import parameter_path, tree_shardings
 
 M = TypeVar("M", bound=nnx.Module)
 TRAINED = ("step", "params", "opt_state", "key", "ema", "skipped", "skipped_in_a_row")
@@ -95,10 +96,12 @@ class TrainState:
         key: Array | int = 0,
         trainable: Callable[[str], bool] | None = None,
         ema: bool = False,
+        donate: bool = False,
     ) -> TrainState:
-        """Creates a state at step 0.
+        """Creates a state at step 0, on the devices of the model.
 
-        The trained parameters are copied, because a step donates them; `model` stays usable.
+        The trained parameters are copied, because a step donates them; `model` stays usable. On a
+        mesh no device ever holds more than its shards of the state.
 
         Args:
             model: any of jaxllm's models.
@@ -106,6 +109,8 @@ class TrainState:
             key: a PRNG key or a seed, for dropout.
             trainable: predicate of parameter paths; None: all are trained.
             ema: keep a moving average of the parameters.
+            donate: take the model's arrays instead of copies; those that are not float32 are
+                deleted. The model cannot be used afterwards.
 
         Raises:
             InputError: nothing is trainable, or the weights are quantized.
@@ -118,16 +123,27 @@ class TrainState:
         trained = [path for path in params if trainable is None or trainable(path)]
         if not trained:
             raise InputError("trainable: matches none of the model's parameters")
-        masters = {path: jnp.array(params[path], jnp.float32) for path in trained}
+        masters: Params = {}
+        for path in trained:
+            x = params[path]
+            taken = donate and x.dtype == jnp.float32
+            masters[path] = x if taken else jnp.array(x, jnp.float32)
+            if donate and not taken:
+                x.delete()
+        zero, key = jnp.int32(0), jax.random.key(key) if isinstance(key, int) else key
+        mesh, shardings = mesh_of(model), None
+        if mesh is not None:  # zeros, which follow from no array, would all be on the first device
+            shardings = tree_shardings(jax.eval_shape(optimizer.init, masters), mesh)
+            zero, key = put_everywhere((zero, key), mesh)
         return TrainState(
-            step=jnp.zeros((), jnp.int32),
+            step=zero,
             params=masters,
             frozen={path: x for path, x in params.items() if path not in masters},
-            opt_state=jax.jit(optimizer.init)(masters),
-            key=jax.random.key(key) if isinstance(key, int) else key,
+            opt_state=jax.jit(optimizer.init, out_shardings=shardings)(masters),
+            key=key,
             ema=jax.tree.map(jnp.copy, masters) if ema else None,
-            skipped=jnp.zeros((), jnp.int32),
-            skipped_in_a_row=jnp.zeros((), jnp.int32),
+            skipped=jnp.copy(zero),
+            skipped_in_a_row=jnp.copy(zero),
             structure=structure,
         ).with_card(model.card)
 

@@ -235,6 +235,8 @@ def restore(
     metadata."""
     state = setup.state
     target = {name: abstract(getattr(state, name)) for name in TRAINED}
+    for name in TRAINED:  # the devices may have no room for two states
+        jax.tree.map(lambda x: x.delete(), getattr(state, name))
     arrays, meta, _ = checkpoints.restore(target=target)
     check_unchanged(meta["settings"], settings_of(state.model, setup.tokenizer), folder)
     check_base(meta["base"], base, folder)

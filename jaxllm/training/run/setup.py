@@ -15,7 +15,6 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm.auto import AutoTokenizer
-from jaxllm.checkpoint.load import LoadProgress
 from jaxllm.common.errors import ConfigError, InputError, MissingFileError
 from jaxllm.loading import load
 from jaxllm.models.build_options import Options
@@ -23,7 +22,7 @@ from jaxllm.models.model import Card, Model
 from jaxllm.models.registry import model_spec
 from jaxllm.models.weights import parameters
 from jaxllm.parallel.placement import put_tree, row_share
-from jaxllm.parallel.sharding import make_mesh, row_shards, tree_shardings
+from jaxllm.parallel.sharding import check_heads, make_mesh, row_shards, tree_shardings
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.classifier import with_classifier
@@ -47,12 +46,13 @@ SECONDS = 10.0
 """Time between two progress reports while rows are encoded."""
 
 
-def initial_model(
-    recipe: Recipe, progress: LoadProgress | None = None
-) -> tuple[Model[Any], Tokenizer]:
+def initial_model(recipe: Recipe, mesh: Mesh | None = None) -> tuple[Model[Any], Tokenizer]:
     """Loads or creates the model and tokenizer, with LoRA if the recipe has it.
 
     The same recipe gives the same weights, including random ones.
+
+    Args:
+        mesh: devices over which all weights are sharded from the start.
 
     Raises:
         ConfigError: the model has no tokenizer, or one with too many tokens.
@@ -60,7 +60,7 @@ def initial_model(
     """
     source = recipe.model
     model, tokenizer = (
-        new_model(source, recipe.seed) if source.path is None else loaded_model(source, progress)
+        new_model(source, recipe.seed, mesh) if source.path is None else loaded_model(source, mesh)
     )
     if source.num_labels is not None:
         model = with_classifier(
@@ -83,9 +83,7 @@ def initial_model(
     return model, tokenizer
 
 
-def loaded_model(
-    source: ModelSource, progress: LoadProgress | None
-) -> tuple[Model[Any], Tokenizer | None]:
+def loaded_model(source: ModelSource, mesh: Mesh | None) -> tuple[Model[Any], Tokenizer | None]:
     """Loads the checkpoint at `source.path`."""
     assert source.path is not None
     return load(
@@ -96,11 +94,11 @@ def loaded_model(
         remat=source.remat,
         scan_layers=source.scan_layers,
         attn_implementation=source.attn_implementation,
-        progress=progress,
+        mesh=mesh,
     )
 
 
-def new_model(source: ModelSource, seed: int) -> tuple[Model[Any], None]:
+def new_model(source: ModelSource, seed: int, mesh: Mesh | None) -> tuple[Model[Any], None]:
     """Creates a model of `source.config` with random weights in float32."""
     assert isinstance(source.config, Mapping)  # a path is read by the recipe
     spec = model_spec(source.config, source.architecture)
@@ -111,7 +109,15 @@ def new_model(source: ModelSource, seed: int) -> tuple[Model[Any], None]:
         scan_layers=source.scan_layers,
         attn_implementation=source.attn_implementation,
     )
-    model = jax.jit(lambda: spec.make(spec.config, options, rngs=nnx.Rngs(seed)))()
+
+    def make() -> Model[Any]:
+        return spec.make(spec.config, options, rngs=nnx.Rngs(seed))
+
+    shardings = None
+    if mesh is not None:
+        check_heads(spec.config.head_counts, mesh)
+        shardings = tree_shardings(jax.eval_shape(make), mesh)
+    model = jax.jit(make, out_shardings=shardings)()
     return model.with_card(Card(spec.config)), None
 
 
@@ -172,7 +178,7 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
     mesh = mesh_for(recipe)
     check_files_and_packages(recipe)
     start = time.perf_counter()
-    model, tokenizer = initial_model(recipe)
+    model, tokenizer = initial_model(recipe, mesh if mesh.size > 1 else None)
     say(f"model: {time.perf_counter() - start:.1f} s to load or make it")
     info = info_of(model)
     batches, eval_batches = load_data(recipe, tokenizer, info, mesh, say)
@@ -186,7 +192,9 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
         key=recipe.seed,
         trainable=trainable_paths(recipe, model),
         ema=recipe.ema_decay is not None,
+        donate=True,
     )
+    model = state.model
     check_no_decay(recipe.optimizer, state.params)
     smoothed = {"label_smoothing": recipe.label_smoothing, "z_loss": recipe.z_loss}
     preferences = None if recipe.dpo is None else DPOLoss(recipe.dpo)
