@@ -18,6 +18,7 @@ from jaxllm.batch.slots import RowSettings, Slots
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.generation.strategies.sample import NextTokenLogits, Sample, SampleState
 from jaxllm.generation.strategies.strategy import DecodeSettings, PrefillInputs
+from jaxllm.parallel.vocabulary import top_k
 
 
 @jax.tree_util.register_dataclass
@@ -101,7 +102,7 @@ class StreamedSample(Sample):
         def record() -> Logprobs:
             row, column = jnp.arange(new.token.shape[0]), state.step % self.window
             log_probs = jax.nn.log_softmax(logits.raw.astype(jnp.float32))
-            top, top_tokens = jax.lax.top_k(log_probs, self.top_logprobs)
+            top, top_tokens = top_k(log_probs, self.top_logprobs)
             return Logprobs(
                 chosen=earlier.chosen.at[row, column].set(log_probs[row, new.token]),
                 top_tokens=earlier.top_tokens.at[row, column].set(top_tokens),

@@ -417,9 +417,7 @@ class LanguageModel(Generates, Model[C]):
             **inputs,
         )
         logits = self.logits(out.x if logits_column is None else take_column(out.x, logits_column))
-        # Keep logits vocab-sharded, then all-gather: in one step XLA may all-gather the head's
-        # weights.
-        logits = constrain(constrain(logits, "rows", None, "vocab"), "rows")
+        logits = constrain(logits, "rows", None, "vocab")
         return DecodeOutput(
             logits=logits,
             cache=cache.replace(layers=out.layers),

@@ -3,7 +3,7 @@
 Sorting 50,000 scores takes ten times longer than the rest of a filter. Two exact methods replace
 it:
 
-- ``lax.top_k`` finds the ``CANDIDATES`` largest scores; usually the kept tokens are among them.
+- `top_k` finds the ``CANDIDATES`` largest scores; usually the kept tokens are among them.
 - Otherwise bisection finds the threshold: the bits of float32 numbers, with the sign mapped, sort
   as unsigned integers in the same order, so 32 passes over the scores determine its 32 bits.
 
@@ -21,8 +21,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxllm.parallel.vocabulary import top_k
+
 CANDIDATES = 128
-"""Number of largest scores that ``lax.top_k`` finds before falling back to bisection."""
+"""Number of largest scores that `top_k` finds before falling back to bisection."""
 _MINUS_INFINITY = 0x007FFFFF  # ordered_bits of it; smaller numbers stand for NaN
 _ROUNDING = 1e-6  # relative; sums of probabilities this close to the target reach it
 
@@ -88,7 +90,7 @@ def kth_largest(x: Float[Array, "B V"], k: Int[Array, "*B"]) -> Float[Array, " B
 
     def among_candidates() -> Float[Array, " B"]:
         among_k = jnp.arange(width) < row_k[:, None]
-        return _smallest(lax.top_k(x, width)[0], among_k)
+        return _smallest(top_k(x, width)[0], among_k)
 
     def by_bisection() -> Float[Array, " B"]:
         return threshold(x, 1.0, row_k.astype(jnp.float32))
@@ -112,7 +114,7 @@ def top_p_mask(x: Float[Array, "B V"], p: Float[Array, "*B"], least: int = 1) ->
     width = min(max(CANDIDATES, least), size)
     weights = unnormalised(x)
     mass = p * (1 - _ROUNDING) * jnp.sum(weights, axis=-1)
-    top = lax.top_k(x, width)[0]
+    top = top_k(x, width)[0]
     # Not the candidates' entries of `weights`: a gather takes longer to compile.
     top_weights = unnormalised(top)
     order = jnp.arange(width)
@@ -167,7 +169,7 @@ def nearest_mask(
     """
     nearness = -distance
     mask = nearness >= threshold(nearness, weights, mass * (1 - _ROUNDING))[:, None]
-    _, nearest = lax.top_k(nearness, min(least, nearness.shape[1]))
+    _, nearest = top_k(nearness, min(least, nearness.shape[1]))
     return mask | _mask_of(nearest, nearness.shape[1])
 
 
@@ -175,7 +177,7 @@ def top_mask(x: Float[Array, "B V"], count: int) -> Bool[Array, "B V"]:
     """True at the ``count`` largest of each row and at ties with the last of them."""
     if count == 1:
         return x >= jnp.max(x, axis=-1, keepdims=True)
-    return x >= lax.top_k(x, min(count, x.shape[1]))[0][:, -1:]
+    return x >= top_k(x, min(count, x.shape[1]))[0][:, -1:]
 
 
 def entropy_mask(x: Float[Array, "B V"], fraction: Float[Array, "*B"]) -> Bool[Array, "B V"]:
@@ -183,7 +185,7 @@ def entropy_mask(x: Float[Array, "B V"], fraction: Float[Array, "*B"]) -> Bool[A
 
     Uses the 100 largest scores only, renormalised; the largest is always kept.
     """
-    top, columns = lax.top_k(x, min(100, x.shape[1]))
+    top, columns = top_k(x, min(100, x.shape[1]))
     p = jax.nn.softmax(top, axis=-1)
     terms = jnp.where(p > 0, -p * jnp.log(jnp.where(p > 0, p, 1.0)), 0.0)
     budget = as_column(fraction) * jnp.sum(terms, axis=-1, keepdims=True)

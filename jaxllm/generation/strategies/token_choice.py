@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, UInt32
 
-from jaxllm.nn.platform.decoding import argmax_of_rows, in_blocks, random_bits
+from jaxllm.nn.platform.decoding import argmax_of_rows, block_size, in_blocks, random_bits
+from jaxllm.parallel.vocabulary import argmax, has_blocks, race
 
 
 def choose_greedy(scores: Float[Array, "B V"]) -> Int[Array, " B"]:
@@ -16,7 +17,7 @@ def choose_greedy(scores: Float[Array, "B V"]) -> Int[Array, " B"]:
     >>> choose_greedy(jnp.array([[1.0, 3.0, 3.0]])).tolist()
     [1]
     """
-    return argmax_of_rows(scores)
+    return argmax(scores, argmax_of_rows)
 
 
 def choose_sample(
@@ -42,9 +43,13 @@ def choose_sample(
         int32 ``[B]``. A token of score -inf is never chosen. Probabilities are exact up to float32
         rounding; an item whose share of its step is below 2**-33 or so may not be reachable.
     """
-    weights = _weights_in_blocks(scores)
+    size = block_size(scores.shape[1])
+    if has_blocks(scores, size):
+        times = _times(keys, step, -(-scores.shape[1] // size) + size)
+        return race(_weights(scores), times, size).astype(jnp.int32)
+    weights = in_blocks(_weights(scores), 0.0)
     block, within = _race(keys, step, weights)
-    return (block * weights.shape[2] + within).astype(jnp.int32)
+    return (block * size + within).astype(jnp.int32)
 
 
 def draw_without_replacement(
@@ -61,7 +66,7 @@ def draw_without_replacement(
     `torch.multinomial(..., replacement=False)`. Entries beyond `count`, or beyond the items of
     positive probability, have the score `worst`.
     """
-    batch, weights = scores.shape[0], _weights_in_blocks(scores)
+    batch, weights = scores.shape[0], in_blocks(_weights(scores), 0.0)
 
     def draw(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         weights, value, index = carry
@@ -79,10 +84,10 @@ def draw_without_replacement(
     return value, index
 
 
-def _weights_in_blocks(scores: Float[Array, "B V"]) -> Float[Array, "B blocks size"]:
-    """exp(scores) in blocks, scaled to a maximum of 1."""
+def _weights(scores: Float[Array, "B V"]) -> Float[Array, "B V"]:
+    """exp(scores), scaled to a maximum of 1."""
     scores = scores.astype(jnp.float32)
-    return in_blocks(jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True)), 0.0)
+    return jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
 
 
 def _race(
@@ -92,10 +97,17 @@ def _race(
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """Draws a block and an index in it, each with probability proportional to its weight."""
     _, blocks, size = weights.shape
-    times = _exponential(random_bits(keys, step, blocks + size))
+    times = _times(keys, step, blocks + size)
     block = jnp.argmin(times[:, :blocks] / jnp.sum(weights, axis=-1), axis=-1)
     within_block = jnp.take_along_axis(weights, block[:, None, None], 1, mode="clip")[:, 0]
     return block, jnp.argmin(times[:, blocks:] / within_block, axis=-1)
+
+
+def _times(
+    keys: Key[Array, " B"], step: Int[Array, ""] | Int[Array, " B"] | None, count: int
+) -> Float[Array, "B count"]:
+    """Random times of a race, for blocks and for the entries of a block."""
+    return _exponential(random_bits(keys, step, count))
 
 
 def _exponential(bits: UInt32[Array, "B n"]) -> Float[Array, "B n"]:

@@ -44,10 +44,15 @@ def argmax_of_rows(x: Float[Array, "B V"]) -> Int[Array, " B"]:
     return jax.lax.platform_dependent(x, cpu=in_two_steps, default=in_one_step)
 
 
+def block_size(width: int) -> int:
+    """Entries of a block of `in_blocks`."""
+    return math.isqrt(width - 1) + 1
+
+
 def in_blocks(x: Float[Array, "B V"], filler: float) -> Float[Array, "B blocks size"]:
     """Splits rows into about sqrt(V) blocks of as many entries, the last one filled up."""
     batch, width = x.shape
-    size = math.isqrt(width - 1) + 1
+    size = block_size(width)
     blocks = -(-width // size)
     x = jnp.pad(x, ((0, 0), (0, blocks * size - width)), constant_values=filler)
     return x.reshape(batch, blocks, size)

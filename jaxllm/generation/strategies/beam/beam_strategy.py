@@ -33,6 +33,7 @@ from jaxllm.generation.strategies.strategy import (
 )
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.outputs import DecodeOutput
+from jaxllm.parallel.sharding import constrain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,8 +116,7 @@ class BeamStrategy(Strategy[S]):
             out, self.num_beams, new_token_bucket, width=width, **settings.decode_options
         )
         logits, unconditional = jax.tree.map(
-            lambda x: jnp.repeat(x[:, 0], self.num_beams, axis=0),
-            (out.logits, out.unconditional_logits),
+            lambda x: jnp.repeat(x[:, 0], self.num_beams, axis=0), whole_rows(out)
         )
         state = with_score_buffers(state, logits, settings, new_token_bucket)
         return self.choose(state.replace(records=records), logits, unconditional, settings)
@@ -127,9 +127,7 @@ class BeamStrategy(Strategy[S]):
         if state.records is not None:
             records = state.records.write_branches(out, state.step, beam_cache.columns)
             state = state.replace(records=records)
-        logits, unconditional = jax.tree.map(
-            lambda x: x.reshape(-1, x.shape[-1]), (out.logits, out.unconditional_logits)
-        )
+        logits, unconditional = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), whole_rows(out))
         return self.choose(state.replace(beam_cache=beam_cache), logits, unconditional, settings)
 
     def extend_pool(
@@ -208,3 +206,14 @@ def _returned_cache(strategy: BeamStrategy[Any], state: BeamState) -> ReturnedCa
     mask = (state.mask[:, None] & written).reshape(-1, state.mask.shape[1])
     sequences = best.sequences.reshape(mask.shape)
     return ReturnedCache(state.beam_cache.sequence_cache(best.beam_indices), sequences, mask)
+
+
+def whole_rows(
+    out: DecodeOutput,
+) -> tuple[Float[Array, "B T V"], Float[Array, "B T V"] | None]:
+    """Logits and unconditional logits with the whole vocabulary on each device.
+
+    Candidates are chosen among the tokens of all beams of a row. Otherwise XLA would all-gather
+    several arrays of that size.
+    """
+    return constrain((out.logits, out.unconditional_logits), "rows")
