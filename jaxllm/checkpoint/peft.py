@@ -168,12 +168,11 @@ def split_layers(
     rank = config.rank_of(name)
     a = take_tensor(unused, f"{name}.{A}", (rank, inputs))
     b = take_tensor(unused, f"{name}.{B}", (sum(outputs), rank))
-    parts = np.split(b, len(bases))
+    starts = np.cumsum(outputs)[:-1]
+    parts = np.split(b, starts)
     magnitudes: Sequence[Any] = [None] * len(bases)
     if config.use_dora:
-        magnitudes = np.split(
-            take_tensor(unused, f"{name}.{MAGNITUDE}", (sum(outputs),)), len(bases)
-        )
+        magnitudes = np.split(take_tensor(unused, f"{name}.{MAGNITUDE}", (sum(outputs),)), starts)
     return {
         path: LoraLinear(
             base,

@@ -26,6 +26,12 @@ from jaxllm.models.mistral import (
     MistralModel,
 )
 from jaxllm.models.model import Card
+from jaxllm.models.phi3 import (
+    Phi3Config,
+    Phi3ForCausalLM,
+    Phi3ForSequenceClassification,
+    Phi3Model,
+)
 from jaxllm.models.quantize import quantize_model
 from jaxllm.models.qwen2 import (
     Qwen2Config,
@@ -65,6 +71,10 @@ __all__ = [
     "MistralForSequenceClassification",
     "MistralModel",
     "ModelSpec",
+    "Phi3Config",
+    "Phi3ForCausalLM",
+    "Phi3ForSequenceClassification",
+    "Phi3Model",
     "Qwen2Config",
     "Qwen2ForCausalLM",
     "Qwen2ForSequenceClassification",

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import ConfigError, UnsupportedError, quoted
-from jaxllm.models import gemma2, gpt2, llama, mistral, qwen2, qwen3
+from jaxllm.models import gemma2, gpt2, llama, mistral, phi3, qwen2, qwen3
 from jaxllm.models.bart import BartConfig, BartForConditionalGeneration, bart_table
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.config import ModelConfig
@@ -124,6 +124,14 @@ FAMILIES: Mapping[str, Family] = {
         language_model=gemma2.Gemma2ForCausalLM,
         classifier=gemma2.Gemma2ForSequenceClassification,
         headless=gemma2.Gemma2Model,
+    ),
+    "phi3": _decoder_only(
+        phi3.Phi3Config,
+        phi3.phi3_table,
+        ("num_hidden_layers",),
+        language_model=phi3.Phi3ForCausalLM,
+        classifier=phi3.Phi3ForSequenceClassification,
+        headless=phi3.Phi3Model,
     ),
     "gpt2": _decoder_only(
         gpt2.GPT2Config,

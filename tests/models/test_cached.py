@@ -46,7 +46,7 @@ def test_forward_with_a_cache(family):
     [
         *tiny.FAMILIES,
         "qwen3",
-        *(pytest.param(f, marks=pytest.mark.slow) for f in ("mistral", "qwen2")),
+        *(pytest.param(f, marks=pytest.mark.slow) for f in ("mistral", "qwen2", "phi3")),
     ],
 )
 def test_decode(family, cache_is_empty):

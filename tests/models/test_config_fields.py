@@ -56,6 +56,7 @@ ACTS = {
         "attn_logit_softcapping": None,
         "final_logit_softcapping": 3.0,
     },
+    "phi3": {**ROTARY, "sliding_window": 6, "partial_rotary_factor": 0.5},
     "bart": {
         "vocab_size": 60,
         "d_model": 64,
@@ -101,6 +102,7 @@ ACTS = {
 # Dropout: no effect without a key (inference), an effect with one.
 DROPOUT = {
     **{family: {"attention_dropout": 0.5} for family in ("llama", *tiny.ROTARY)},
+    "phi3": {"attention_dropout": 0.5, "resid_pdrop": 0.5},
     "bart": {"dropout": 0.5, "attention_dropout": 0.5, "activation_dropout": 0.5},
     "gpt2": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5},
     "t5": {"dropout_rate": 0.5},
@@ -275,6 +277,22 @@ ROPE = {
         ("mistral", {"attention_bias": True}, r"attention_bias \(True\): unknown"),
         ("qwen2", {"attention_bias": True}, r"attention_bias \(True\): unknown"),
         ("qwen3", {"mlp_bias": True}, r"mlp_bias \(True\): unknown"),
+        ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor: expected an even part"),
+        ("phi3", {"partial_rotary_factor": 0.4}, "partial_rotary_factor: .* of head_dim, 8: .*0.4"),
+        ("phi3", {"partial_rotary_factor": "1"}, "partial_rotary_factor: expected float"),
+        (
+            "phi3",
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor: 0.75 contradicts 0.5",
+        ),
+        ("phi3", {"rope_scaling": LONG}, "original_max_position_embeddings: 4096 contradicts"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_type: expected default or",
+        ),
+        ("phi3", {"full_attn_mod": 2}, r"full_attn_mod \(2\): unknown"),
+        ("phi3", {"resid_pdrop": 1.0}, "resid_pdrop: expected 0 <= rate < 1"),
     ],
 )
 def test_impossible_values_of_windows_and_heads(family, change, message):

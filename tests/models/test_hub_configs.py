@@ -49,5 +49,19 @@ def test_windows_of_mistral_and_qwen():
     assert (v4.size_per_head, v4.rotary, v4.window(0)) == (128, v5.rotary, v5.window(0))
 
 
+def test_windows_and_rope_of_phi():
+    four, long = config("Phi-3-mini-4k-instruct"), config("Phi-3-mini-128k-instruct")
+    assert (four.sliding_window, four.rotary.rope_type) == (2047, "default")
+    assert (long.rotary.rope_type, long.rotary.factor, long.rotary.original_positions) == (
+        "longrope",
+        32.0,
+        4096,
+    )
+    assert config("Phi-3-mini-128k-instruct, first file") == long
+    v4, v5 = config("Phi-4-mini-instruct"), config("Phi-4-mini-instruct, saved by transformers 5")
+    assert v4 == v5
+    assert (v4.size_per_head, v4.rotated, v4.rotary.head_dim) == (128, 96, 96)
+
+
 def test_labels():
     assert (config("distilgpt2").num_labels, config("gpt2").num_labels) == (1, 2)

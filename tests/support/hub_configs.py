@@ -356,6 +356,88 @@ GEMMA_2_2B = {
     "use_cache": True,
     "vocab_size": 256000,
 }
+PHI_3_MINI_4K = {
+    "_name_or_path": "Phi-3-mini-4k-instruct",
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {
+        "AutoConfig": "configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+    },
+    "bos_token_id": 1,
+    "embd_pdrop": 0.0,
+    "eos_token_id": 32000,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "model_type": "phi3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "pad_token_id": 32000,
+    "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "sliding_window": 2047,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.2",
+    "use_cache": True,
+    "vocab_size": 32064,
+}
+# The files have 48 factors of several digits; the numbers here are others.
+SHORT_FACTOR = [1.0 + i / 64 for i in range(48)]
+LONG_FACTOR = [1.0 + i * 1.34375 for i in range(48)]
+LONGROPE = {"long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR, "type": "longrope"}
+PHI_3_MINI_128K = {
+    **PHI_3_MINI_4K,
+    "_name_or_path": "Phi-3-mini-128k-instruct",
+    "max_position_embeddings": 131072,
+    "rope_scaling": LONGROPE,
+    "sliding_window": 262144,
+}
+PHI_3_MINI_128K_OLD = {**PHI_3_MINI_128K, "rope_scaling": {**LONGROPE, "type": "su"}}
+PHI_3_5_MINI = {
+    **PHI_3_MINI_128K,
+    "_name_or_path": "Phi-3.5-mini-instruct",
+    "transformers_version": "4.43.3",
+}
+PHI_4_MINI = {
+    **{k: v for k, v in PHI_3_MINI_128K.items() if k != "_name_or_path"},
+    "bos_token_id": 199999,
+    "eos_token_id": 199999,
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
+    "mlp_bias": False,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "pad_token_id": 199999,
+    "partial_rotary_factor": 0.75,
+    "tie_word_embeddings": True,
+    "transformers_version": "4.45.0",
+    "vocab_size": 200064,
+}
+PHI_4_VERSION_5 = {
+    key: value
+    for key, value in PHI_4_MINI.items()
+    if key not in ("auto_map", "rope_scaling", "rope_theta", "torch_dtype")
+} | {
+    "dtype": "bfloat16",
+    "rope_parameters": {
+        **LONGROPE,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.75,
+        "rope_theta": 10000.0,
+        "rope_type": "longrope",
+    },
+    "transformers_version": "5.0.0",
+}
 BART_BASE = {
     "activation_dropout": 0.1,
     "activation_function": "gelu",
@@ -422,5 +504,11 @@ CONFIGS = {
     "Qwen3-0.6B": QWEN3_0_6B,
     "Qwen3-0.6B, saved by transformers 5": QWEN3_VERSION_5,
     "gemma-2-2b": GEMMA_2_2B,
+    "Phi-3-mini-4k-instruct": PHI_3_MINI_4K,
+    "Phi-3-mini-128k-instruct": PHI_3_MINI_128K,
+    "Phi-3-mini-128k-instruct, first file": PHI_3_MINI_128K_OLD,
+    "Phi-3.5-mini-instruct": PHI_3_5_MINI,
+    "Phi-4-mini-instruct": PHI_4_MINI,
+    "Phi-4-mini-instruct, saved by transformers 5": PHI_4_VERSION_5,
     "bart-base, saved with its head": BART_BASE,
 }

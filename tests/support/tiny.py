@@ -91,6 +91,13 @@ ROTARY["gemma2"] = {
     "attn_logit_softcapping": 5.0,
     "final_logit_softcapping": 8.0,
 }
+ROTARY["phi3"] = {
+    **CONFIGS["llama"],
+    "model_type": "phi3",
+    "pad_token_id": 0,
+    "sliding_window": 4,
+    "partial_rotary_factor": 0.75,
+}
 """Llama's relatives: windows in all layers, in the last, or in every other one."""
 CONFIGS |= ROTARY
 

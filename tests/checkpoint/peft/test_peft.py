@@ -201,6 +201,19 @@ def test_gpt2_qkv_with_different_a(options, targets, tmp_path):
     np.testing.assert_allclose(tiny.logits(again), tiny.logits(model), atol=1e-4)
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_fused_layer_whose_parts_differ_in_size(dora, tmp_path):
+    """Phi-3's qkv_proj has more rows of queries than of keys."""
+    base = tiny.cached("phi3")
+    save_adapter(tmp_path, trained(add_lora(base, LoraConfig(rank=2, dora=dora))))
+    b = tensors_of(tmp_path)[f"{PREFIX}model.layers.1.self_attn.qkv_proj.{B}"]
+    assert b.shape[0] == 64
+    layers = lora_layers(load_adapter(base, tmp_path))
+    rows = [layers[f"backbone.stack.blocks.1.attn.{x}"].lora_b[...] for x in "qkv"]
+    np.testing.assert_array_equal(np.concatenate(rows), b)
+    assert [len(x) for x in rows] == [32, 16, 16]
+
+
 @pytest.mark.ci
 def test_target_modules_use_short_names(tmp_path):
     base = tiny.cached("gpt2")

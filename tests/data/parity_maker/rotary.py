@@ -1,8 +1,9 @@
-"""Mistral, Qwen2, Qwen3 and Gemma 2 cases: windows shorter than the rows, biases, normed heads."""
+"""Cases of Llama's relatives: windows shorter than the rows, biases, normed heads, partial RoPE."""
 
 from __future__ import annotations
 
 from parity_maker.inputs import (
+    ABSENT,
     TASKS,
     Case,
     Forward,
@@ -12,6 +13,7 @@ from parity_maker.inputs import (
     decoder_only,
     labels_of,
     merged,
+    prompts,
     random_state,
 )
 from parity_maker.llama import LLAMA
@@ -19,6 +21,7 @@ from parity_maker.llama import LLAMA
 CASES: list[Case] = []
 
 NAMES = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma2": "Gemma2"}
+NAMES |= {"phi3": "Phi3"}
 COMMON = {k: v for k, v in LLAMA.items() if k not in ("attention_bias", "mlp_bias")}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 GRADS = (
@@ -35,9 +38,15 @@ NORMS = ("model.layers.1.self_attn.q_norm.weight", "model.layers.0.self_attn.k_n
 
 
 def rotary(
-    name: str, covers: str, grads: tuple[str, ...] = (), task: str | None = None, **fields
+    name: str,
+    covers: str,
+    grads: tuple[str, ...] = (),
+    task: str | None = None,
+    short: tuple[int, ...] = (),
+    **fields,
 ) -> None:
-    """With `grads` all calls of a decoder-only model; else one forward pass alone."""
+    """With `grads` all calls of a decoder-only model; else one forward pass alone, and with `short`
+    one of rows of these lengths and greedy tokens after prompts that are longer."""
     family = name.partition("_")[0]
     config = merged({**COMMON, "model_type": family}, fields)
     if task is not None:
@@ -47,6 +56,9 @@ def rotary(
         calls["grad"] = Grad(calls["labels"].inputs, grads)
     else:
         calls = {"plain": Forward(decoder_only(random_state(name), config))}
+    if short:
+        calls["short"] = Forward(decoder_only(random_state(f"{name}:short"), config, short))
+        calls["generate"] = prompts(config, (9, 12, 10))
     architecture = NAMES[family] + ("ForCausalLM" if task is None else "ForSequenceClassification")
     absent = ("lm_head.weight",) if config["tie_word_embeddings"] and task is None else ()
     CASES.append(
@@ -156,5 +168,59 @@ rotary(
     f"sequence classification: {TASKS['single'][0]}",
     task="single",
     **GEMMA,
+    **labels_of(3),
+)
+PHI3_GRADS = (
+    "model.embed_tokens.weight",
+    "model.layers.0.self_attn.qkv_proj.weight",
+    "model.layers.1.self_attn.o_proj.weight",
+    "model.layers.1.mlp.gate_up_proj.weight",
+    "model.layers.0.mlp.down_proj.weight",
+    "model.norm.weight",
+)
+LONGROPE = {"short_factor": [1.0, 1.2, 1.5], "long_factor": [1.0, 2.9, 8.4]}
+rotary(
+    "phi3_window",
+    "RoPE on 4 of 6 features (v4), window of 4, gelu, own head, dropout rates, gradients",
+    PHI3_GRADS,
+    sliding_window=4,
+    partial_rotary_factor=0.67,
+    resid_pdrop=0.2,
+    embd_pdrop=0.3,
+    hidden_act="gelu",
+    tie_word_embeddings=False,
+    rope_theta=70.0,
+)
+rotary(
+    "phi3_longrope",
+    "longrope (v4, called yarn) on 6 of 10 features: short and long, factor max / original, tied",
+    short=(4, 7),
+    sliding_window=None,
+    partial_rotary_factor=0.6,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=ABSENT,
+    max_position_embeddings=32,
+    original_max_position_embeddings=8,
+    rope_theta=50.0,
+    rope_scaling={"type": "yarn", **LONGROPE},
+)
+rotary(
+    "phi3_cls_single",
+    f"sequence classification: {TASKS['single'][0]}; longrope (v5), factor 6, attention factor 1.2",
+    task="single",
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=10,
+    original_max_position_embeddings=8,
+    rope_parameters={
+        **LONGROPE,
+        "rope_type": "longrope",
+        "rope_theta": 50.0,
+        "partial_rotary_factor": 0.6,
+        "factor": 6.0,
+        "attention_factor": 1.2,
+        "original_max_position_embeddings": 8,
+    },
     **labels_of(3),
 )
