@@ -168,7 +168,7 @@ def _finished_sequence(
     row, tokens = task.row, padded.tolist()
     stops = stop_string_matcher(tokenizer, row.config.stop_strings, row.decoder_prompt.tolist())
     if end := sequence_end(tokens, row.eos, stops):
-        return FinishedSequence(task, tokens[: end[0]], end[1])
+        return FinishedSequence(task, tokens[: end[0]], row.finish_reason(end[1], end[0]))
     if row.config.max_time is not None:
         pad = checked_pad(model, row.config, row.eos) or 0
         while len(tokens) > 1 and tokens[-1] == pad:

@@ -112,6 +112,6 @@ def _sequences(task: Task, outputs: SlotOutputs, slot: int) -> list[FinishedSequ
         tokens = outputs.tokens[slot, number, new].tolist()
         reason = "stop" if outputs.stopped[slot, number] else "length"
         if tokens and tokens[-1] in task.row.eos:
-            reason = "eos"
+            reason = task.row.finish_reason("eos", len(tokens))
         sequences.append(FinishedSequence(sample, tokens, reason))
     return sequences

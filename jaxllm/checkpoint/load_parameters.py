@@ -175,8 +175,7 @@ def keeping_blocks(view: HFView) -> ReadMatrix:
             problem = None if x is None else find_nonfinite(tensor.name, x)
             if problem:
                 raise NonFiniteError(f"{view.file.path}: scales of {problem}")
-        count = len(tensor.entry.parameters)
-        return block_matrix(blocks.map(lambda x: np.split(x, count)[number]))
+        return block_matrix(blocks.map(lambda x: tensor.entry.parts(x)[number]))
 
     return read
 

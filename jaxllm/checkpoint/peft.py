@@ -168,11 +168,10 @@ def split_layers(
     rank = config.rank_of(name)
     a = take_tensor(unused, f"{name}.{A}", (rank, inputs))
     b = take_tensor(unused, f"{name}.{B}", (sum(outputs), rank))
-    starts = np.cumsum(outputs)[:-1]
-    parts = np.split(b, starts)
+    parts = entry.parts(b)
     magnitudes: Sequence[Any] = [None] * len(bases)
     if config.use_dora:
-        magnitudes = np.split(take_tensor(unused, f"{name}.{MAGNITUDE}", (sum(outputs),)), starts)
+        magnitudes = entry.parts(take_tensor(unused, f"{name}.{MAGNITUDE}", (sum(outputs),)))
     return {
         path: LoraLinear(
             base,

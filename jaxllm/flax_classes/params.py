@@ -113,4 +113,4 @@ def _join(entry: Entry, values: list[Shaped[Array, " ..."]]) -> Shaped[Array, " 
 
 def _split(entry: Entry, whole: Shaped[Array, " ..."]) -> list[Shaped[Array, " ..."]]:
     whole = whole.T if _is_dense(entry, whole.ndim) else whole
-    return jnp.split(whole, len(entry.parameters)) if len(entry.parameters) > 1 else [whole]
+    return entry.parts(whole)

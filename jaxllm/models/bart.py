@@ -110,7 +110,8 @@ class BartConfig(cfg.ModelConfig):
             handled |= {"extra_pos_embeddings"}
         if not raw.get("force_bos_token_to_be_generated") or "forced_bos_token_id" in raw:
             handled |= {"force_bos_token_to_be_generated"}  # the old name of forced_bos_token_id
-        handled |= {"classif_dropout"}  # of the classifier
+        # Of the classifier, and of the training of DistilBART.
+        handled |= {"classif_dropout", "replacing_rate", "save_step"}
         config = cfg.read_config(cls, raw, handled=handled)
         config.check()
         cfg.check_token_ids(config)
@@ -258,6 +259,7 @@ def bart_table() -> Table:
             *same("final_logits_bias", "final_logits_bias"),
         ),
         prefix="model.",
+        buffers=(r"(model\.)?(encoder|decoder)\.version",),
         zeros=frozenset({"final_logits_bias"}),
         copies=(
             (r"(model\.)?(encoder|decoder)\.embed_tokens\.weight", "shared.weight"),

@@ -83,12 +83,14 @@ class Gemma2Config(RotaryConfig):
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        activation = raw.get("hidden_activation") or cls.hidden_act
+        activation = raw.get("hidden_activation")
         others = {"hidden_activation"}
         if raw.get("cache_implementation") in (None, "hybrid"):
             # Sliding layers keep their window only. It saves memory and changes no result.
             others.add("cache_implementation")
         named = {name: value for name, value in raw.items() if name not in others}
+        if activation is None:
+            activation = cls.hidden_act
         return super().from_dict({**named, "hidden_act": activation})
 
     def to_json(self, model_type: str, architecture: str) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from flax import nnx
 
-from jaxllm.common.errors import ConfigError
+from jaxllm.common.errors import ConfigError, UnsupportedError
 from jaxllm.models import config as cfg
 from jaxllm.models import config_checks as checks
 from jaxllm.models.build_options import Options
@@ -41,6 +41,9 @@ class RotaryConfig(cfg.DecoderOnlyConfig):
     `max_position_embeddings` affects RoPE (dynamic scaling) and is generate()'s default limit.
     `rope` None: RoPE without scaling, base 10000.
     """
+
+    partial_rotary: ClassVar[bool] = False
+    """True if the family may rotate a part of each head (`partial_rotary_factor`)."""
 
     hidden_size: int = 4096
     intermediate_size: int = 11008
@@ -123,10 +126,18 @@ class RotaryConfig(cfg.DecoderOnlyConfig):
         config = cfg.read_config(cls, raw, handled=handled, derived=frozenset({"rope"}))
         config.check()
         cfg.check_token_ids(config)
-        rope = rope_from_config(
-            raw, head_dim=config.size_per_head, max_positions=config.max_position_embeddings
-        )
+        rope = config.read_rope(raw)
+        if rope.partial_rotary_factor != 1 and not cls.partial_rotary:
+            raise UnsupportedError(
+                f"partial_rotary_factor: found {rope.partial_rotary_factor}; a "
+                f"{config.model_type} model rotates all features of a head"
+            )
         return dataclasses.replace(config, rope=rope)
+
+    def read_rope(self, raw: Mapping[str, Any]) -> Rope:
+        """Reads the RoPE fields of a config.json object, whose other fields are read."""
+        sizes = {"head_dim": self.size_per_head, "max_positions": self.max_position_embeddings}
+        return rope_from_config(raw, **sizes)
 
     def to_json(self, model_type: str, architecture: str) -> dict[str, Any]:
         raw = super().to_json(model_type, architecture)

@@ -7,9 +7,10 @@ is an error. `{i}` stands for a layer number on both sides.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
@@ -18,6 +19,9 @@ from jaxllm.parallel.sharding import parameter_path
 
 if TYPE_CHECKING:
     from jaxllm.models.model import Model
+
+
+A = TypeVar("A", np.ndarray, jax.Array)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +51,21 @@ class Entry:
 
     def split(self, tensor: np.ndarray) -> list[np.ndarray]:
         """Splits a tensor into our parameters; the parts are [out, in] views."""
-        whole = tensor.T if self.transposed else tensor
+        return self.parts(tensor.T if self.transposed else tensor)
+
+    def parts(self, whole: A) -> list[A]:
+        """Splits an array of the tensor's rows, or of a number for each row, into our parameters'.
+
+        >>> [len(part) for part in Entry(("q", "k"), "qk", rows=(8, 4)).parts(np.zeros(12))]
+        [8, 4]
+        """
         if len(self.parameters) == 1:
             return [whole]
-        return np.split(whole, np.cumsum(self.rows)[:-1] if self.rows else len(self.parameters))
+        sizes = self.rows or [len(whole) // len(self.parameters)] * len(self.parameters)
+        if sum(sizes) != len(whole):
+            raise ValueError(f"{self.tensor}: {len(whole)} rows, expected {sum(sizes)}")
+        ends = itertools.accumulate(sizes)
+        return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
     def index(self, number: int, rows: int, index: tuple[slice, ...]) -> tuple[slice, ...]:
         """Index in the tensor of a slice of parameter `number`, which has `rows` rows.

@@ -50,10 +50,17 @@ class Rope:
     high_freq_factor: float = 4.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    partial_rotary_factor: float = 1.0
+    """Part of a head's features, the first ones, that are rotated."""
+
+    @property
+    def rotated(self) -> int:
+        """Number of features of a head that are rotated, R."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     def angles(
         self, positions: Int[Array, "B T"], rope_length: Int[Array, "#B #T"]
-    ) -> tuple[Float[Array, "B T 1 H"], Float[Array, "B T 1 H"]]:
+    ) -> tuple[Float[Array, "B T 1 R"], Float[Array, "B T 1 R"]]:
         """Cosines and sines for `rotate`. `rope_length` is 1 + the largest position so far: of the
         batch, of each row, or of the document of each position."""
         frequencies = self.frequencies(rope_length[..., None, None])
@@ -103,15 +110,15 @@ class Rope:
         return _mscale(self.factor, 1.0)
 
     def _powers(self) -> np.ndarray:
-        exponent = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
+        exponent = np.arange(0, self.rotated, 2, dtype=np.float32) / np.float32(self.rotated)
         return np.float32(self.theta) ** exponent
 
     def _dynamic(self, rope_length: Int[Array, " ..."]) -> Float[Array, "... F"]:
         """Dynamic NTK-aware scaling: the base grows once a sequence exceeds `max_positions`."""
         length = jnp.maximum(rope_length, self.max_positions).astype(jnp.float32)
         growth = self.factor * length / self.max_positions - (self.factor - 1)
-        base = self.theta * growth ** (self.head_dim / (self.head_dim - 2))
-        exponent = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
+        base = self.theta * growth ** (self.rotated / (self.rotated - 2))
+        exponent = np.arange(0, self.rotated, 2, dtype=np.float32) / np.float32(self.rotated)
         return 1.0 / base**exponent
 
     def _llama3(self) -> np.ndarray:
@@ -132,15 +139,15 @@ class Rope:
 
         def dimension(rotations: float) -> float:
             turns = self.original_positions / (rotations * 2 * math.pi)
-            return self.head_dim * math.log(turns) / (2 * math.log(self.theta))
+            return self.rotated * math.log(turns) / (2 * math.log(self.theta))
 
         low, high = dimension(self.beta_fast), dimension(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, self.head_dim - 1)
+        low, high = max(low, 0), min(high, self.rotated - 1)
         if low == high:
             high += 0.001
-        ramp = (np.arange(self.head_dim // 2, dtype=np.float32) - low) / (high - low)
+        ramp = (np.arange(self.rotated // 2, dtype=np.float32) - low) / (high - low)
         ramp = np.clip(ramp, 0, 1)
         unscaled = 1.0 / self._powers()
         return (unscaled / self.factor * ramp + unscaled * (1 - ramp)).astype(np.float32)
@@ -151,9 +158,14 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def rotate(
-    x: Float[Array, "B T N H"], cos: Float[Array, "B T 1 H"], sin: Float[Array, "B T 1 H"]
+    x: Float[Array, "B T N H"], cos: Float[Array, "B T 1 R"], sin: Float[Array, "B T 1 R"]
 ) -> Float[Array, "B T N H"]:
-    """Applies RoPE: rotates each pair (x[i], x[i + H/2]) by its angle, in float32."""
+    """Applies RoPE to the first R features: rotates each pair (x[i], x[i + R/2]) by its angle, in
+    float32."""
+    rotated = cos.shape[-1]
+    if rotated < x.shape[-1]:
+        first, rest = x[..., :rotated], x[..., rotated:]
+        return jnp.concatenate([rotate(first, cos, sin), rest], axis=-1)
     # PERF(tpu): slices and negations of heads are small copies, a sixth of a decode step of
     # SmolLM2; docs/decisions/tpu-decode-step.md. A matrix for larger heads would cost more than the
     # copies do.
@@ -222,7 +234,10 @@ EXTENDED = ("llama3", "longrope", "yarn")
 """Types that extend a context, and use its original length."""
 ROPE_TYPES = tuple(REQUIRED)
 # Some versions of transformers write these for every type, even where they have no effect.
-COMMON = ("rope_type", "rope_theta", "original_max_position_embeddings")
+COMMON = (
+    *("rope_type", "rope_theta", "original_max_position_embeddings"),
+    "partial_rotary_factor",
+)
 
 
 def rope_from_config(config: Mapping[str, Any], *, head_dim: int, max_positions: int) -> Rope:
@@ -249,7 +264,13 @@ def rope_from_config(config: Mapping[str, Any], *, head_dim: int, max_positions:
             f"{parameters.field}.low_freq_factor: {low_freq} must be below high_freq_factor, "
             f"{high_freq}"
         )
-    if head_dim % 2 or (rope_type == "dynamic" and head_dim < 4):
+    part = parameters.number("partial_rotary_factor", 1.0)
+    rotated = int(head_dim * part)
+    if part != 1 and (part > 1 or rotated % 2 or not rotated):
+        raise ConfigError(
+            f"partial_rotary_factor: expected an even part of a head, {head_dim}, found {part}"
+        )
+    if rotated % 2 or (rope_type == "dynamic" and rotated < 4):
         raise ConfigError(f"head_dim: rotary embeddings need an even number, found {head_dim}")
     return Rope(
         head_dim=head_dim,
@@ -266,8 +287,9 @@ def rope_from_config(config: Mapping[str, Any], *, head_dim: int, max_positions:
         truncate=parameters.flag("truncate", default=True),
         low_freq_factor=low_freq,
         high_freq_factor=high_freq,
-        short_factor=parameters.factors("short_factor", head_dim // 2),
-        long_factor=parameters.factors("long_factor", head_dim // 2),
+        short_factor=parameters.factors("short_factor", rotated // 2),
+        long_factor=parameters.factors("long_factor", rotated // 2),
+        partial_rotary_factor=part,
     )
 
 
@@ -277,8 +299,11 @@ def rope_to_config(rope: Rope) -> dict[str, Any]:
     >>> rope_to_config(Rope(head_dim=64, rope_type="linear", factor=2.0))
     {'rope_theta': 10000.0, 'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}}
     """
+    theta: dict[str, Any] = {"rope_theta": rope.theta}
+    if rope.partial_rotary_factor != 1:
+        theta["partial_rotary_factor"] = rope.partial_rotary_factor
     if rope.rope_type == "default":
-        return {"rope_theta": rope.theta, "rope_scaling": None}
+        return theta | {"rope_scaling": None}
     scaling: dict[str, Any] = {"rope_type": rope.rope_type}
     for key in (*OPTIONAL.get(rope.rope_type, ()), *REQUIRED[rope.rope_type]):
         value = getattr(rope, key)
@@ -286,13 +311,14 @@ def rope_to_config(rope: Rope) -> dict[str, Any]:
             scaling[key] = list(value) if isinstance(value, tuple) else value
     if rope.rope_type in EXTENDED:
         scaling["original_max_position_embeddings"] = rope.original_positions
-    return {"rope_theta": rope.theta, "rope_scaling": scaling}
+    return theta | {"rope_scaling": scaling}
 
 
 def without_unused(rope: Rope) -> Rope:
     """The same RoPE, with default values of the settings that its type does not use."""
     kind = rope.rope_type
-    names = {"head_dim", "theta", "rope_type", *REQUIRED[kind], *OPTIONAL.get(kind, ())}
+    names = {"head_dim", "theta", "rope_type", "partial_rotary_factor"}
+    names |= {*REQUIRED[kind], *OPTIONAL.get(kind, ())}
     if kind in EXTENDED:
         names.add("original_positions")
     elif kind == "dynamic":
@@ -360,7 +386,8 @@ class _Parameters:
         if not isinstance(value, list | tuple) or len(value) != count:
             found = f"{len(value)}" if isinstance(value, list | tuple) else repr(value)
             raise ConfigError(
-                f"{self.field}.{key}: expected {count} numbers (head_dim / 2), found {found}"
+                f"{self.field}.{key}: expected {count} numbers (half of the features of a head "
+                f"that are rotated), found {found}"
             )
         return tuple(_number(f"{self.field}.{key}", v) for v in value)
 
@@ -391,12 +418,6 @@ def _read_parameters(config: Mapping[str, Any]) -> _Parameters:
             add(f"{name}.{key}", key, value)
     for key in ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor"):
         add(key, key, config.get(key))
-    part = merged.pop("partial_rotary_factor", 1)
-    if part != 1:
-        raise UnsupportedError(
-            f"partial_rotary_factor: found {quoted(part)}; all dimensions of a head are rotated "
-            "here"
-        )
     return _Parameters(fields[0] if fields else "rope_scaling", merged)
 
 

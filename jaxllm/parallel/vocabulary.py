@@ -28,7 +28,8 @@ def top_k(x: Float[Array, "B V"], k: int) -> tuple[Float[Array, "B k"], Int[Arra
     """`jax.lax.top_k` of each row: the `k` largest entries and their columns."""
     shards = vocabulary_shards(x)
     if shards == 1:
-        return jax.lax.top_k(x, k)
+        values, columns = jax.lax.top_k(x, k)  # a list
+        return values, columns
 
     def of_shard(x: Float[Array, "b v"]) -> tuple[Array, Array]:
         values, columns = jax.lax.top_k(x, min(k, x.shape[1]))

@@ -224,7 +224,8 @@ def _chunk(task: LiveTask, progress: DecodeProgress, slot: int, *, finished: boo
     tokens = [int(outputs.tokens[slot, column]) for column in columns]
     reason = "length" if finished else None
     if end := sequence_end(tokens, task.row.eos, task.stops):
-        tokens, reason = tokens[: end[0]], end[1]
+        tokens = tokens[: end[0]]
+        reason = task.row.finish_reason(end[1], len(task.tokens) + len(tokens))
     logprobs = None
     if task.row.logprobs:
         kept = list(columns)[: len(tokens)]

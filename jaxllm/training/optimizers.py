@@ -101,7 +101,9 @@ class OptimizerConfig:
 
     def decays(self, path: str, ndim: int) -> bool:
         """True if weight decay applies to a parameter."""
-        return ndim > 1 and not any(re.search(pattern, path) for pattern in self.no_decay)
+        if ndim < 2 or path.endswith("bias"):  # BART's constant of the logits is [1, V]
+            return False
+        return not any(re.search(pattern, path) for pattern in self.no_decay)
 
 
 def make_schedule(config: OptimizerConfig) -> optax.Schedule:

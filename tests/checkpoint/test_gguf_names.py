@@ -23,6 +23,11 @@ def permute(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def convert_llama(writer: gguf.GGUFWriter, config: dict) -> None:
+    convert_sizes(writer, config)
+    writer.add_rope_dimension_count(config["head_dim"])
+
+
+def convert_sizes(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -33,12 +38,11 @@ def convert_llama(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_rope_freq_base(config.get("rope_parameters", config)["rope_theta"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
     writer.add_vocab_size(config["vocab_size"])
 
 
 def convert_gemma2(writer: gguf.GGUFWriter, config: dict) -> None:
-    convert_llama(writer, config)
+    convert_sizes(writer, config)  # without the number of dimensions of RoPE
     writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
     writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     writer.add_sliding_window(config["sliding_window"])

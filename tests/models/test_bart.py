@@ -16,6 +16,7 @@ from jaxllm.batch import BatchGenerator
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.flax_classes import FlaxBartForConditionalGeneration
 from jaxllm.models.weights import parameters
+from jaxllm.training import OptimizerConfig, TrainState, loss_for, make_optimizer, make_train_step
 
 FULL = Path(__file__).parents[1] / "data" / "parity" / "bart_full"
 
@@ -76,6 +77,17 @@ def test_rows_of_a_batch_job():
         assert new == alone[: len(new)].tolist()
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("max_time", [None, 1000.0])
+def test_an_end_that_is_forced_at_the_limit_is_the_limit(max_time):
+    model = tiny.cached("bart")
+    rows = [tiny.ids(1, 6, seed=seed)[0].tolist() for seed in range(3)]
+    forced = {"forced_eos_token_id": 2, "min_new_tokens": 5, "max_time": max_time}
+    outputs = BatchGenerator(model, slots=2, max_new_tokens=5, **forced).generate(rows)
+    assert [output.output_ids[0][-1] for output in outputs] == [2, 2, 2]
+    assert [output.finish_reasons for output in outputs] == [("length",)] * 3
+
+
 def test_the_constant_of_the_logits():
     """It acts, is resized with the vocabulary, and is not trained."""
     model = jaxllm.load(FULL)[0]
@@ -103,6 +115,16 @@ def test_the_constant_of_the_logits():
 def test_what_is_not_implemented(changes, why):
     with pytest.raises(UnsupportedError, match=why):
         tiny.make("bart", **changes)
+
+
+def test_the_constant_has_no_weight_decay():
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=0.1, weight_decay=0.1))
+    model = tiny.cached("bart")
+    state = TrainState.create(model, optimizer)
+    ids = tiny.ids(2, 5)
+    step = make_train_step(optimizer, loss_for(model))
+    state, _ = step(state, {"input_ids": ids, "labels": ids})
+    np.testing.assert_array_equal(state.params["final_logits_bias"], model.final_logits_bias[...])
 
 
 def test_a_file_of_the_base_model(tmp_path):

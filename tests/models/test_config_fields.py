@@ -56,7 +56,7 @@ ACTS = {
         "attn_logit_softcapping": None,
         "final_logit_softcapping": 3.0,
     },
-    "phi3": {**ROTARY, "sliding_window": 6, "partial_rotary_factor": 0.5},
+    "phi3": {**ROTARY, "sliding_window": 6},
     "bart": {
         "vocab_size": 60,
         "d_model": 64,
@@ -278,12 +278,20 @@ ROPE = {
         ("qwen2", {"attention_bias": True}, r"attention_bias \(True\): unknown"),
         ("qwen3", {"mlp_bias": True}, r"mlp_bias \(True\): unknown"),
         ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor: expected an even part"),
-        ("phi3", {"partial_rotary_factor": 0.4}, "partial_rotary_factor: .* of head_dim, 8: .*0.4"),
-        ("phi3", {"partial_rotary_factor": "1"}, "partial_rotary_factor: expected float"),
+        (
+            "phi3",
+            {"partial_rotary_factor": 0.4},
+            "partial_rotary_factor: expected an even part of a head, 8, found 0.4",
+        ),
+        (
+            "phi3",
+            {"partial_rotary_factor": "1"},
+            "rope_scaling.partial_rotary_factor: expected a number",
+        ),
         (
             "phi3",
             {"rope_parameters": {"partial_rotary_factor": 0.5}},
-            "partial_rotary_factor: 0.75 contradicts 0.5",
+            "partial_rotary_factor: 0.75 contradicts another",
         ),
         ("phi3", {"rope_scaling": LONG}, "original_max_position_embeddings: 4096 contradicts"),
         (
@@ -313,6 +321,11 @@ def test_rope_parameters_act(name):
         assert model_spec({**config, "rope_parameters": parameters}).config == spelt_v4
         angles.append(np.asarray(spelt_v4.rotary.angles(jnp.arange(9)[None], jnp.array([[9]]))))
     assert np.abs(angles[0] - angles[1]).max() > 1e-3
+
+
+def test_the_part_of_a_head_that_is_rotated_acts():
+    a, b = (tiny.logits(tiny.make("phi3", partial_rotary_factor=part)) for part in (0.5, 0.75))
+    assert np.abs(a - b).max() > 1e-3
 
 
 @pytest.mark.ci

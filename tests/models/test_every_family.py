@@ -19,10 +19,11 @@ import tiny
 from devices import on_devices
 
 import jaxllm
+from jaxllm.checkpoint.peft import load_adapter, save_adapter
 from jaxllm.models.lora import LoraConfig, add_lora, lora_layers, merge_lora
 from jaxllm.models.quantize import FLOAT_LAYERS, formats_of, quantize_model
 from jaxllm.models.registry import FAMILIES
-from jaxllm.models.weights import parameters
+from jaxllm.models.weights import parameters, with_parameters
 from jaxllm.parallel.sharding import logical_axes
 from jaxllm.training.losses import TokenLoss
 from jaxllm.training.monitor.flops import model_flops
@@ -93,13 +94,19 @@ def test_every_matrix_is_sharded_and_quantized(family: str) -> None:
 
 @pytest.mark.by_default("gemma2", "t5")
 @every_family
-def test_lora_on_every_projection(family: str) -> None:
+def test_lora_on_every_projection(family: str, tmp_path: Path) -> None:
     model = model_of(family)
     adapted = add_lora(model, LoraConfig(rank=2))
     matrix = re.compile(r".*\.(attn|cross|mlp)\.(q|k|v|o|gate|up|down)\.weight")
     assert {f"{path}.weight" for path in lora_layers(adapted)} == {
         path for path in parameters(model) if matrix.fullmatch(path)
     }
+    lora = {path: x + 0.1 for path, x in parameters(adapted).items() if ".lora_" in path}
+    random = with_parameters(adapted, lora)
+    save_adapter(tmp_path / "adapter", random)
+    again = load_adapter(model, tmp_path / "adapter")
+    expected = tiny.logits(random)
+    np.testing.assert_allclose(tiny.logits(again), expected, atol=1e-5 * expected.std())
     merged = merge_lora(adapted)
     assert parameters(merged).keys() == parameters(model).keys()
     np.testing.assert_allclose(tiny.logits(merged), tiny.logits(model), atol=1e-5)

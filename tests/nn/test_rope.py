@@ -116,10 +116,10 @@ def test_files_of_yarn():
         ({"rope_theta": 1}, ConfigError, "rope_theta"),
         ({"rope_theta": math.inf}, ConfigError, "rope_theta"),
         ({"rope_theta": math.nan}, ConfigError, "rope_theta"),
-        ({"partial_rotary_factor": 0.25}, UnsupportedError, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.2}, ConfigError, "even part of a head, 16, found 0.2"),
         (
-            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-            UnsupportedError,
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.5}},
+            ConfigError,
             "partial_rotary_factor",
         ),
         (
@@ -137,6 +137,17 @@ def test_errors_name_the_field(raw, error, field):
     with pytest.raises(error) as caught:
         rope_from_config(raw, head_dim=16, max_positions=64)
     assert field in str(caught.value)
+
+
+def test_a_part_of_each_head_is_rotated():
+    rope = rope_from_config({"partial_rotary_factor": 0.75}, head_dim=16, max_positions=64)
+    whole = rope_from_config({}, head_dim=12, max_positions=64)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 3, 16)).astype(np.float32))
+    positions, length = jnp.arange(10).reshape(2, 5), jnp.array([[10]])
+    found = rotate(x, *rope.angles(positions, length))
+    np.testing.assert_array_equal(found[..., 12:], x[..., 12:])
+    expected = rotate(x[..., :12], *whole.angles(positions, length))
+    np.testing.assert_array_equal(found[..., :12], expected)
 
 
 def test_odd_heads_raise():

@@ -130,8 +130,11 @@ def _rotary(
 ) -> dict[str, Any]:
     heads = fields.integer("attention.head_count")
     hidden = fields.integer("embedding_length")
-    rotated = fields.integer("rope.dimension_count", hidden // heads or 1)
-    head_dim = fields.integer("attention.key_length", rotated)
+    default = hidden // heads or 1
+    head_dim = fields.integer(
+        "attention.key_length", fields.integer("rope.dimension_count", default)
+    )
+    rotated = fields.integer("rope.dimension_count", head_dim)
     fields.require("attention.value_length", head_dim)
     if rotated != head_dim:
         raise UnsupportedError(
