@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -146,6 +146,14 @@ def _number(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}%"
+
+
+def _counts(found: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in found.items()) or "nothing"
+
+
 _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("weight_bytes", "weights, MiB", _mib),
     ("cache_bytes", "KV cache, MiB", _mib),
@@ -159,6 +167,13 @@ _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("cache_copies", "copies of the cache", _number),
     ("kernels", "kernels of a step", _number),
     ("collectives", "collectives of a step", _number),
+    ("collective_bytes", "bytes that they send, MiB", _mib),
+    ("collective_us", "time of collectives, us", _number),
+    ("series_step_us", "step, collectives in series, us", _number),
+    ("overlapped_step_us", "step, collectives overlapped, us", _number),
+    ("mfu", "MFU in series", _percent),
+    ("overlapped_mfu", "MFU overlapped", _percent),
+    ("uncosted", "not in the estimate", _counts),
     ("compile_seconds", "compiled in, s", lambda seconds: f"{seconds:.1f}"),
 )
 """Fields of `ProgramPlan`, and how the table shows them. Bytes are those of one device."""

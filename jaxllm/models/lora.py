@@ -130,13 +130,12 @@ def add_lora(model: M, config: LoraConfig | None = None, *, key: int | Array = 0
     if not chosen:
         raise InputError("targets: all that they match is in modules_to_save, so trained whole")
     key = jax.random.key(key) if isinstance(key, int) else key
-    layers = {}
+    layers, mesh = {}, mesh_of(model)
     for path in chosen:
         base = module_at(model, path)
-        layers[path] = new_layer(base, config, jax.random.fold_in(key, zlib.crc32(path.encode())))
-    mesh = mesh_of(model)
-    adapted = with_lora(model, layers, saved)
-    return adapted if mesh is None else put_tree(adapted, mesh)
+        layer = new_layer(base, config, jax.random.fold_in(key, zlib.crc32(path.encode())))
+        layers[path] = layer if mesh is None else put_tree(layer, mesh, path=path)
+    return with_lora(model, layers, saved)
 
 
 def new_layer(base: Linear, config: LoraConfig, key: Array) -> LoraLinear:

@@ -21,7 +21,7 @@ from jaxllm.cache.attention_view import SequenceMask, mask_array
 from jaxllm.cache.kv_cache import KV
 from jaxllm.common.errors import UnsupportedError, quoted
 from jaxllm.common.precision import exact_products
-from jaxllm.nn.linear import Linear, dropout, split_key
+from jaxllm.nn.linear import Linear, declare_axes, dropout, split_key
 from jaxllm.nn.platform.attention import attend_cache, head_products, largest_scores, split_heads
 from jaxllm.nn.rope import rotate
 from jaxllm.parallel.sharding import constrain
@@ -276,6 +276,7 @@ class Attention(nnx.Module):
                 f"attn_implementation: unknown {quoted(implementation)}; "
                 f"known: {', '.join(IMPLEMENTATIONS)}"
             )
+        declare_axes("attn", q=q, k=k, v=v, o=o)
         self.q, self.k, self.v, self.o = q, k, v, o
         self.q_norm, self.k_norm, self.window = q_norm, k_norm, window
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim

@@ -40,7 +40,7 @@ class LoraLinear(Linear):
     ):
         self.weight = nnx.Param(base.weight[...])
         self.bias = None if base.bias is None else nnx.Param(base.bias[...])
-        self.dtype = base.dtype
+        self.dtype, self.axes = base.dtype, base.axes
         self.lora_a, self.lora_b = nnx.Param(a), nnx.Param(b)
         self.lora_magnitude = None if magnitude is None else nnx.Param(magnitude)
         self.alpha, self.rslora, self.dropout_rate = float(alpha), rslora, dropout_rate
@@ -63,7 +63,7 @@ class LoraLinear(Linear):
         if self.lora_magnitude is None:
             return y + change
         ratio = self._ratio(jax.lax.stop_gradient(row_norms(self._sum())))
-        plain = times_transposed(x, self.weight[...].astype(self.dtype))
+        plain = self.product(x)
         return y + (ratio - 1).astype(self.dtype) * plain + ratio.astype(self.dtype) * change
 
     def merged(self) -> Linear:
@@ -74,6 +74,7 @@ class LoraLinear(Linear):
         dtype = self.weight[...].dtype
         biased = self.bias is not None
         plain = Linear(1, 1, use_bias=biased, dtype=self.dtype, param_dtype=dtype, rngs=None)
+        plain.axes = self.axes
         plain.weight = nnx.Param(weight.astype(dtype))
         if self.bias is not None:
             plain.bias = nnx.Param(self.bias[...])

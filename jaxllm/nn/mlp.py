@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxllm.common.errors import ConfigError, quoted
-from jaxllm.nn.linear import Linear, dropout, split_key
+from jaxllm.nn.linear import Linear, declare_axes, dropout, split_key
 
 
 class MLP(nnx.Module):
@@ -25,6 +25,7 @@ class MLP(nnx.Module):
     def __init__(
         self, up: Linear, down: Linear, act: Callable[[Array], Array], *, dropout_rate: float = 0.0
     ):
+        declare_axes("mlp", up=up, down=down)
         self.up, self.down, self.act, self.dropout_rate = up, down, act, dropout_rate
 
     def __call__(
@@ -47,6 +48,7 @@ class GatedMLP(nnx.Module):
         *,
         dropout_rate: float = 0.0,
     ):
+        declare_axes("mlp", gate=gate, up=up, down=down)
         self.gate, self.up, self.down = gate, up, down
         self.act, self.dropout_rate = act, dropout_rate
 

@@ -205,7 +205,7 @@ class QuantizedLinear(Linear):
     def __init__(self, matrix: QuantizedMatrix, base: Linear):
         self.matrix = matrix
         self.bias = base.bias  # shared, also where it is the shape of an array
-        self.dtype = base.dtype
+        self.dtype, self.axes = base.dtype, base.axes
 
     def __call__(
         self, x: Float[Array, "... I"], key: jax.Array | None = None

@@ -87,15 +87,16 @@ def put_everywhere(tree: T, mesh: Mesh) -> T:
     return jax.tree.map(lambda x: x if mesh_of(x) is not None else put(x, replicated), tree)
 
 
-def put_tree(tree: T, mesh: Mesh, shardings: object = None) -> T:
+def put_tree(tree: T, mesh: Mesh, shardings: object = None, *, path: str = "") -> T:
     """Shards the leaves over the mesh; every process passes whole arrays and keeps its shards.
 
     A model, or the state of a training run, keeps its card.
 
     Args:
         shardings: a tree of the same structure; None: `tree_shardings`.
+        path: path of the tree in its model, for `tree_shardings`.
     """
-    shardings = tree_shardings(tree, mesh) if shardings is None else shardings
+    shardings = tree_shardings(tree, mesh, path) if shardings is None else shardings
     placed: Any = jax.tree.map(put, tree, shardings)
     card = getattr(tree, "card", None)
     return placed if card is None else placed.with_card(card)

@@ -230,14 +230,16 @@ def parameter_sharding(path: str, shape: Sequence[int], mesh: Mesh | AbstractMes
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def tree_shardings(tree: object, mesh: Mesh | AbstractMesh) -> Any:
+def tree_shardings(tree: object, mesh: Mesh | AbstractMesh, path: str = "") -> Any:
     """`parameter_sharding` of every leaf of a model, a dict of parameters or an optimizer state.
 
-    Leaves need a shape only, so the output of `jax.eval_shape` works too.
+    Leaves need a shape only, so the output of `jax.eval_shape` works too. `path` is the path of the
+    tree in a model, if it is a part of one.
     """
+    prefix = f"{path}." if path else ""
 
     def leaf_sharding(key_path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        return parameter_sharding(parameter_path(key_path), leaf.shape, mesh)
+        return parameter_sharding(prefix + parameter_path(key_path), leaf.shape, mesh)
 
     return jax.tree_util.tree_map_with_path(leaf_sharding, tree)
 
@@ -327,6 +329,15 @@ def partition_spec(
         return None if axis is None or size % mesh.shape[axis] else axis
 
     return PartitionSpec(*(place(size, name) for size, name in zip(shape, axes, strict=False)))
+
+
+def fsdp_shards(shape: Sequence[int], axes: Sequence[str | None]) -> int:
+    """Number of shards of a parameter with these logical axes over `fsdp`; 1 without a mesh."""
+    mesh = context_mesh()
+    sizes = [n for n, name in zip(shape, axes, strict=False) if MESH_AXIS.get(name or "") == FSDP]
+    if mesh is None or not sizes or sizes[0] % mesh.shape[FSDP]:
+        return 1
+    return mesh.shape[FSDP]
 
 
 def shard_count(shape: Sequence[int], *axes: str | None) -> int:

@@ -10,7 +10,9 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
+N = TypeVar("N", int, float)
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _CALLED = re.compile(
     r"(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
@@ -21,6 +23,9 @@ _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)([^}]*)\})?")
 _BRACKETS = re.compile(r"[()]")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _OPERAND = re.compile(r"(?:^|[\s,])%?([\w.\-]+)\s*(?=,|$)")
+_GROUP_COUNT = re.compile(r"replica_groups=\[\d+,(\d+)\]")
+_GROUP = re.compile(r"replica_groups=\{\{([\d,]+)\}")
+_TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
 
 HLO_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8"}
@@ -51,6 +56,9 @@ NO_KERNEL = frozenset(
     )
 )
 """Operations that launch nothing by themselves. Neither do those that end in ``-done``."""
+UNCOSTED = ("custom-call", "scatter", "sort", "topk")
+NO_WORK = frozenset(("AllocateBuffer", "Sharding", "AssumeGatherIndicesInBound", "ConcatBitcast"))
+"""Custom calls that compute nothing."""
 RELAYOUTS = ("copy", "transpose", "copy-start")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
 _KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -70,6 +78,12 @@ class ArrayType:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes; two entries of int4 share one."""
+        bits = re.search(r"\d+", self.dtype)
+        return self.size * (8 if bits is None else int(bits[0])) // 8
 
 
 def array_types(text: str) -> list[ArrayType]:
@@ -236,10 +250,10 @@ class Module:
         value = re.fullmatch(r"-?\d+", limit.operands[0]) if limit.operands else None
         return int(value[0]) if limit.opcode == "constant" and value is not None else None
 
-    def total(self, start: str, value: Callable[[Instruction], int]) -> int:
+    def total(self, start: str, value: Callable[[Instruction], N]) -> N:
         """Sum of a value over what one run of a computation executes: bodies of loops times their
         trips (1 where they are unknown), and of the branches of a conditional the largest."""
-        result = 0
+        result: Any = 0
         for instruction in self.computations.get(start, ()):
             result += value(instruction)
             if instruction.opcode == "while":
@@ -277,6 +291,56 @@ def collectives(module: Module, step: str) -> int:
     """Number of collective operations in a step; one that starts and ends counts once."""
     opcodes = (instruction.opcode.removesuffix("-start") for instruction in module.reachable(step))
     return sum(opcode in COLLECTIVES for opcode in opcodes)
+
+
+def transferred_bytes(instruction: Instruction, devices: int) -> float:
+    """Bytes that a device sends in a collective operation, in the ring algorithm; 0 for others.
+
+    An all-gather of arrays that are B bytes in the end sends ``B * (n - 1) / n`` between n devices,
+    an all-reduce twice as many.
+
+    Args:
+        devices: number of devices of the program.
+    """
+    opcode = instruction.opcode.removesuffix("-start")
+    if opcode not in COLLECTIVES:
+        return 0.0
+    size = sum(x.nbytes for x in array_types(instruction.type))
+    n = group_size(instruction, devices)
+    if instruction.opcode.endswith("-start") and opcode != "all-reduce":
+        # The type lists operands and results.
+        size = size / 2 if opcode == "collective-permute" else size * n / (n + 1)
+    elif opcode == "reduce-scatter":
+        size *= n
+    if opcode in ("collective-permute", "collective-broadcast"):
+        return float(size)
+    return (2.0 if opcode == "all-reduce" else 1.0) * size * (n - 1) / n
+
+
+def group_size(instruction: Instruction, devices: int) -> int:
+    """Number of devices that take part in a collective operation together."""
+    if "collective-permute" in instruction.opcode:
+        return 2
+    counted = _GROUP_COUNT.search(instruction.attributes)
+    if counted is not None:
+        return int(counted[1])
+    listed = _GROUP.search(instruction.attributes)
+    return devices if listed is None else listed[1].count(",") + 1
+
+
+def uncosted(module: Module, step: str) -> dict[str, int]:
+    """Operations of a step for which the compiler estimates no cycles although they take some, by
+    name: Pallas kernels, scatters, sorts. Collectives are counted elsewhere."""
+    found: dict[str, int] = {}
+    for instruction in module.reachable(step):
+        opcode = instruction.opcode
+        if opcode not in UNCOSTED or instruction.cycles:
+            continue
+        target = _TARGET.search(instruction.attributes)
+        name = target[1] if opcode == "custom-call" and target is not None else opcode
+        if name not in NO_WORK:
+            found[name] = found.get(name, 0) + 1
+    return found
 
 
 def array_copies(module: Module, arrays: Iterable[tuple[str, int]]) -> int:

@@ -189,6 +189,7 @@ def lower_train(
     """The training step on rows of `prompt` tokens, with a recipe's default optimizer."""
     # Training takes a second to import, which lowering another program need not pay.
     from jaxllm.training.losses import loss_for
+    from jaxllm.training.monitor.flops import TokenCounts, model_flops
     from jaxllm.training.optimizers import OptimizerConfig, make_optimizer
     from jaxllm.training.state import TrainState
     from jaxllm.training.step import make_train_step
@@ -213,6 +214,10 @@ def lower_train(
     with use_mesh(target.mesh):
         traced = step.trace(state, batch)
     program = target.lowered("train", traced, loops=0)
+    tokens, pairs = workload.batch * workload.prompt, workload.batch * workload.prompt**2
+    counts = TokenCounts(tokens, pairs // 2)
+    if target.unplaced.is_encoder_decoder:
+        counts = TokenCounts(tokens, pairs // 2, tokens, pairs, pairs)
     # A step reads float32 parameters, whatever the model's dtype.
     weights = device_bytes(state.params)
     yield dataclasses.replace(
@@ -220,6 +225,7 @@ def lower_train(
         weight_bytes=weights,
         argument_weight_bytes=weights,
         read_weight_bytes=weights,
+        model_flops=model_flops(target.model).of(counts),
     )
 
 

@@ -48,8 +48,8 @@ class ProgramPlan:
     fits: bool | None = None
     """True if `peak_bytes` fits the memory of a device; None: unknown (CPU)."""
     estimated_step_us: float | None = None
-    """The compiler's cycles of one step at the chip's clock, those of loops times their trips.
-    TPU only, and without Pallas kernels, of which the compiler gives none."""
+    """The compiler's cycles of one step at the chip's clock, those of loops times their trips, but
+    at least `floor_step_us`. TPU only, without collectives and the operations of `uncosted`."""
     floor_step_us: float | None = None
     """Weights that the step reads, and cache, over the memory's bandwidth."""
     inner_loops: int | None = None
@@ -60,6 +60,21 @@ class ProgramPlan:
     """Operations that a step launches, those of loops times their trips."""
     collectives: int | None = None
     """Collective operations in a step."""
+    collective_bytes: int | None = None
+    """Bytes that a device sends in them."""
+    collective_us: float | None = None
+    """Time of the collectives, one after the other, by the bandwidth between the devices."""
+    series_step_us: float | None = None
+    """A step whose collectives run while nothing is computed."""
+    overlapped_step_us: float | None = None
+    """A step whose asynchronous collectives run while other operations do: the larger of the two
+    times, and the collectives that are not asynchronous."""
+    mfu: float | None = None
+    """Model FLOPs of a training step over the devices' peak in `series_step_us`."""
+    overlapped_mfu: float | None = None
+    """The same in `overlapped_step_us`."""
+    uncosted: Mapping[str, int] | None = None
+    """Operations of a step without an estimate: Pallas kernels, scatters, sorts; TPU only."""
     compile_seconds: float
 
 
@@ -240,20 +255,56 @@ def plan_program(program: LoweredProgram, chip: Chip) -> ProgramPlan:
     assert text is not None  # the compilers of all topologies return it
     module = hlo.Module.parse(text)
     step = module.main_loop(program.loops)
-    estimate = None
-    if chip.clock is not None:
-        estimate = round(hlo.cycles(module, step) / chip.clock * 1e6, 1)
     return ProgramPlan(
         **stated,
         **memory,
+        **times_of(module, step, program, chip),
         fits=None if chip.memory_bytes is None else memory["peak_bytes"] <= chip.memory_bytes,
-        estimated_step_us=estimate,
         inner_loops=hlo.inner_loops(module, step),
         cache_copies=hlo.array_copies(module, program.cache_arrays),
         kernels=hlo.kernels(module, step),
         collectives=hlo.collectives(module, step),
         compile_seconds=seconds,
     )
+
+
+def times_of(module: hlo.Module, step: str, program: LoweredProgram, chip: Chip) -> dict[str, Any]:
+    """Times of a step and its collectives, and what they leave out."""
+    devices = 1 if program.mesh is None else program.mesh.size
+
+    def microseconds(instruction: hlo.Instruction) -> float:
+        """Time of a collective: that of its bytes, or of its hops around half of the ring."""
+        sent = hlo.transferred_bytes(instruction, devices)
+        if not sent or chip.link is None:
+            return 0.0
+        phases = 2 if "all-reduce" in instruction.opcode else 1
+        hops = phases * (hlo.group_size(instruction, devices) // 2)
+        return max(sent / chip.link, hops * chip.hop) * 1e6
+
+    def asynchronous(instruction: hlo.Instruction) -> float:
+        return microseconds(instruction) if instruction.opcode.endswith("-start") else 0.0
+
+    sent = module.total(step, lambda instruction: hlo.transferred_bytes(instruction, devices))
+    times: dict[str, Any] = {"collective_bytes": round(sent)}
+    if chip.link is not None:
+        times["collective_us"] = round(module.total(step, microseconds), 1)
+    if chip.clock is None:
+        return times
+    floor = floor_us(program, chip) or 0.0
+    computing = max(hlo.cycles(module, step) / chip.clock * 1e6, floor)
+    hidden = module.total(step, asynchronous)
+    series = computing + times.get("collective_us", 0.0)
+    overlapped = max(computing, hidden) + times.get("collective_us", 0.0) - hidden
+    times |= {
+        "estimated_step_us": round(computing, 1),
+        "series_step_us": round(series, 1),
+        "overlapped_step_us": round(overlapped, 1),
+        "uncosted": hlo.uncosted(module, step),
+    }
+    if program.model_flops is not None and chip.flops is not None:
+        ideal = program.model_flops / (chip.flops * devices) * 1e6
+        times |= {"mfu": round(ideal / series, 3), "overlapped_mfu": round(ideal / overlapped, 3)}
+    return times
 
 
 def floor_us(program: LoweredProgram, chip: Chip) -> float | None:

@@ -73,15 +73,21 @@ class Chip:
     """Cycles per second of the compiler's estimates; None: the compiler estimates none."""
     flops: float | None = None
     """Peak bfloat16 operations per second."""
+    link: float | None = None
+    """Bytes per second that a device sends to others in a collective operation."""
+    hop: float = 0.0
+    """Seconds from one device of a ring to the next; collectives of few bytes take as long as their
+    hops."""
 
 
 # cloud.google.com/tpu/docs (v5e, v6e, v5p); of their memory, XLA gives a program what is stated
-# here. H100 SXM: NVIDIA's data sheet.
+# here. H100 SXM: NVIDIA's data sheet (NVLink, one direction). Rings of a TPU's chips, in both
+# directions, and the time of a hop: Austin et al. 2025, How to Scale Your Model, chapter 2.
 CHIPS = {
-    "v5e": Chip("TPU v5e", "tpu", int(15.75 * GIB), 819e9, 1.5e9, 197e12),
-    "v6e": Chip("TPU v6e", "tpu", int(31.25 * GIB), 1640e9, 1.75e9, 918e12),
-    "v5p": Chip("TPU v5p", "tpu", int(95.74 * GIB), 2765e9, 1.75e9, 459e12),
-    "h100": Chip("H100 80GB", "cuda", 84942979072, 3352e9, None, 989e12),
+    "v5e": Chip("TPU v5e", "tpu", int(15.75 * GIB), 819e9, 1.5e9, 197e12, 90e9, 1e-6),
+    "v6e": Chip("TPU v6e", "tpu", int(31.25 * GIB), 1640e9, 1.75e9, 918e12, 180e9, 1e-6),
+    "v5p": Chip("TPU v5p", "tpu", int(95.74 * GIB), 2765e9, 1.75e9, 459e12, 180e9, 1e-6),
+    "h100": Chip("H100 80GB", "cuda", 84942979072, 3352e9, None, 989e12, 450e9),
     "cpu": Chip("CPU", "cpu", None, None),
 }
 
@@ -194,6 +200,9 @@ class LoweredProgram:
     """The KV cache; 0 for a training step."""
     cache_arrays: frozenset[tuple[str, int]] = frozenset()
     """Dtype and number of elements of the arrays of keys and values."""
+    model_flops: float | None = None
+    """Model FLOPs of a training step on all devices (`jaxllm.training.monitor.flops`), of whose
+    attention the causal half is counted."""
     mesh: Mesh | None = None
     """The mesh of the model; None: a single device."""
     ahead_of_time: bool = False

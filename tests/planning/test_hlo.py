@@ -155,3 +155,32 @@ def test_attributes_of_a_kernel_may_span_lines() -> None:
     module = hlo.Module.parse(text)
     assert [instruction.name for instruction in module.computations["main"]] == ["x", "k", "y"]
     assert hlo.cycles(module, "main") == 7
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("f32[8,16] all-gather(%x), replica_groups=[1,4]<=[4], dimensions={0}", 512 * 3 / 4),
+        ("bf16[4] reduce-scatter(%x), replica_groups={{0,1},{2,3}}, to_apply=%add", 2 * 8 / 2),
+        ("(f32[8], bf16[2]) all-reduce(%x, %y), replica_groups={}, to_apply=%add", 2 * 36 * 7 / 8),
+        ("(f32[2,16], f32[8,16]) all-gather-start(%x), replica_groups=[2,4]<=[8]", 512 * 3 / 4),
+        ("f32[8] all-reduce-start(%x), replica_groups=[2,4]<=[8], to_apply=%add", 2 * 32 * 3 / 4),
+        ("(f32[8], f32[8]) collective-permute-start(%x), source_target_pairs={{0,1}}", 32),
+        ("f32[8] all-gather-done(%x)", 0),
+        ("f32[8] add(%x, %y)", 0),
+    ],
+)
+def test_bytes_that_a_device_sends(line: str, expected: float) -> None:
+    instruction = hlo.read_instruction(f"  %it = {line}")
+    assert instruction is not None
+    assert hlo.transferred_bytes(instruction, 8) == pytest.approx(expected)
+
+
+def test_operations_without_an_estimate() -> None:
+    text = TPU.replace(
+        "%ar = f32[8]",
+        '%k = f32[8]{0:T(128)} custom-call(%either), custom_call_target="tpu_custom_call"\n'
+        '  %b = f32[8]{0:T(128)} custom-call(), custom_call_target="AllocateBuffer"\n'
+        "  %ar = f32[8]",
+    )
+    assert hlo.uncosted(hlo.Module.parse(text), "body") == {"tpu_custom_call": 1}

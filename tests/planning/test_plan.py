@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,11 @@ from jaxllm.common.errors import (
     MissingFileError,
     UnsupportedError,
 )
+from jaxllm.generation.call import memory
 from jaxllm.generation.call.prepare import prepare_call
 from jaxllm.generation.generate import program_model
-from jaxllm.planning import LoweredProgram, lower
-from jaxllm.planning.plan import floor_us, plan_program
+from jaxllm.planning import LoweredProgram, abstract_model, hlo, lower
+from jaxllm.planning.plan import floor_us, plan_program, times_of
 from jaxllm.planning.topology import CHIPS
 
 SMALL = {"batch": 2, "prompt": 5, "new": 6, "slots": 4}
@@ -47,6 +49,13 @@ FIELDS = (
     "cache_copies",
     "kernels",
     "collectives",
+    "collective_bytes",
+    "collective_us",
+    "series_step_us",
+    "overlapped_step_us",
+    "mfu",
+    "overlapped_mfu",
+    "uncosted",
     "compile_seconds",
 )
 
@@ -117,7 +126,7 @@ def test_costs_of_all_programs(family: str) -> None:
     for program in actual.programs:
         assert program.peak_bytes >= program.argument_bytes + program.temp_bytes > 0
         assert program.kernels > 0
-        assert program.collectives == 0
+        assert program.collectives == program.collective_bytes == 0
         assert (program.fits, program.estimated_step_us, program.floor_step_us) == (None,) * 3
     assert by_name["decode"].cache_copies == by_name["batch.decode"].cache_copies == 0
     if family != "t5":  # two rows of 16 + 16 slots, or four slots of 16 columns, and counters
@@ -127,6 +136,13 @@ def test_costs_of_all_programs(family: str) -> None:
         assert 0 < by_name["batch.decode"].cache_bytes - keys_and_values < 200
     assert by_name["train"].cache_bytes == 0
     assert by_name["train"].argument_bytes > 3 * weights  # with Adam's moments
+
+
+def test_this_machine_s_memory_is_no_limit(monkeypatch: Any) -> None:
+    monkeypatch.setattr(memory, "total_memory", lambda devices: 0)
+    raw = tiny.CONFIGS["gpt2"] | {"n_positions": 4096}
+    (program,) = lower(abstract_model(raw), "decode", batch=32, prompt=1000, new=1000)
+    assert program.cache_bytes > 1e6
 
 
 @pytest.mark.ci
@@ -264,6 +280,31 @@ def test_the_floor_counts_the_cache_beside_the_weights() -> None:
     assert plan_program(program, chip).floor_step_us == round(1e8 / chip.bandwidth, 3)
 
 
+def test_times_of_collectives() -> None:
+    """Asynchronous ones are hidden by what is computed; no estimate is below the floor."""
+    text = """HloModule m
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %g = (f32[9000000], f32[18000000]) all-gather-start(%x), replica_groups=[1,2]<=[2]
+  %d = f32[18000000] all-gather-done(%g)
+  %s = f32[9000000] all-reduce(%d), replica_groups=[1,2]<=[2]
+  ROOT %y = f32[8]{0} fusion(%s), kind=kLoop, backend_config={"estimated_cycles":"3000000"}
+}
+"""
+    refused: Any = Refused()
+    mesh: Any = types.SimpleNamespace(size=2)
+    program = LoweredProgram("train", refused, 0, 0, 0, 0, model_flops=394e9, mesh=mesh)
+    found = times_of(hlo.Module.parse(text), "main", program, CHIPS["v5e"])
+    assert (found["collective_bytes"], found["collective_us"]) == (72_000_000, 800.0)
+    assert (found["estimated_step_us"], found["series_step_us"]) == (2000.0, 2800.0)
+    assert found["overlapped_step_us"] == 2400.0
+    assert (found["mfu"], found["overlapped_mfu"]) == (round(1 / 2.8, 3), round(1 / 2.4, 3))
+    slow = dataclasses.replace(program, cache_bytes=819 * 10**7)
+    floor = times_of(hlo.Module.parse(text), "main", slow, CHIPS["v5e"])
+    assert floor["estimated_step_us"] == 10_000.0
+
+
 def check_decode(topology: str) -> Any:
     actual = jaxllm.plan(tiny.CONFIGS["llama"], topology, program="decode", **SMALL)
     (program,) = actual.programs
@@ -277,7 +318,8 @@ def check_decode(topology: str) -> Any:
 @needs_tpu
 def test_a_tpu_compiles_the_decode_loop() -> None:
     program = check_decode("v5e:2x2")
-    assert program.estimated_step_us > program.floor_step_us
+    assert program.estimated_step_us >= program.floor_step_us
+    assert program.series_step_us == program.overlapped_step_us == program.estimated_step_us
 
 
 @needs_tpu

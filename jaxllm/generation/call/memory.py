@@ -40,10 +40,14 @@ def is_large(layout: Layout, vocab_size: int) -> bool:
 def check_memory(model: Decoder, layout: Layout, mesh: Mesh | None, state: object) -> None:
     """Raises InputError if weights and decoding state need more memory than the devices have.
 
+    Not for a model without weights: it is planned for other devices than this machine's.
+
     Args:
         mesh: of the model; None: it is on one device.
         state: shapes of the decoding state.
     """
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model)):
+        return
     devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
     needed, memory = nbytes(model) + nbytes(state), total_memory(devices) * jax.process_count()
     if needed > memory:

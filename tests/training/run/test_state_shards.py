@@ -48,6 +48,7 @@ def train(overrides, resume):
     def noted(*arguments):
         setup = set_up(*arguments)
         watch.ends.set()
+        watch.most = max([watch.most, *held().values()])
         state = {n: getattr(setup.state, n) for n in ("params", "opt_state", "ema", "frozen")}
         found["state"] = sum(x.nbytes for x in jax.tree.leaves(state))
         memory = memory_of_step(setup)
