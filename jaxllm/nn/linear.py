@@ -29,7 +29,7 @@ from jaxllm.parallel.sharding import (
     all_gather_fsdp,
     constrain_gradient,
     context_mesh,
-    fsdp_shards,
+    fsdp_axis,
     logical_axes,
     row_shards,
 )
@@ -53,7 +53,7 @@ class Linear(nnx.Module):
     The dropout key of a call is used only by the subclass `LoraLinear`.
     """
 
-    axes: tuple[str | None, ...] = ()
+    axes: tuple[str | None, ...]
     """Logical axes of the weight (`jaxllm.parallel.sharding`), which the layer that has this one
     sets; (): the weight is replicated, or XLA chooses how to compute with its shards."""
 
@@ -70,7 +70,7 @@ class Linear(nnx.Module):
     ):
         self.weight = normal(rngs, (out_features, in_features), std, param_dtype)
         self.bias = nnx.Param(jnp.zeros((out_features,), param_dtype)) if use_bias else None
-        self.dtype = jnp.dtype(dtype)
+        self.dtype, self.axes = jnp.dtype(dtype), ()
 
     def __call__(
         self, x: Float[Array, "... I"], key: jax.Array | None = None
@@ -82,7 +82,7 @@ class Linear(nnx.Module):
         """``x W^T``; on a mesh with fsdp a product of many tokens gathers W first."""
         w = self.weight[...].astype(self.dtype)
         many = x.ndim == 3 and x.shape[1] > 1 and len(x) % row_shards(context_mesh()) == 0
-        if many and fsdp_shards(w.shape, self.axes) > 1:
+        if many and fsdp_axis(w.shape, self.axes) is not None:
             return times_gathered(x, w, self.axes)
         return times_transposed(x, w)
 
@@ -154,14 +154,15 @@ def by_rows(
     mesh = context_mesh()
     assert mesh is not None
     shard = PartitionSpec(*(FSDP if name == "embed" else None for name in axes))
-    return jax.shard_map(
+    run = jax.shard_map(
         function,
         mesh=mesh,
         in_specs=(*[PartitionSpec(ROWS)] * len(rows), *[shard] * len(weights)),
         out_specs=shard if sums else PartitionSpec(ROWS),
         axis_names={*ROWS},
         check_vma=False,
-    )(*rows, *weights)
+    )
+    return jax.jit(run)(*rows, *weights)  # an axis that is left to XLA needs jit
 
 
 def declare_axes(name: str, **layers: Linear) -> None:
@@ -198,9 +199,9 @@ class Embedding(nnx.Module):
     def __call__(self, ids: Int[Array, ...]) -> Float[Array, "... D"]:
         table = self.weight[...]
         # All-gather the fsdp shards first, as for every weight matrix.
-        if fsdp_shards(table.shape, ("vocab", "embed")) > 1:
-            table = all_gather_fsdp(table.astype(self.dtype), "vocab", "embed")
-        x = self.rows(table, ids)
+        if fsdp_axis(table.shape, ("vocab", "embed")) is not None:
+            table = table.astype(self.dtype)
+        x = self.rows(all_gather_fsdp(table, "vocab", "embed"), ids)
         # Its gradient goes from shards of rows to shards of features (all-to-all), which the
         # table's gradient has: otherwise each device sums a whole table.
         x = constrain_gradient(x, "copies", None, "embed") if x.ndim == 3 else x

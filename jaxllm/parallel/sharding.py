@@ -319,25 +319,33 @@ def partition_spec(
     mesh: Mesh | AbstractMesh,
     batch: int | None = None,
 ) -> PartitionSpec:
-    """Partition spec of an array with these logical axes; arguments as for `constrain`."""
+    """Partition spec of an array with these logical axes; arguments as for `constrain`.
+
+    Inside of `jax.shard_map` its axes are left out: arrays there are shards of one device.
+    """
+    manual = mesh.manual_axes if isinstance(mesh, AbstractMesh) else ()
 
     def place(size: int, name: str | None):
         if name == "rows":
+            if DATA in manual:
+                return None
             fits = (size if batch is None else batch) % row_shards(mesh) == 0
             return ROWS if fits else None
         axis = None if name is None else MESH_AXIS[name]
-        return None if axis is None or size % mesh.shape[axis] else axis
+        return None if axis is None or axis in manual or size % mesh.shape[axis] else axis
 
     return PartitionSpec(*(place(size, name) for size, name in zip(shape, axes, strict=False)))
 
 
-def fsdp_shards(shape: Sequence[int], axes: Sequence[str | None]) -> int:
-    """Number of shards of a parameter with these logical axes over `fsdp`; 1 without a mesh."""
+def fsdp_axis(shape: Sequence[int], axes: Sequence[str | None]) -> int | None:
+    """The dimension of a parameter that is sharded over `fsdp`; None if there is none."""
     mesh = context_mesh()
-    sizes = [n for n, name in zip(shape, axes, strict=False) if MESH_AXIS.get(name or "") == FSDP]
-    if mesh is None or not sizes or sizes[0] % mesh.shape[FSDP]:
-        return 1
-    return mesh.shape[FSDP]
+    if mesh is None or mesh.shape[FSDP] == 1 or FSDP in mesh.manual_axes:
+        return None
+    if len(shape) != len(axes):
+        return None
+    found = (i for i, name in enumerate(axes) if MESH_AXIS.get(name or "") == FSDP)
+    return next((i for i in found if shape[i] % mesh.shape[FSDP] == 0), None)
 
 
 def shard_count(shape: Sequence[int], *axes: str | None) -> int:

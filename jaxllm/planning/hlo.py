@@ -10,6 +10,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 N = TypeVar("N", int, float)
@@ -24,6 +25,7 @@ _BRACKETS = re.compile(r"[()]")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _OPERAND = re.compile(r"(?:^|[\s,])%?([\w.\-]+)\s*(?=,|$)")
 _GROUP_COUNT = re.compile(r"replica_groups=\[\d+,(\d+)\]")
+_NAMED_GROUP = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 _GROUP = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
@@ -289,8 +291,46 @@ def inner_loops(module: Module, step: str) -> int:
 
 def collectives(module: Module, step: str) -> int:
     """Number of collective operations in a step; one that starts and ends counts once."""
-    opcodes = (instruction.opcode.removesuffix("-start") for instruction in module.reachable(step))
-    return sum(opcode in COLLECTIVES for opcode in opcodes)
+    return sum(
+        1 for instruction in _unfused(module, step) for _ in collectives_of(module, instruction)
+    )
+
+
+def _unfused(module: Module, start: str) -> Iterator[Instruction]:
+    """All instructions of a computation and of those that it calls, but not of fusions."""
+    for instruction in module.computations.get(start, ()):
+        yield instruction
+        if instruction.opcode not in ("fusion", "call-start", "async-start"):
+            for name in instruction.called():
+                yield from _unfused(module, name)
+
+
+def collectives_of(module: Module, instruction: Instruction) -> Iterator[tuple[Instruction, bool]]:
+    """Collective operations that an instruction begins, and whether others run meanwhile.
+
+    A TPU's compiler puts collectives into calls, which its sparse cores run, or into fusions:
+    asynchronous ones into one that starts them, one that ends them, and fusions of products between
+    the two, which move them on.
+    """
+    if instruction.opcode.removesuffix("-start") in COLLECTIVES:
+        yield instruction, instruction.opcode.endswith("-start")
+    elif instruction.opcode in ("call-start", "async-start"):
+        for name in instruction.called():
+            for x in module.computations.get(name, ()):
+                if x.opcode in COLLECTIVES:
+                    yield x, True
+    elif instruction.opcode == "fusion":
+        for name in instruction.called():
+            inner = module.computations.get(name, ())
+            found = (_TARGET.search(x.attributes) for x in inner if x.opcode == "custom-call")
+            targets = {target[1] for target in found if target is not None}
+            if name.startswith("async_collective_fusion") or "AsyncCollectiveDone" in targets:
+                continue
+            for x in inner:
+                if name.startswith("all-reduce-scatter") and x.opcode == "all-reduce":
+                    yield replace(x, opcode="reduce-scatter", type=instruction.type), False
+                elif x.opcode in COLLECTIVES:
+                    yield x, "AsyncCollectiveStart" in targets
 
 
 def transferred_bytes(instruction: Instruction, devices: int) -> float:
@@ -321,6 +361,10 @@ def group_size(instruction: Instruction, devices: int) -> int:
     """Number of devices that take part in a collective operation together."""
     if "collective-permute" in instruction.opcode:
         return 2
+    named = _NAMED_GROUP.search(instruction.attributes)
+    if named is not None:
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", named[2]))
     counted = _GROUP_COUNT.search(instruction.attributes)
     if counted is not None:
         return int(counted[1])

@@ -202,7 +202,8 @@ def lower_train(
             f"{row_shards(target.mesh)} devices; make it a multiple"
         )
     optimizer = make_optimizer(OptimizerConfig())
-    step = make_train_step(optimizer, loss_for(target.model))
+    platform = target.device.platform
+    step = make_train_step(optimizer, loss_for(target.model), platform=platform)
     state = jax.eval_shape(partial(TrainState.create, optimizer=optimizer), target.model)
     ids = jax.ShapeDtypeStruct((workload.batch, workload.prompt), jnp.int32)
     batch = {"input_ids": ids, "labels": ids}

@@ -7,6 +7,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -272,19 +273,22 @@ def times_of(module: hlo.Module, step: str, program: LoweredProgram, chip: Chip)
     """Times of a step and its collectives, and what they leave out."""
     devices = 1 if program.mesh is None else program.mesh.size
 
-    def microseconds(instruction: hlo.Instruction) -> float:
-        """Time of a collective: that of its bytes, or of its hops around half of the ring."""
-        sent = hlo.transferred_bytes(instruction, devices)
-        if not sent or chip.link is None:
-            return 0.0
-        phases = 2 if "all-reduce" in instruction.opcode else 1
-        hops = phases * (hlo.group_size(instruction, devices) // 2)
-        return max(sent / chip.link, hops * chip.hop) * 1e6
+    def sent_bytes(instruction: hlo.Instruction) -> float:
+        found = hlo.collectives_of(module, instruction)
+        return sum(hlo.transferred_bytes(x, devices) for x, _ in found)
 
-    def asynchronous(instruction: hlo.Instruction) -> float:
-        return microseconds(instruction) if instruction.opcode.endswith("-start") else 0.0
+    def microseconds(instruction: hlo.Instruction, *, hidden_only: bool = False) -> float:
+        """Time of collectives: that of their bytes, or of their hops around half of the ring."""
+        total = 0.0
+        for x, is_asynchronous in hlo.collectives_of(module, instruction):
+            if chip.link is not None and (is_asynchronous or not hidden_only):
+                phases = 2 if "all-reduce" in x.opcode else 1
+                hops = phases * (hlo.group_size(x, devices) // 2)
+                seconds = max(hlo.transferred_bytes(x, devices) / chip.link, hops * chip.hop)
+                total += seconds * 1e6
+        return total
 
-    sent = module.total(step, lambda instruction: hlo.transferred_bytes(instruction, devices))
+    sent = module.total(step, sent_bytes)
     times: dict[str, Any] = {"collective_bytes": round(sent)}
     if chip.link is not None:
         times["collective_us"] = round(module.total(step, microseconds), 1)
@@ -292,7 +296,7 @@ def times_of(module: hlo.Module, step: str, program: LoweredProgram, chip: Chip)
         return times
     floor = floor_us(program, chip) or 0.0
     computing = max(hlo.cycles(module, step) / chip.clock * 1e6, floor)
-    hidden = module.total(step, asynchronous)
+    hidden = module.total(step, partial(microseconds, hidden_only=True))
     series = computing + times.get("collective_us", 0.0)
     overlapped = max(computing, hidden) + times.get("collective_us", 0.0) - hidden
     times |= {

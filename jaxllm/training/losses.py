@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.common.errors import InputError
@@ -28,11 +29,18 @@ from jaxllm.models.losses import (
     token_losses,
 )
 from jaxllm.models.model import Head, Model
+from jaxllm.nn.lora import LoraLinear
 from jaxllm.parallel.sharding import (
+    DATA,
+    FSDP,
+    ROWS,
     all_gather_fsdp,
     constrain,
+    context_mesh,
+    fsdp_axis,
     logical_axes,
     parameter_path,
+    row_shards,
     shard_count,
 )
 
@@ -288,7 +296,9 @@ def chunked_sums(
     is computed twice (as in Liger Kernel, Hsu et al. 2024, arXiv:2410.10989). There is no
     forward-mode derivative.
     """
-    return _sums(sums_of, gathered(head), _chunks_of(columns, x, labels, key))
+    if not isinstance(head.layer, LoraLinear):
+        key = None  # nothing else in a head has dropout
+    return _sums(sums_of, head, _chunks_of(columns, x, labels, key))
 
 
 def chunked_row_losses(
@@ -341,6 +351,8 @@ def _chunk_sums(sums_of: SumsOf, head: Head, x: Array, labels: Array, key: Array
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sums(sums_of: SumsOf, head: Head, chunks: Chunks) -> Sums:
+    head = gathered(head)
+
     def add(total: Sums, chunk: ChunkInputs) -> tuple[Sums, None]:
         return jax.tree.map(jnp.add, total, _chunk_sums(sums_of, head, *chunk)), None
 
@@ -355,6 +367,16 @@ def _zeros(sums_of: SumsOf, head: Head, chunks: Chunks) -> Sums:
 
 def _forward(sums_of: SumsOf, head: Head, chunks: Chunks) -> tuple[Sums, tuple[Head, Array]]:
     """The sums, and the gradients of their `loss` with respect to the head and hidden states."""
+    (x, _, key), mesh = chunks, context_mesh()
+    # A dropout key would give the rows of all devices the same mask.
+    if mesh is not None and key is None and x.shape[1] % row_shards(mesh) == 0:
+        return _forward_by_rows(sums_of, head, chunks)
+    sums, head_grad, x_grad = _with_gradients(sums_of, gathered(head), chunks)
+    return sums, (sharded(head_grad), x_grad)
+
+
+def _with_gradients(sums_of: SumsOf, head: Head, chunks: Chunks) -> tuple[Sums, Head, Array]:
+    """The sums, and gradients of their `loss`; that of the head is added up in float32."""
 
     def loss(head: Head, x: Array, labels: Array, key: Array | None) -> tuple[Array, Sums]:
         sums = _chunk_sums(sums_of, head, x, labels, key)
@@ -367,7 +389,51 @@ def _forward(sums_of: SumsOf, head: Head, chunks: Chunks) -> tuple[Sums, tuple[H
 
     zeros = (_zeros(sums_of, head, chunks), sharded(jax.tree.map(jnp.zeros_like, head)))
     (sums, head_grad), x_grad = jax.lax.scan(add, zeros, chunks)
-    return sums, (head_grad, x_grad)
+    return sums, head_grad, x_grad
+
+
+def _forward_by_rows(
+    sums_of: SumsOf, head: Head, chunks: Chunks
+) -> tuple[Sums, tuple[Head, Array]]:
+    """`_forward` in which each device adds up the gradients of its rows, which are then reduced
+    once for all chunks."""
+    dtype, (x, labels, _) = head.layer.dtype, chunks
+    axes = [fsdp_axis(leaf.shape, names) for leaf, names in _parameters_of(head)]
+    leaves, structure = jax.tree.flatten(head)
+
+    def of_device(leaves: list[Array], x: Array, labels: Array) -> tuple[Sums, list[Array], Array]:
+        whole = []
+        for leaf, axis in zip(leaves, axes, strict=True):
+            leaf = leaf.astype(dtype) if leaf.ndim == 2 else leaf
+            gathers = axis is not None
+            whole.append(jax.lax.all_gather(leaf, FSDP, axis=axis, tiled=True) if gathers else leaf)
+        head = jax.tree.unflatten(structure, whole)
+        sums, head_grad, x_grad = _with_gradients(sums_of, head, (x, labels, None))
+        reduced = []
+        for gradient, leaf, axis in zip(jax.tree.leaves(head_grad), leaves, axes, strict=True):
+            if axis is None:
+                total = jax.lax.psum(gradient, ROWS)
+            else:
+                total = jax.lax.psum(gradient, DATA)
+                total = jax.lax.psum_scatter(total, FSDP, scatter_dimension=axis, tiled=True)
+            reduced.append(total.astype(leaf.dtype))
+        return jax.lax.psum(sums, ROWS), reduced, x_grad
+
+    shards = [
+        PartitionSpec(*[None] * axis, FSDP) if axis is not None else PartitionSpec()
+        for axis in axes
+    ]
+    rows = PartitionSpec(None, ROWS)
+    run = jax.shard_map(
+        of_device,
+        mesh=context_mesh(),
+        in_specs=(shards, rows, rows),
+        out_specs=(PartitionSpec(), shards, rows),
+        axis_names={*ROWS},
+        check_vma=False,
+    )
+    sums, reduced, x_grad = jax.jit(run)(leaves, x, labels)
+    return sums, (jax.tree.unflatten(structure, reduced), x_grad)
 
 
 def _backward(sums_of: SumsOf, gradients: tuple[Head, Array], cotangents: Sums) -> Any:
@@ -390,9 +456,14 @@ def sharded(head: Head) -> Head:
 
 def _map_parameters(function: Callable[..., Array], head: Head) -> Head:
     """``function(parameter, *logical axes)`` of each parameter."""
+    leaves = [function(leaf, *names) for leaf, names in _parameters_of(head)]
+    return jax.tree.unflatten(jax.tree.structure(head), leaves)
 
-    def one(path: tuple[Any, ...], leaf: Array) -> Array:
+
+def _parameters_of(head: Head) -> list[tuple[Array, tuple[str | None, ...]]]:
+    """The head's parameters and their logical axes."""
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(head):
         name = parameter_path(path).removeprefix("layer.")
-        return function(leaf, *logical_axes(f"lm_head.{name}"))
-
-    return jax.tree_util.tree_map_with_path(one, head)
+        found.append((leaf, logical_axes(f"lm_head.{name}")))
+    return found

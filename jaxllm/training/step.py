@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,22 @@ from jaxllm.training.losses import Batch, Loss, LossSums
 from jaxllm.training.state import Params, TrainState, global_norm
 
 Metrics = dict[str, Array]
+COMPILER_OPTIONS: Mapping[str, dict[str, bool]] = {
+    "tpu": {
+        "xla_enable_async_all_gather": True,
+        "xla_tpu_enable_async_collective_fusion": True,
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+        "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
+        "xla_tpu_overlap_compute_collective_tc": True,
+        # By the sparse cores of the chips that have them (v5p, v6e).
+        "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
+        "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+        "xla_tpu_use_tc_device_shape_on_sc": True,
+        "xla_sc_disable_megacore_partitioning": True,
+    }
+}
+"""Options of XLA for a training step by platform: weights are gathered and gradients reduced while
+products run; docs/decisions/tpu-training-step.md."""
 
 
 def make_train_step(
@@ -30,6 +46,7 @@ def make_train_step(
     accumulation: int = 1,
     ema_decay: float | None = None,
     schedule: optax.Schedule | None = None,
+    platform: str | None = None,
 ) -> Step:
     """Makes a compiled ``step(state, batch) -> (state, metrics)`` that donates the state's buffers.
 
@@ -44,6 +61,7 @@ def make_train_step(
         accumulation: number of micro-batches, computed sequentially; must divide B.
         ema_decay: decay of the moving average, for a state that keeps one.
         schedule: learning rate by optimizer step, only to report `lr`.
+        platform: of the devices ("cpu", "gpu", "tpu"); None: the default one.
 
     Returns:
         A `Step`; its metrics are float32 scalars on the device: `loss` and `accuracy` (means),
@@ -61,7 +79,9 @@ def make_train_step(
         ema_decay=ema_decay,
         schedule=schedule,
     )
-    return Step(jax.jit(update, donate_argnums=0), accumulation, keeps_ema=ema_decay is not None)
+    options = COMPILER_OPTIONS.get(platform or jax.default_backend())
+    program = jax.jit(update, donate_argnums=0, compiler_options=options)
+    return Step(program, accumulation, keeps_ema=ema_decay is not None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ from jaxllm.nn.attention import (
     attend,
     implementation_for,
 )
+from jaxllm.nn.linear import Linear
 from jaxllm.nn.platform import splash
 from jaxllm.nn.platform.splash import splash_applies
 from jaxllm.nn.relative_bias import RelativeBias
@@ -45,7 +46,8 @@ def arrays():
 def layer(implementation, **options):
     """An attention layer of which only the attention itself is used."""
     options = {"heads": N, "kv_heads": K, "head_dim": H, "scores": Scores(0.5), **options}
-    return Attention(None, None, None, None, implementation=implementation, **options)
+    unused = Linear(1, 1, dtype=jnp.float32, param_dtype=jnp.float32, rngs=None)
+    return Attention(*[unused] * 4, implementation=implementation, **options)
 
 
 def output_and_gradients(attention, q, k, v, **options):

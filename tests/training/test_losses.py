@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from devices import on_devices
 
 from jaxllm.common.errors import InputError
 from jaxllm.models.lora import LoraConfig, add_lora
@@ -261,3 +262,42 @@ def test_a_chunked_loss_never_holds_the_logits_of_all_tokens():
 
     assert arrays_of_logits(CausalLoss()) != []
     assert arrays_of_logits(CausalLoss(max_logits=8 * 4 * 53)) == []
+
+
+ON_A_MESH = """
+import sys
+from functools import partial
+import jax, numpy as np, tiny
+from jaxllm.models.weights import parameters
+from jaxllm.parallel.placement import put_tree
+from jaxllm.parallel.sharding import batch_sharding, make_mesh, use_mesh
+from jaxllm.training.losses import CausalLoss, Seq2SeqLoss
+
+def gradients(loss, model, ids):
+    return jax.value_and_grad(lambda m: loss(m, {"input_ids": ids, "labels": ids}).loss)(model)
+
+ids = tiny.ids(8, 9)
+for family in sys.argv[1:]:
+    model = tiny.make(family)
+    make = partial(Seq2SeqLoss if model.is_encoder_decoder else CausalLoss, 0.1, 1e-3)
+    expected_loss, expected = jax.jit(partial(gradients, make()))(model, ids)
+    largest = max(np.abs(x).max() for x in map(np.asarray, jax.tree.leaves(expected)))
+    for sizes in (dict(fsdp=8), dict(data=2, fsdp=2, tensor=2), dict(data=8)):
+        mesh = make_mesh(**{"data": 1, **sizes})
+        for max_logits in (10**6, 2 * model.config.vocab_size):  # at once, and in chunks
+            there = put_tree(model, mesh), jax.device_put(ids, batch_sharding(mesh))
+            with use_mesh(mesh):
+                loss, found = jax.jit(partial(gradients, make(max_logits)))(*there)
+            np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+            for path, x in parameters(found).items():
+                np.testing.assert_allclose(
+                    x, parameters(expected)[path], atol=3e-5 * largest, err_msg=f"{sizes} {path}")
+print("done")
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("family", ["llama", "t5", "bart"])
+def test_gradients_on_a_mesh(family: str) -> None:
+    """Weights are gathered for their products, and the head's gradient is reduced once."""
+    assert on_devices(ON_A_MESH, family) == "done\n"
