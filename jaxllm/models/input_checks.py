@@ -215,8 +215,8 @@ def check_capacity(mask: Any, cache: Cache | None, limit: int | None, segments: 
     The length of a traced cache is not checked: under jit that is up to the caller.
     """
     B, T = mask.shape
-    checked(cache, (Cache, type(None)), "cache", "what init_cache returns")
     if cache is not None:
+        checked(cache, (Cache,), "cache", "what init_cache returns")
         if cache.mask.shape[0] != B:
             raise InputError(f"cache: holds {cache.mask.shape[0]} rows, but the call has {B}")
         if not is_traced(cache.length) and int(cache.length) + T > cache.capacity:
