@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
 from jaxllm.batch.sizes import Sizes
@@ -26,7 +26,7 @@ from jaxllm.parallel.sharding import ROWS, context_mesh, partition_spec, use_mes
 T = TypeVar("T")
 
 
-def with_shardings(shapes: T, mesh: Mesh | None, count: int) -> T:
+def with_shardings(shapes: T, mesh: Mesh | AbstractMesh | None, count: int) -> T:
     """Shapes of `count` slots with their shardings."""
     if mesh is None:
         # Not weakly typed: programs are compiled for the arrays that `empty_slots` makes of these.
@@ -127,7 +127,7 @@ def slot_shapes(
     strategy: SlotStrategy,
     sizes: Sizes,
     settings: RowSettings,
-    mesh: Mesh | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> Slots:
     """The shapes, dtypes and shardings of slots.
 

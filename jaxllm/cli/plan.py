@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,13 +17,17 @@ from rich.table import Column, Table
 from jaxllm.cli.devices import mesh_sizes
 from jaxllm.cli.options import DTYPE_NAMES, add_model
 from jaxllm.cli.process import Parser, run_parsed
+from jaxllm.common.errors import InputError
 from jaxllm.common.progress import Reporter
 from jaxllm.models.quantize import FORMATS
 from jaxllm.nn.attention import IMPLEMENTATIONS
-from jaxllm.planning import Plan, plan
+from jaxllm.planning import Decision, Plan, decide, plan
+from jaxllm.planning.plan import Uncosted
+from jaxllm.planning.topology import CHIPS, COMPILED_GPU, chip_and_count, has_compiler
 
 _EXAMPLES = """\
 examples:
+  jaxllm plan ~/models/llama --topology v5e:2x4 --prompt 1024 --new 128 --bounds
   jaxllm plan ~/models/llama --topology v5e:2x4 --mesh tensor=8 --program decode
   jaxllm plan ~/models/gpt2 --topology h100 --batch 8 --prompt 1024 --program train --json
 """
@@ -45,13 +49,19 @@ def _parser(program: str) -> Parser:
     parser.add_argument(
         "--topology",
         default="v5e:2x2",
-        help="v5e:2x4, v6e:2x2, v5p:2x2x1, h100, h100:8 or cpu (default: %(default)s)",
+        help="v5e:2x4, v6e:2x2, v5p:2x2x1, h100, h100:8 or cpu; with bounds only also a100:4, l4, "
+        "h200 or b200 (default: %(default)s)",
     )
     parser.add_argument(
         "--mesh",
-        type=mesh_sizes,
+        type=mesh_or_auto,
         metavar="SIZES",
-        help="shard over the first devices of the topology: data=2,tensor=4 (default: one device)",
+        default="auto",
+        help="shard over the first devices of the topology: data=2,tensor=4. auto, the default: "
+        "compare the meshes of all devices, and take the best",
+    )
+    parser.add_argument(
+        "--bounds", action="store_true", help="compare meshes only, and compile nothing"
     )
     sizes = (
         ("--batch", 8, "rows of prefill, decode loop and training step"),
@@ -80,48 +90,146 @@ def _parser(program: str) -> Parser:
     )
     implementations = f"auto (the default), {', '.join(IMPLEMENTATIONS)}"
     parser.add_argument("--attn-implementation", default="auto", help=implementations)
+    parser.add_argument(
+        "--lora-rank", type=int, metavar="N", help="training updates LoRA matrices of this rank"
+    )
     parser.add_argument("--remat", action="store_true", help="training recomputes activations")
     parser.add_argument("--scan-layers", action="store_true", help="training scans its layers")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser
 
 
+def mesh_or_auto(text: str) -> dict[str, int] | str:
+    """The sizes of a mesh, or "auto"."""
+    return text if text == "auto" else mesh_sizes(text)
+
+
 def _run(arguments: argparse.Namespace) -> int:
     # The accelerator is described, not used: the process needs no other device than the CPU.
     jax.config.update("jax_platforms", "cpu")
     reporter = Reporter(quiet=arguments.json)
-    result = plan(
-        arguments.model,
-        arguments.topology,
-        mesh=arguments.mesh,
-        batch=arguments.batch,
-        prompt=arguments.prompt,
-        new=arguments.new,
-        slots=arguments.slots,
-        dtype=arguments.dtype,
-        program=arguments.program,
-        attn_implementation=arguments.attn_implementation,
-        remat=arguments.remat,
-        scan_layers=arguments.scan_layers,
-        quantize=arguments.quantize,
-        progress=lambda name: reporter.say(f"compiling {name}"),
-    )
+    console, found = Console(highlight=False), {}
+    chip, _ = chip_and_count(arguments.topology)
+    common = {
+        "batch": arguments.batch,
+        "prompt": arguments.prompt,
+        "new": arguments.new,
+        "dtype": arguments.dtype,
+        "quantize": arguments.quantize,
+        "lora_rank": arguments.lora_rank,
+    }
+    compiles = not arguments.bounds
+    if arguments.bounds and arguments.mesh != "auto":
+        raise InputError("--bounds compares all meshes; leave out --mesh")
+    if arguments.bounds or (arguments.mesh == "auto" and chip.memory_bytes is not None):
+        decision = decide(arguments.model, arguments.topology, **common)
+        found["decision"] = decision.to_dict()
+        if not arguments.json:
+            for line in decision_lines(decision):
+                console.print(line, soft_wrap=True)
+            console.print(meshes_table(decision))
+        # What was not asked for by name is left out where it cannot be compiled.
+        can_compile = has_compiler(arguments.topology) and decision.best is not None
+        if compiles and not arguments.program and not can_compile:
+            compiles = False
+            reporter.say(f"no programs are compiled: {why_not(decision)}")
+    if compiles:
+        result = plan(
+            arguments.model,
+            arguments.topology,
+            mesh=arguments.mesh,
+            slots=arguments.slots,
+            program=arguments.program,
+            attn_implementation=arguments.attn_implementation,
+            remat=arguments.remat,
+            scan_layers=arguments.scan_layers,
+            progress=lambda name: reporter.say(f"compiling {name}"),
+            **common,
+        )
+        found |= result.to_dict()
+        if not arguments.json:
+            console.print(title_of(result), soft_wrap=True)
+            console.print(plan_table(result))
     if arguments.json:
-        print(json.dumps(result.to_dict(), indent=2))
-    else:
-        console = Console(highlight=False)
-        console.print(title_of(result), soft_wrap=True)
-        console.print(plan_table(result))
+        print(json.dumps(found, indent=2))
     return 0
 
 
+def why_not(decision: Decision) -> str:
+    """Why nothing can be compiled for a topology."""
+    if decision.best is None:
+        return "the weights fit on none of the meshes"
+    extra = "tpu" if decision.device.startswith("TPU") else "gpu"
+    if decision.device != CHIPS[COMPILED_GPU].name and extra == "gpu":
+        return f"jaxllm knows no compiler for {decision.device}"
+    return f"install the compiler with pip install 'jaxllm[plan-{extra}]'"
+
+
+def decision_lines(decision: Decision) -> Iterator[str]:
+    """What to do with a model on these devices, as sentences."""
+    where = f"{decision.devices} x {decision.device}"
+    sizes = f"{decision.workload.prompt} + {decision.workload.new} tokens"
+    best = decision.best
+    if best is None:
+        least = min(bounds.weight_bytes for bounds in decision.meshes)
+        yield (
+            f"The weights do not fit: {least / 1e9:,.1f} GB on each of {where} at least. Take more "
+            "devices, or --quantize."
+        )
+    else:
+        yield (
+            f"Generate on {where} with --mesh {axes_text(best.mesh)}: at most {best.rows:,} "
+            f"sequences of {sizes} at once."
+        )
+        yield (
+            f"At best {best.tokens_per_s:,.0f} tokens/s while decoding, {best.requests_per_s:,.1f} "
+            f"requests/s, the first token of a request after {best.first_token_us / 1e3:,.1f} ms."
+        )
+    yield (
+        f"Loading reads {decision.checkpoint_bytes / 1e9:,.1f} GB, in {decision.load_seconds:,.0f} "
+        f"s at 1 GB/s, and takes {decision.host_bytes / 1e9:,.1f} GB of the host's memory."
+    )
+    training = decision.training
+    if training is not None:
+        what = "all weights" if training.lora_rank is None else f"LoRA of rank {training.lora_rank}"
+        used = (training.state_bytes + training.activation_bytes) / 1e9
+        yield (
+            f"Train {what} with --mesh {axes_text(training.mesh)}: {used:,.1f} GB a device for "
+            f"{decision.workload.batch} rows with --remat, which "
+            + ("fit" if training.fits else "do NOT fit")
+            + f"; at best {training.tokens_per_s:,.0f} tokens/s."
+        )
+
+
+def axes_text(mesh: Mapping[str, int]) -> str:
+    """A mesh as the command's option takes it.
+
+    >>> axes_text({"data": 2, "fsdp": 1, "tensor": 4}), axes_text({"data": 1})
+    ('data=2,tensor=4', 'data=1')
+    """
+    sizes = {axis: size for axis, size in mesh.items() if size > 1} or {"data": 1}
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def meshes_table(decision: Decision) -> Table:
+    """The meshes for generation, the best first. Bytes are those of one device."""
+    table = Table("mesh", *(Column(axes_text(x.mesh), justify="right") for x in decision.meshes))
+    for field, label, divisor, decimals in _MESH_ROWS:
+        values = (getattr(x, field) / divisor for x in decision.meshes)
+        cells = [f"{value:,.{decimals}f}" for value in values]
+        has_room = [x.rows > 0 or field in ("weight_bytes", "rows") for x in decision.meshes]
+        shown = (cell if fits else "-" for cell, fits in zip(cells, has_room, strict=True))
+        table.add_row(label, *shown)
+    return table
+
+
 def title_of(plan: Plan) -> str:
-    """Devices, mesh, dtype and workload of a plan."""
-    place = f"{plan.devices} x {plan.device} of {plan.topology}"
-    if plan.mesh is not None:
-        place += " (" + ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items()) + ")"
+    """Devices, dtype and workload of a plan, and what the batch engine does with them."""
     sizes = ", ".join(f"{name} {size}" for name, size in vars(plan.workload).items())
-    return f"{place}, {plan.dtype}; {sizes}"
+    title = f"{plan.topology}, {plan.devices} x {plan.device}, {plan.dtype}; {sizes}"
+    if plan.requests_per_s is None:
+        return title
+    return f"{title}\nBy the compiler's estimates: {plan.requests_per_s:,.1f} requests/s"
 
 
 def plan_table(plan: Plan) -> Table:
@@ -150,11 +258,27 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f}%"
 
 
-def _counts(found: Mapping[str, int]) -> str:
+def _branches(found: Sequence[Sequence[float]]) -> str:
+    return "; ".join(" or ".join(map(_number, branches)) for branches in found) or "none"
+
+
+def _counts(found: Mapping[str, Uncosted]) -> str:
     return ", ".join(f"{count} {name}" for name, count in found.items()) or "nothing"
 
 
+_MESH_ROWS = (
+    ("weight_bytes", "weights, GB", 1e9, 2),
+    ("rows", "sequences at once", 1, 0),
+    ("step_us", "step, at least ms", 1e3, 2),
+    ("collective_us", "its collectives, ms", 1e3, 2),
+    ("first_token_us", "first token, ms", 1e3, 2),
+    ("tokens_per_s", "tokens/s", 1, 0),
+    ("requests_per_s", "requests/s", 1, 1),
+)
+"""Fields of `MeshBounds`, their labels, units and decimals."""
 _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("mesh", "mesh", axes_text),
+    ("rows", "sequences", _number),
     ("weight_bytes", "weights, MiB", _mib),
     ("cache_bytes", "KV cache, MiB", _mib),
     ("argument_bytes", "arguments, MiB", _mib),
@@ -167,13 +291,14 @@ _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("cache_copies", "copies of the cache", _number),
     ("kernels", "kernels of a step", _number),
     ("collectives", "collectives of a step", _number),
-    ("collective_bytes", "bytes that they send, MiB", _mib),
-    ("collective_us", "time of collectives, us", _number),
-    ("series_step_us", "step, collectives in series, us", _number),
-    ("overlapped_step_us", "step, collectives overlapped, us", _number),
+    ("collective_bytes", "they send, MiB", _mib),
+    ("collective_us", "collectives, us", _number),
+    ("series_step_us", "step in series, us", _number),
+    ("overlapped_step_us", "step overlapped, us", _number),
     ("mfu", "MFU in series", _percent),
     ("overlapped_mfu", "MFU overlapped", _percent),
     ("uncosted", "not in the estimate", _counts),
+    ("branch_us", "branches, us", _branches),
     ("compile_seconds", "compiled in, s", lambda seconds: f"{seconds:.1f}"),
 )
 """Fields of `ProgramPlan`, and how the table shows them. Bytes are those of one device."""

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxllm.parallel.sharding import constrain, context_mesh, partition_spec
 
@@ -73,7 +73,7 @@ def constrain_fields(tree: T, *, batch: int) -> T:
     return map_with_axes(shard, tree)
 
 
-def field_shardings(tree: T, mesh: Mesh, *, batch: int) -> T:
+def field_shardings(tree: T, mesh: Mesh | AbstractMesh, *, batch: int) -> T:
     """The shardings that `constrain_fields` gives the arrays, or shapes, of a tree."""
 
     def sharding(names: Axes, x: Any) -> NamedSharding:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxllm.common.errors import InputError
 from jaxllm.parallel.sharding import DATA, FSDP, batch_sharding, row_shards, tree_shardings
@@ -87,7 +87,7 @@ def put_everywhere(tree: T, mesh: Mesh) -> T:
     return jax.tree.map(lambda x: x if mesh_of(x) is not None else put(x, replicated), tree)
 
 
-def put_tree(tree: T, mesh: Mesh, shardings: object = None, *, path: str = "") -> T:
+def put_tree(tree: T, mesh: Mesh | AbstractMesh, shardings: object = None, *, path: str = "") -> T:
     """Shards the leaves over the mesh; every process passes whole arrays and keeps its shards.
 
     A model, or the state of a training run, keeps its card.

@@ -110,12 +110,20 @@ def check_heads(heads: Mapping[str, int], mesh: Mesh) -> None:
             )
 
 
-def use_mesh(mesh: Mesh | None) -> AbstractContextManager[Any]:
+def use_mesh(mesh: Mesh | AbstractMesh | None) -> AbstractContextManager[Any]:
     """Context manager that sets the mesh for programs traced inside (`constrain`); None: no change.
 
     The mesh is part of the key of jax's compilation cache, so a function may run with and without.
+    An abstract mesh, which has no devices, serves `jax.eval_shape`.
     """
+    if isinstance(mesh, AbstractMesh):
+        return jax.sharding.use_abstract_mesh(mesh)
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def abstract_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1) -> AbstractMesh:
+    """The mesh of `make_mesh` without devices, which shardings of shapes can be made on."""
+    return AbstractMesh((data, fsdp, tensor), AXES, (AxisType.Auto,) * len(AXES))
 
 
 def context_mesh() -> AbstractMesh | None:

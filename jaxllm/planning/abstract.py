@@ -21,9 +21,10 @@ from jaxllm.common.arguments import checked, checked_path, checks_flags
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError, quoted
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.build_options import Options
+from jaxllm.models.lora import LoraConfig, add_lora
 from jaxllm.models.model import Card, model_shapes
 from jaxllm.models.quantize import layer_formats, quantized_shapes
-from jaxllm.parallel.placement import put_tree
+from jaxllm.parallel.placement import mesh_of, put_tree
 from jaxllm.parallel.sharding import check_heads, check_mesh
 
 
@@ -88,6 +89,22 @@ def abstract_model(
     else:
         model = on_device(model, device if device is not None else jax.devices()[0])
     return model.with_card(Card(spec.config, generation_config=GenerationConfig()))
+
+
+def with_lora(model: Any, rank: int) -> Any:
+    """A float model of shapes with LoRA updates of all its linear layers, on the same devices.
+
+    Raises:
+        InputError: the rank is not an integer from 1 on.
+    """
+    config, card = LoraConfig(rank=rank), model.checked_card("lora_rank")
+    adapted = jax.eval_shape(lambda model: add_lora(model.with_card(card), config), model)
+    mesh, leaf = mesh_of(model), jax.tree.leaves(model)[0]
+    if mesh is not None:
+        adapted = put_tree(adapted, mesh)
+    elif leaf.sharding is not None:
+        adapted = on_device(adapted, next(iter(leaf.sharding.device_set)))
+    return adapted.with_card(card, modules_to_save=())
 
 
 def read_source(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:

@@ -59,8 +59,19 @@ NO_KERNEL = frozenset(
 )
 """Operations that launch nothing by themselves. Neither do those that end in ``-done``."""
 UNCOSTED = ("custom-call", "scatter", "sort", "topk")
-NO_WORK = frozenset(("AllocateBuffer", "Sharding", "AssumeGatherIndicesInBound", "ConcatBitcast"))
-"""Custom calls that compute nothing."""
+NO_WORK = frozenset(
+    (
+        "AllocateBuffer",
+        "AssumeGatherIndicesInBound",
+        "AsyncCollectiveDone",
+        "AsyncCollectiveStart",
+        "ConcatBitcast",
+        "GatherScatterIndicesBitpacked",
+        "Sharding",
+        "ZeroCrop",
+    )
+)
+"""Custom calls that compute nothing, or are counted as collectives."""
 RELAYOUTS = ("copy", "transpose", "copy-start")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
 _KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -372,10 +383,16 @@ def group_size(instruction: Instruction, devices: int) -> int:
     return devices if listed is None else listed[1].count(",") + 1
 
 
-def uncosted(module: Module, step: str) -> dict[str, int]:
+def uncosted(module: Module, step: str) -> dict[str, tuple[int, int]]:
     """Operations of a step for which the compiler estimates no cycles although they take some, by
-    name: Pallas kernels, scatters, sorts. Collectives are counted elsewhere."""
-    found: dict[str, int] = {}
+    name: Pallas kernels, scatters, sorts. Collectives are counted elsewhere.
+
+    Returns:
+        For each name how many operations there are, and the bytes that they read and write at
+        least. A scatter writes its updates into an array that it does not read.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    types = {x.name: x.type for instructions in module.computations.values() for x in instructions}
     for instruction in module.reachable(step):
         opcode = instruction.opcode
         if opcode not in UNCOSTED or instruction.cycles:
@@ -383,8 +400,26 @@ def uncosted(module: Module, step: str) -> dict[str, int]:
         target = _TARGET.search(instruction.attributes)
         name = target[1] if opcode == "custom-call" and target is not None else opcode
         if name not in NO_WORK:
-            found[name] = found.get(name, 0) + 1
+            read = [_nbytes(types.get(operand, "")) for operand in instruction.operands]
+            written = read[-1] if opcode == "scatter" else _nbytes(instruction.type)
+            moved = sum(read[len(read) // 3 :] if opcode == "scatter" else read) + written
+            count, nbytes = found.get(name, (0, 0))
+            found[name] = (count + 1, nbytes + moved)
     return found
+
+
+def _nbytes(text: str) -> int:
+    """Bytes of the arrays in the text of a type."""
+    return sum(x.nbytes for x in array_types(text))
+
+
+def branch_cycles(module: Module, step: str) -> list[list[int]]:
+    """The compiler's estimates of the branches of each conditional of a step; TPU only."""
+    return [
+        [cycles(module, branch) for branch in instruction.called()]
+        for instruction in _unfused(module, step)
+        if instruction.opcode == "conditional"
+    ]
 
 
 def array_copies(module: Module, arrays: Iterable[tuple[str, int]]) -> int:

@@ -11,13 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxllm.batch.plan import traced_programs
-from jaxllm.batch.row_groups import groups, prefill_batch
+from jaxllm.batch.row_groups import Group, groups, prefill_batch
 from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import RawRow
-from jaxllm.batch.sizes import sizes_for
+from jaxllm.batch.sizes import Sizes, sizes_for
 from jaxllm.batch.slot_placement import slot_shapes
+from jaxllm.batch.slots import PrefillBatch, Slots
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError, quoted
 from jaxllm.generation.call.prepare import Request, prepare_call
@@ -25,7 +27,7 @@ from jaxllm.generation.generate import program_model, run_prefill
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.loop import decode_program, prefill_program, steps_of
 from jaxllm.models.input_checks import MAX_IDS
-from jaxllm.models.model import Model
+from jaxllm.models.model import LanguageModel, Model
 from jaxllm.nn.platform.decoding import steps_between_checks
 from jaxllm.parallel.field_axes import field_shardings
 from jaxllm.parallel.placement import put, put_tree
@@ -139,9 +141,10 @@ def lower_decode(
         steps = steps_of(request.strategy, request.settings, target.device.platform)
         traced = decode_program.trace(*arguments, steps)
     position = len(jax.tree.leaves(request.strategy))
-    yield target.lowered(
-        "decode", traced, position, loops=1 + (steps > 1), **cache_numbers(state.cache)
-    )
+    flops, _ = forward_flops(target.unplaced, workload.prompt, workload.new)
+    rows = workload.batch
+    numbers = {"rows": rows, "flops": rows * flops, **cache_numbers(state.cache)}
+    yield target.lowered("decode", traced, position, loops=1 + (steps > 1), **numbers)
 
 
 def lower_prefill(
@@ -154,33 +157,69 @@ def lower_prefill(
         traced = run_prefill(model, request, prefill_program.trace)
     position = len(jax.tree.leaves(request.strategy))
     cache = decode_state(target, request).cache
-    yield target.lowered("prefill", traced, position, loops=0, **cache_numbers(cache))
+    _, flops = forward_flops(target.unplaced, workload.prompt, workload.new)
+    rows = workload.batch
+    numbers = {"rows": rows, "flops": rows * flops, **cache_numbers(cache)}
+    yield target.lowered("prefill", traced, position, loops=0, **numbers)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchEngine:
+    """What the batch engine makes of rows of one length."""
+
+    group: Group
+    sizes: Sizes
+    prompts: PrefillBatch
+
+    @staticmethod
+    def of(model: Any, workload: Workload, fields: Mapping[str, Any], shards: int) -> BatchEngine:
+        """The engine for a model, whose slots are split into `shards` parts.
+
+        Args:
+            model: shapes without shardings, with the model's card.
+        """
+        keywords = {"do_sample": False, "num_beams": 1, **fields, "max_new_tokens": workload.new}
+        reader = RowReader(model, None, keywords, seed=0)
+        row = reader.read(RawRow(0, 0, {"input_ids": [0] * workload.prompt}))
+        vocab_size = model.config.vocab_size
+        (group,) = groups([row], vocab_size)
+        (task,) = group.tasks()[:1]
+        sizes = sizes_for([task], 1, model.is_encoder_decoder, shards, group.strategy.beams)
+        sizes = sizes.with_slots(workload.slots)
+        return BatchEngine(group, sizes, prefill_batch([task], group, sizes, vocab_size))
+
+    def slots(self, model: Any, mesh: Mesh | AbstractMesh | None) -> Slots:
+        """The shapes of the slots, with their shardings on a mesh."""
+        return slot_shapes(model, self.group.strategy, self.sizes, self.prompts.settings, mesh)
+
+    def traced(
+        self, model: Any, slots: Slots, mesh: Mesh | None
+    ) -> tuple[jax.stages.Traced, jax.stages.Traced]:
+        """The programs that prefill and decode, traced."""
+        stops = self.group.criteria(None, None)
+        with use_mesh(mesh):
+            return traced_programs(model, slots, self.prompts, stops, self.group, self.sizes)
 
 
 def lower_batch(
     target: Target, workload: Workload, fields: Mapping[str, Any]
 ) -> Iterator[LoweredProgram]:
     """The programs of the batch engine: decode steps of all slots, and prefill into slots."""
-    keywords = {"do_sample": False, "num_beams": 1, **fields, "max_new_tokens": workload.new}
-    reader = RowReader(target.unplaced, None, keywords, seed=0)
-    row = reader.read(RawRow(0, 0, {"input_ids": [0] * workload.prompt}))
-    vocab_size = target.unplaced.config.vocab_size
-    (group,) = groups([row], vocab_size)
-    (task,) = group.tasks()[:1]
-    is_seq2seq, shards = target.unplaced.is_encoder_decoder, row_shards(target.mesh)
-    sizes = sizes_for([task], 1, is_seq2seq, shards, group.strategy.beams)
-    sizes = sizes.with_slots(workload.slots)
-    prompts = prefill_batch([task], group, sizes, vocab_size)
-    slots = slot_shapes(target.model, group.strategy, sizes, prompts.settings, target.mesh)
+    engine = BatchEngine.of(target.unplaced, workload, fields, row_shards(target.mesh))
+    slots = engine.slots(target.model, target.mesh)
     if target.mesh is None:
         slots = on_device(slots, target.device)
-    stops = group.criteria(None, None)
-    with use_mesh(target.mesh):
-        prefill, decode = traced_programs(target.model, slots, prompts, stops, group, sizes)
+    prefill, decode = engine.traced(target.model, slots, target.mesh)
     numbers = cache_numbers(slots.state.cache)
     loops = 1 + (steps_between_checks(target.device.platform) > 1)
+    step, prompt = forward_flops(target.unplaced, workload.prompt, workload.new)
+    rows = engine.sizes.slots
+    numbers |= {"rows": rows, "flops": rows * step}
     yield target.lowered("batch.decode", decode, loops=loops, **numbers)
-    yield target.lowered("batch.prefill", prefill, loops=0, **numbers)
+    rows = engine.sizes.prefill_rows
+    yield target.lowered(
+        "batch.prefill", prefill, loops=0, **numbers | {"rows": rows, "flops": rows * prompt}
+    )
 
 
 def lower_train(
@@ -188,6 +227,7 @@ def lower_train(
 ) -> Iterator[LoweredProgram]:
     """The training step on rows of `prompt` tokens, with a recipe's default optimizer."""
     # Training takes a second to import, which lowering another program need not pay.
+    from jaxllm.training.lora import is_trainable, lora_layers
     from jaxllm.training.losses import loss_for
     from jaxllm.training.monitor.flops import TokenCounts, model_flops
     from jaxllm.training.optimizers import OptimizerConfig, make_optimizer
@@ -204,7 +244,9 @@ def lower_train(
     optimizer = make_optimizer(OptimizerConfig())
     platform = target.device.platform
     step = make_train_step(optimizer, loss_for(target.model), platform=platform)
-    state = jax.eval_shape(partial(TrainState.create, optimizer=optimizer), target.model)
+    trainable = is_trainable if lora_layers(target.model) else None
+    create = partial(TrainState.create, optimizer=optimizer, trainable=trainable)
+    state = jax.eval_shape(create, target.model)
     ids = jax.ShapeDtypeStruct((workload.batch, workload.prompt), jnp.int32)
     batch = {"input_ids": ids, "labels": ids}
     if target.mesh is None:
@@ -219,15 +261,41 @@ def lower_train(
     counts = TokenCounts(tokens, pairs // 2)
     if target.unplaced.is_encoder_decoder:
         counts = TokenCounts(tokens, pairs // 2, tokens, pairs, pairs)
-    # A step reads float32 parameters, whatever the model's dtype.
-    weights = device_bytes(state.params)
+    # A step reads trained parameters in float32, whatever the model's dtype.
+    weights = device_bytes((state.params, state.frozen))
+    trained = state.params.keys() if trainable is not None else None
+    flops = model_flops(target.model, trained).of(counts)
     yield dataclasses.replace(
         program,
+        rows=workload.batch,
+        flops=flops,
         weight_bytes=weights,
         argument_weight_bytes=weights,
         read_weight_bytes=weights,
-        model_flops=model_flops(target.model).of(counts),
+        model_flops=flops,
     )
+
+
+def forward_flops(model: LanguageModel[Any], prompt: int, new: int) -> tuple[float, float]:
+    """FLOPs of a decode step of one sequence, and of its prompt's prefill.
+
+    A third of what `model_flops` counts for a training step, whose backward pass takes two thirds.
+    Only the last token of a prompt goes through the head. Attention with windows is not counted.
+    """
+    # Training takes a second to import, which lowering a program need not pay earlier.
+    from jaxllm.training.monitor.flops import TokenCounts, model_flops
+
+    flops = model_flops(model)
+    head = 2.0 * model.config.vocab_size * model.config.width
+    if model.is_encoder_decoder:
+        step = TokenCounts(1, new // 2, cross_pairs=prompt)
+        prefill = TokenCounts(0, 0, source_tokens=prompt, source_pairs=prompt**2)
+        return flops.of(step) / 3, flops.of(prefill) / 3
+    blocks = model.decoder_stack.blocks
+    full = all(block.attn.window is None for block in blocks)
+    step = TokenCounts(1, (prompt + new // 2) * full)
+    body = flops.of(TokenCounts(prompt, prompt**2 // 2 * full)) / 3
+    return flops.of(step) / 3, body - (prompt - 1) * head
 
 
 def cache_numbers(cache: Any) -> dict[str, Any]:

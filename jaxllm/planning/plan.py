@@ -12,6 +12,7 @@ from os import PathLike
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxllm.common.arguments import checked, checked_function, checked_list, checks_flags
@@ -19,11 +20,24 @@ from jaxllm.common.errors import InputError, UnsupportedError, quoted
 from jaxllm.models.model import Model
 from jaxllm.parallel.sharding import make_mesh
 from jaxllm.planning import hlo
-from jaxllm.planning.abstract import abstract_model
+from jaxllm.planning.abstract import abstract_model, with_lora
+from jaxllm.planning.decide import decide
 from jaxllm.planning.lower import PROGRAMS, Workload, lower
 from jaxllm.planning.topology import Chip, LoweredProgram, Topology, find_topology
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclasses.dataclass(frozen=True)
+class Uncosted:
+    """Operations of one kind for which the compiler gives no cycles."""
+
+    count: int
+    at_least_us: float | None
+    """Time in which the memory moves the bytes that they read and write."""
+
+    def __str__(self) -> str:
+        return f"{self.count}" + (f" (>= {self.at_least_us:,.0f} us)" if self.at_least_us else "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +49,10 @@ class ProgramPlan:
 
     name: str
     """`decode`, `prefill`, `batch.decode`, `batch.prefill` or `train`."""
+    mesh: Mapping[str, int] | None = None
+    """Sizes of the mesh's axes; None: one device."""
+    rows: int
+    """Sequences of a step, on all devices."""
     weight_bytes: int
     """The model's parameters (float32 for `train`)."""
     cache_bytes: int
@@ -52,7 +70,8 @@ class ProgramPlan:
     """The compiler's cycles of one step at the chip's clock, those of loops times their trips, but
     at least `floor_step_us`. TPU only, without collectives and the operations of `uncosted`."""
     floor_step_us: float | None = None
-    """Weights that the step reads, and cache, over the memory's bandwidth."""
+    """Weights that the step reads, and cache, over the memory's bandwidth; or its FLOPs over the
+    peak, if that is more."""
     inner_loops: int | None = None
     """While loops inside a step."""
     cache_copies: int | None = None
@@ -74,8 +93,11 @@ class ProgramPlan:
     """Model FLOPs of a training step over the devices' peak in `series_step_us`."""
     overlapped_mfu: float | None = None
     """The same in `overlapped_step_us`."""
-    uncosted: Mapping[str, int] | None = None
+    uncosted: Mapping[str, Uncosted] | None = None
     """Operations of a step without an estimate: Pallas kernels, scatters, sorts; TPU only."""
+    branch_us: tuple[tuple[float, ...], ...] | None = None
+    """Estimated times of the branches of each conditional in a step, of which `estimated_step_us`
+    takes the longest; TPU only."""
     compile_seconds: float
 
 
@@ -87,15 +109,27 @@ class Plan:
     device: str
     """Name of the device."""
     devices: int
-    """Number of devices that the programs use."""
-    mesh: Mapping[str, int] | None
+    """Number of devices of the topology."""
     dtype: str
     workload: Workload
     programs: tuple[ProgramPlan, ...]
 
+    @property
+    def requests_per_s(self) -> float | None:
+        """Prompts per second that the batch engine prefills and decodes with full slots, by the
+        estimates of its two programs; None without them."""
+        programs = {program.name: program for program in self.programs}
+        prefill, decode = programs.get("batch.prefill"), programs.get("batch.decode")
+        if prefill is None or decode is None:
+            return None
+        if prefill.series_step_us is None or decode.series_step_us is None:
+            return None
+        steps = self.workload.new * decode.series_step_us / decode.rows
+        return round(1e6 / (prefill.series_step_us / prefill.rows + steps), 2)
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON object; the figures of the programs are in the list `programs`."""
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self) | {"requests_per_s": self.requests_per_s}
 
 
 @checks_flags
@@ -103,13 +137,14 @@ def plan(
     model: str | PathLike[str] | Mapping[str, Any],
     topology: str = "v5e:2x2",
     *,
-    mesh: Mapping[str, int] | None = None,
+    mesh: Mapping[str, int] | str | None = None,
     batch: int = 8,
     prompt: int = 512,
     new: int = 128,
     slots: int = 64,
     dtype: str = "bfloat16",
     program: str | Sequence[str] | None = None,
+    lora_rank: int | None = None,
     attn_implementation: str = "auto",
     remat: bool = False,
     scan_layers: bool = False,
@@ -124,7 +159,8 @@ def plan(
         topology: ``"v5e:2x4"``, ``"v6e:2x2"``, ``"v5p:2x2x1"``, ``"h100"``, ``"h100:8"``, or
             ``"cpu"``, this machine's CPU.
         mesh: sizes of `jaxllm.make_mesh`, such as ``{"tensor": 8}``, over the first devices of the
-            topology; axes that are not named are 1. None: one device.
+            topology; axes that are not named are 1. None: one device. "auto": all devices, with the
+            best mesh of `decide` for generation, and `fsdp` for training.
         batch: rows of prefill, decode loop and training step.
         prompt: tokens of a prompt, or of a row of the training step.
         new: new tokens of a row.
@@ -132,6 +168,7 @@ def plan(
         dtype: dtype of weights and computation; a training step keeps its weights in float32.
         program: "decode", "prefill", "batch" (its programs are `batch.decode` and `batch.prefill`),
             "train", or several of them. None: all.
+        lora_rank: rank of LoRA updates, which a training step trains in place of all parameters.
         attn_implementation, remat, scan_layers: as `jaxllm.load`.
         quantize: as `jaxllm.load`; a quantized model has no training step.
         progress: called with the name of each program before it is compiled.
@@ -142,30 +179,53 @@ def plan(
     Raises:
         MissingExtraError: the compiler for the topology is not installed.
         UnsupportedError, InputError: an unknown topology or program, a mesh larger than the
-            topology, or `remat` without a training step.
+            topology, no mesh on which the weights fit ("auto"), or `remat` or `lora_rank` without a
+            training step.
         JaxLLMError: as `abstract_model`.
     """
     programs = checked_programs(program, quantized=quantize is not None)
-    if remat and "train" not in programs:
-        raise InputError("remat: has an effect on a training step only; add the program train")
+    for name, value in (("remat", remat), ("lora_rank", lora_rank is not None)):
+        if value and "train" not in programs:
+            raise InputError(
+                f"{name}: has an effect on a training step only; add the program train"
+            )
     if progress is not None:
         checked_function(progress, "progress")
     sizes = {"batch": batch, "prompt": prompt, "new": new, "slots": slots}
     workload = Workload(**sizes)
     target_topology = find_topology(topology)
-    device_mesh = None if mesh is None else topology_mesh(target_topology, mesh)
-    abstract = abstract_model(
-        model,
-        mesh=device_mesh,
-        device=target_topology.devices[0],
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        remat=remat,
-        scan_layers=scan_layers,
-        quantize=quantize,
-    )
+    lengths = {"batch": batch, "prompt": prompt, "new": new}
+    meshes: dict[bool, Mapping[str, int] | None] = {}  # True: of the training step
+    if mesh == "auto" and target_topology.chip.memory_bytes is not None:
+        best = decide(model, topology, dtype=dtype, quantize=quantize, **lengths).best
+        if best is None and programs != ["train"]:
+            raise InputError(
+                f"mesh: auto: the weights fit on no mesh of {topology}; take more devices, or "
+                "quantize="
+            )
+        meshes = {False: best and best.mesh, True: {"fsdp": len(target_topology.devices)}}
+    elif not isinstance(mesh, str):
+        meshes = dict.fromkeys((False, True), mesh)
+    elif mesh != "auto":
+        raise InputError(f"mesh: expected sizes of axes or 'auto', found {quoted(mesh)}")
     plans = []
     for name in programs:
+        sizes_of_mesh = meshes.get(name == "train")
+        device_mesh = (
+            None if sizes_of_mesh is None else topology_mesh(target_topology, sizes_of_mesh)
+        )
+        abstract = abstract_model(
+            model,
+            mesh=device_mesh,
+            device=target_topology.devices[0],
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            remat=remat,
+            scan_layers=scan_layers,
+            quantize=quantize,
+        )
+        if lora_rank is not None and name == "train":
+            abstract = with_lora(abstract, lora_rank)
         for lowered in _lower(abstract, name, sizes):
             if progress is not None:
                 progress(lowered.name)
@@ -173,9 +233,8 @@ def plan(
     return Plan(
         topology=topology,
         device=target_topology.chip.name,
-        devices=1 if device_mesh is None else device_mesh.size,
-        mesh=None if device_mesh is None else dict(device_mesh.shape),
-        dtype=abstract.dtype.name,
+        devices=len(target_topology.devices),
+        dtype=jnp.dtype(dtype).name,
         workload=workload,
         programs=tuple(plans),
     )
@@ -237,6 +296,8 @@ def plan_program(program: LoweredProgram, chip: Chip) -> ProgramPlan:
     """Compiles one program and reads its costs."""
     stated: dict[str, Any] = {
         "name": program.name,
+        "mesh": None if program.mesh is None else dict(program.mesh.shape),
+        "rows": program.rows,
         "weight_bytes": program.weight_bytes,
         "cache_bytes": program.cache_bytes,
         "floor_step_us": floor_us(program, chip),
@@ -303,7 +364,14 @@ def times_of(module: hlo.Module, step: str, program: LoweredProgram, chip: Chip)
         "estimated_step_us": round(computing, 1),
         "series_step_us": round(series, 1),
         "overlapped_step_us": round(overlapped, 1),
-        "uncosted": hlo.uncosted(module, step),
+        "uncosted": {
+            name: Uncosted(count, round(size / chip.bandwidth * 1e6, 1) if chip.bandwidth else None)
+            for name, (count, size) in hlo.uncosted(module, step).items()
+        },
+        "branch_us": tuple(
+            tuple(round(cycles / chip.clock * 1e6, 1) for cycles in branches)
+            for branches in hlo.branch_cycles(module, step)
+        ),
     }
     if program.model_flops is not None and chip.flops is not None:
         ideal = program.model_flops / (chip.flops * devices) * 1e6
@@ -312,10 +380,13 @@ def times_of(module: hlo.Module, step: str, program: LoweredProgram, chip: Chip)
 
 
 def floor_us(program: LoweredProgram, chip: Chip) -> float | None:
-    """Microseconds in which the memory delivers the weights that a step reads, and the cache."""
+    """Microseconds in which the memory delivers the weights that a step reads, and the cache, and
+    in which the FLOPs are done at the peak: the larger of the two."""
     if chip.bandwidth is None:
         return None
-    return round((program.read_weight_bytes + program.cache_bytes) / chip.bandwidth * 1e6, 3)
+    devices = 1 if program.mesh is None else program.mesh.size
+    read = (program.read_weight_bytes + program.cache_bytes) / chip.bandwidth
+    return round(max(read, program.flops / (chip.peak(program.dtype) * devices)) * 1e6, 3)
 
 
 def memory_of(compiled: jax.stages.Compiled, program: LoweredProgram) -> dict[str, Any]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import math
 import operator
 import os
 import re
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
 from jax.extend.backend import backends
 from jax.sharding import Mesh
@@ -22,6 +24,7 @@ from jax.sharding import Mesh
 from jaxllm.common.arguments import checked
 from jaxllm.common.compiling import without_compile_cache
 from jaxllm.common.errors import InputError, MissingExtraError, UnsupportedError
+from jaxllm.common.precision import chosen_precision
 from jaxllm.models.model import Model
 from jaxllm.parallel.placement import mesh_of, put_everywhere
 from jaxllm.parallel.sharding import use_mesh
@@ -29,7 +32,10 @@ from jaxllm.planning.abstract import device_bytes, on_device, shapes_of
 from jaxllm.planning.weight_reads import is_used, read_shares
 
 GIB = 2**30
-KNOWN = "v5e:2x4, v6e:2x2, v5p:2x2x1 and the like (TPU), h100 or h100:8 (GPU), cpu"
+KNOWN = (
+    "v5e:2x4, v6e:2x2, v5p:2x2x1 and the like (TPU); h100 or h100:8, and without a compiler a100, "
+    "a100-40gb, l4, h200 and b200 (GPU); cpu"
+)
 # The description that XLA's GPU compiler takes in place of a device.
 H100 = """
 gpu_device_info {
@@ -73,23 +79,63 @@ class Chip:
     """Cycles per second of the compiler's estimates; None: the compiler estimates none."""
     flops: float | None = None
     """Peak bfloat16 operations per second."""
+    float32_flops: float | None = None
+    """Peak operations per second of exact float32 products."""
     link: float | None = None
     """Bytes per second that a device sends to others in a collective operation."""
     hop: float = 0.0
     """Seconds from one device of a ring to the next; collectives of few bytes take as long as their
     hops."""
 
+    def peak(self, dtype: Any) -> float:
+        """Operations per second of products in a dtype; infinity if unknown.
+
+        Products of float32 are exact unless `jax.default_matmul_precision` is set.
+        """
+        is_exact = np.dtype(dtype) == np.float32 and chosen_precision() in (None, "highest")
+        return (self.float32_flops if is_exact else self.flops) or math.inf
+
+    def all_reduce_seconds(self, size: float, devices: int) -> float:
+        """Time of an all-reduce of `size` bytes in a ring, or of its hops around half of it."""
+        if self.link is None or devices == 1:
+            return 0.0
+        sent = 2 * size * (devices - 1) / devices
+        return max(sent / self.link, 2 * (devices // 2) * self.hop)
+
+
+def _tpu_chip(
+    name: str, gib: float, bandwidth: float, clock: float, flops: float, link: float
+) -> Chip:
+    float32 = flops / 6
+    memory = int(gib * GIB)
+    return Chip(name, "tpu", memory, bandwidth, clock, flops, float32, link, hop=1e-6)
+
+
+def _gpu_chip(
+    name: str, memory: float, bandwidth: float, flops: float, float32: float, link: float
+) -> Chip:
+    return Chip(name, "cuda", int(memory), bandwidth, None, flops, float32, link)
+
 
 # cloud.google.com/tpu/docs (v5e, v6e, v5p); of their memory, XLA gives a program what is stated
-# here. H100 SXM: NVIDIA's data sheet (NVLink, one direction). Rings of a TPU's chips, in both
-# directions, and the time of a hop: Austin et al. 2025, How to Scale Your Model, chapter 2.
+# here. Rings of a TPU's chips, in both directions, and the time of a hop: Austin et al. 2025, How
+# to Scale Your Model, chapter 2. float32 takes six products of bfloat16 there. GPUs: NVIDIA's data
+# sheets, dense, without TF32; NVLink in one direction (L4: PCIe 4.0 x16), and the whole memory,
+# except for H100, whose driver reports the number here.
 CHIPS = {
-    "v5e": Chip("TPU v5e", "tpu", int(15.75 * GIB), 819e9, 1.5e9, 197e12, 90e9, 1e-6),
-    "v6e": Chip("TPU v6e", "tpu", int(31.25 * GIB), 1640e9, 1.75e9, 918e12, 180e9, 1e-6),
-    "v5p": Chip("TPU v5p", "tpu", int(95.74 * GIB), 2765e9, 1.75e9, 459e12, 180e9, 1e-6),
-    "h100": Chip("H100 80GB", "cuda", 84942979072, 3352e9, None, 989e12, 450e9),
+    "v5e": _tpu_chip("TPU v5e", 15.75, 819e9, 1.5e9, 197e12, 90e9),
+    "v6e": _tpu_chip("TPU v6e", 31.25, 1640e9, 1.75e9, 918e12, 180e9),
+    "v5p": _tpu_chip("TPU v5p", 95.74, 2765e9, 1.75e9, 459e12, 180e9),
+    "a100": _gpu_chip("A100 80GB", 80e9, 2039e9, 312e12, 19.5e12, 300e9),
+    "a100-40gb": _gpu_chip("A100 40GB", 40e9, 1555e9, 312e12, 19.5e12, 300e9),
+    "l4": _gpu_chip("L4", 24e9, 300e9, 121e12, 30.3e12, 32e9),
+    "h100": _gpu_chip("H100 80GB", 84942979072, 3352e9, 989e12, 67e12, 450e9),
+    "h200": _gpu_chip("H200", 141e9, 4800e9, 989e12, 67e12, 450e9),
+    "b200": _gpu_chip("B200", 180e9, 8000e9, 2250e12, 75e12, 900e9),
     "cpu": Chip("CPU", "cpu", None, None),
 }
+COMPILED_GPU = "h100"
+"""The GPU whose description for the compiler is known here."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,20 +147,17 @@ class Topology:
     devices: tuple[Any, ...]
 
 
-def find_topology(name: str) -> Topology:
-    """The devices of a topology.
-
-    Args:
-        name: ``"v5e:2x4"`` (also v6e, and v5p with three sizes), ``"h100"``, ``"h100:8"``, or
-            ``"cpu"``: the devices of this machine's CPU and its own compiler.
+def chip_and_count(name: str) -> tuple[Chip, int]:
+    """The kind of device of a topology, and how many there are. Needs no compiler.
 
     Raises:
-        UnsupportedError: no such kind of device, or sizes that the compiler does not know.
-        MissingExtraError: the compiler is not installed.
-        InputError: the compiler cannot be started.
+        UnsupportedError: no such kind of device, or sizes of another form.
 
-    >>> find_topology("cpu").chip.platform
-    'cpu'
+    >>> chip, count = chip_and_count("v5e:2x4")
+    >>> chip.name, count
+    ('TPU v5e', 8)
+    >>> chip_and_count("l4")[1], chip_and_count("h200:4")[1]
+    (1, 4)
     """
     kind, _, sizes = checked(name, (str,), "topology", "a name").partition(":")
     if kind not in CHIPS:
@@ -126,30 +169,64 @@ def find_topology(name: str) -> Topology:
                 f"topology: {name!r}: a CPU has as many devices as "
                 "XLA_FLAGS=--xla_force_host_platform_device_count=N says; use cpu alone"
             )
-        return Topology(name, chip, tuple(jax.devices("cpu")))
-    devices = _tpu(name, sizes) if chip.platform == "tpu" else _gpu(name, sizes)
+        return chip, len(jax.devices("cpu"))
+    if chip.platform == "tpu":
+        if not re.fullmatch(r"\d{1,4}(x\d{1,4}){1,2}", sizes):
+            raise UnsupportedError(
+                f"topology: {name!r}: expected the sizes of a slice, such as v5e:2x4"
+            )
+        return chip, math.prod(map(int, sizes.split("x")))
+    if not re.fullmatch(r"\d{0,4}", sizes) or sizes == "0":
+        raise UnsupportedError(f"topology: {name!r}: expected {kind} or a number of them, {kind}:8")
+    return chip, int(sizes or 1)
+
+
+def find_topology(name: str) -> Topology:
+    """The devices of a topology.
+
+    Args:
+        name: ``"v5e:2x4"`` (also v6e, and v5p with three sizes), ``"h100"``, ``"h100:8"``, or
+            ``"cpu"``: the devices of this machine's CPU and its own compiler.
+
+    Raises:
+        UnsupportedError: no such kind of device, none that programs are compiled for, or sizes that
+            the compiler does not know.
+        MissingExtraError: the compiler is not installed.
+        InputError: the compiler cannot be started.
+
+    >>> find_topology("cpu").chip.platform
+    'cpu'
+    """
+    chip, count = chip_and_count(name)
+    if chip.platform == "cpu":
+        devices: Any = jax.devices("cpu")
+    elif chip.platform == "tpu":
+        _check_installed("libtpu", "plan-tpu", "libtpu")
+        # No metadata server and no other hosts are asked.
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")  # libtpu warns without
+        devices = _described(name, "tpu", topology_name=name)
+    elif chip is CHIPS[COMPILED_GPU]:
+        _check_installed("jax_plugins.xla_cuda12", "plan-gpu", "jax-cuda12-plugin")
+        options = {"target_config": H100, "topology": f"1x1x{count}"}
+        devices = _described(name, "cuda", topology_name="", **options)
+    else:
+        raise UnsupportedError(
+            f"topology: {name!r}: jaxllm compiles no programs for {chip.name}, and knows bounds "
+            f"only; call decide() or `jaxllm plan --bounds`, or compile for {COMPILED_GPU}"
+        )
     return Topology(name, chip, tuple(devices))
 
 
-def _tpu(name: str, sizes: str) -> Any:
-    if not re.fullmatch(r"\d+(x\d+){1,2}", sizes):
-        raise UnsupportedError(
-            f"topology: {name!r}: expected the sizes of a slice, such as v5e:2x4"
-        )
-    _check_installed("libtpu", "plan-tpu", "libtpu")
-    # No metadata server and no other hosts are asked.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")  # libtpu warns where it is unset
-    return _described(name, "tpu", topology_name=name)
-
-
-def _gpu(name: str, sizes: str) -> Any:
-    if not re.fullmatch(r"\d*", sizes) or sizes == "0":
-        raise UnsupportedError(f"topology: {name!r}: expected h100 or a number of them, h100:8")
-    _check_installed("jax_plugins.xla_cuda12", "plan-gpu", "jax-cuda12-plugin")
-    count = int(sizes or 1)
-    return _described(name, "cuda", topology_name="", target_config=H100, topology=f"1x1x{count}")
+def has_compiler(name: str) -> bool:
+    """True if this machine can compile programs for a topology."""
+    chip, _ = chip_and_count(name)
+    if chip.platform == "cpu":
+        return True
+    if chip.platform == "tpu":
+        return _is_installed("libtpu")
+    return chip is CHIPS[COMPILED_GPU] and _is_installed("jax_plugins.xla_cuda12")
 
 
 def _described(name: str, platform: str, **options: Any) -> Any:
@@ -168,15 +245,18 @@ def _described(name: str, platform: str, **options: Any) -> Any:
 
 
 def _check_installed(module: str, extra: str, package: str) -> None:
-    try:
-        found = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
+    if not _is_installed(module):
         raise MissingExtraError(
             f"compiling for this topology needs the package {package}: "
             f"pip install 'jaxllm[{extra}]'"
         )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,6 +280,12 @@ class LoweredProgram:
     """The KV cache; 0 for a training step."""
     cache_arrays: frozenset[tuple[str, int]] = frozenset()
     """Dtype and number of elements of the arrays of keys and values."""
+    rows: int = 0
+    """Sequences of a step, on all devices."""
+    flops: float = 0.0
+    """FLOPs of a step on all devices."""
+    dtype: Any = "bfloat16"
+    """Dtype of the products."""
     model_flops: float | None = None
     """Model FLOPs of a training step on all devices (`jaxllm.training.monitor.flops`), of whose
     attention the causal half is counted."""
@@ -268,6 +354,7 @@ class Target:
             weight_bytes=device_bytes(weights),
             argument_weight_bytes=device_bytes(arguments),
             read_weight_bytes=round(sum(map(operator.mul, map(device_bytes, weights), shares))),
+            dtype=self.unplaced.dtype,
             mesh=self.mesh,
             ahead_of_time=self.device.client not in backends().values(),
             **numbers,

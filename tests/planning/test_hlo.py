@@ -183,4 +183,36 @@ def test_operations_without_an_estimate() -> None:
         '  %b = f32[8]{0:T(128)} custom-call(), custom_call_target="AllocateBuffer"\n'
         "  %ar = f32[8]",
     )
-    assert hlo.uncosted(hlo.Module.parse(text), "body") == {"tpu_custom_call": 1}
+    module = hlo.Module.parse(text)
+    (found,) = hlo.uncosted(module, "body").items()
+    (operand,) = [x for x in module.computations["body"] if x.name == "either"]
+    read = sum(x.nbytes for x in hlo.array_types(operand.type))
+    assert found == ("tpu_custom_call", (1, read + 32))
+    scatter = text.replace(
+        "%k = f32[8]{0:T(128)} custom-call(%either)",
+        "%u = f32[2]{0} constant({1, 2})\n  %i = s32[2]{0} constant({0, 1})\n"
+        "  %k = f32[8]{0:T(128)} scatter(%either, %i, %u)",
+    )
+    # The updates are read and written, the indices read, and the array is not.
+    assert hlo.uncosted(hlo.Module.parse(scatter), "body") == {"scatter": (1, 8 + 8 + 8)}
+
+
+def test_times_of_both_branches() -> None:
+    text = """HloModule m
+
+%fast (a: f32[8]) -> f32[8] {
+  ROOT %a = f32[8]{0} parameter(0)
+}
+
+%slow (b: f32[8]) -> f32[8] {
+  %b = f32[8]{0} parameter(0)
+  ROOT %s = f32[8]{0} fusion(%b), kind=kLoop, backend_config={"estimated_cycles":"500"}
+}
+
+ENTRY %main (p: pred[], x: f32[8]) -> f32[8] {
+  %p = pred[] parameter(0)
+  %x = f32[8]{0} parameter(1)
+  ROOT %c = f32[8]{0} conditional(%p, %x, %x), true_computation=%fast, false_computation=%slow
+}
+"""
+    assert hlo.branch_cycles(hlo.Module.parse(text), "main") == [[0, 500]]

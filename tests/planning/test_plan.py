@@ -37,6 +37,8 @@ from jaxllm.planning.topology import CHIPS
 SMALL = {"batch": 2, "prompt": 5, "new": 6, "slots": 4}
 FIELDS = (
     "name",
+    "mesh",
+    "rows",
     "weight_bytes",
     "cache_bytes",
     "argument_bytes",
@@ -56,6 +58,7 @@ FIELDS = (
     "mfu",
     "overlapped_mfu",
     "uncosted",
+    "branch_us",
     "compile_seconds",
 )
 
@@ -280,6 +283,17 @@ def test_the_floor_counts_the_cache_beside_the_weights() -> None:
     assert plan_program(program, chip).floor_step_us == round(1e8 / chip.bandwidth, 3)
 
 
+def test_the_floor_counts_flops() -> None:
+    """Those of float32 products are exact, and so slower, unless another precision is chosen."""
+    refused: Any = Refused()
+    program = LoweredProgram("prefill", refused, 0, 0, 0, 0, flops=197e9, dtype="bfloat16")
+    assert floor_us(program, CHIPS["v5e"]) == 1000.0
+    program = dataclasses.replace(program, dtype="float32")
+    assert floor_us(program, CHIPS["v5e"]) == 6000.0
+    with jax.default_matmul_precision("bfloat16"):
+        assert floor_us(program, CHIPS["v5e"]) == 1000.0
+
+
 def test_times_of_collectives() -> None:
     """Asynchronous ones are hidden by what is computed; no estimate is below the floor."""
     text = """HloModule m
@@ -390,7 +404,7 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: Any) -> None
     assert main(command) == 0
     captured = capsys.readouterr()
     assert captured.err == "compiling decode\n"
-    assert captured.out.startswith("1 x CPU of cpu, bfloat16; batch 2, prompt 5, new 6, slots 64\n")
+    assert captured.out.startswith("cpu, 1 x CPU, bfloat16; batch 2, prompt 5, new 6, slots 64\n")
     assert "kernels of a step" in captured.out
     assert main(["plan", str(tmp_path / "no"), "--topology", "cpu"]) == 2
     assert capsys.readouterr().err.endswith("give a folder with config.json, or the path of one\n")
