@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,7 +31,7 @@ from jaxllm.models.quantize import BLOCK_FORMATS, Quantize
 from jaxllm.models.weights import Entry
 from jaxllm.nn.quantized import BlockMatrix, QuantizedMatrix
 from jaxllm.parallel.device_memory import format_bytes, total_memory
-from jaxllm.parallel.sharding import parameter_path, parameter_sharding
+from jaxllm.parallel.sharding import parameter_path, parameter_sharding, row_axis
 
 ReadMatrix = Callable[["Tensor", int], QuantizedMatrix]
 """Reads the quantized matrix of parameter number n that a tensor holds."""
@@ -40,8 +41,12 @@ Result = TypeVar("Result")
 
 LEAST_QUANTIZED_BYTES = 0.5
 """Bytes of a quantized weight: those of int4, without its scales."""
-READ_THREADS = 2
-"""Tensors copied at a time: one thread does not use the memory's bandwidth."""
+READ_THREADS = max(2, min(16, os.cpu_count() or 1))
+"""Tensors read at a time: one thread does not use the bandwidth of a disk or the memory."""
+READ_AHEAD = 2 * 2**30
+"""Bytes of tensors that are read ahead. The two next ones are, whatever their size."""
+QUANTIZED_BLOCK = 64 * 2**20
+"""Bytes of the float rows that are quantized at a time."""
 
 
 def load_parameters(
@@ -87,32 +92,39 @@ def load_parameters(
         mesh,
     )
 
-    def read(item: tuple[str, Entry]) -> list[np.ndarray]:
-        """The tensor's parameters on the host; none if they are to be sharded or quantized."""
+    def read(item: tuple[str, Entry]) -> list[Any]:
+        """The tensor's parameters on the devices: arrays, and quantized matrices."""
         name, entry = item
-        if mesh is not None or any(layer in matrices for layer in entry.modules):
-            return []
         tensor = Tensor(source, name, entry, allow_nonfinite)
-        return tensor.parameters([dtype_of(name, ours) for ours in entry.parameters])
+        dtypes = [dtype_of(name, ours) for ours in entry.parameters]
+        is_whole = mesh is None and not any(layer in matrices for layer in entry.modules)
+        if is_whole:  # one read of a fused tensor
+            # Blocking keeps the temporary copies of several tensors from piling up.
+            return jax.block_until_ready(jax.device_put(tensor.parameters(dtypes)))
+        read: list[Any] = []
+        for number, (ours, layer) in enumerate(zip(entry.parameters, entry.modules, strict=True)):
+            shape, dtype = expected[ours].shape, dtypes[number]
+            if layer in matrices:
+                read.append(placed(layer, matrices[layer](tensor, number), mesh))
+            elif mesh is None:
+                read.append(jax.device_put(on_host(tensor.part(number), dtype)))
+            else:
+                sharding = parameter_sharding(ours, shape, mesh)
+                shard = functools.partial(tensor.read_shard, number, shape[0], dtype)
+                read.append(sharded_array(shape, sharding, shard))
+        return jax.block_until_ready(read)
 
     # The largest first: what it takes to convert it comes on top of few others.
     largest_first = sorted(entries.items(), key=lambda item: -source.info(item[0]).nbytes)
-    tensors = zip(largest_first, map_ahead(read, largest_first), strict=True)
-    for (name, entry), on_host in tensors:
-        tensor = Tensor(source, name, entry, allow_nonfinite)
-        pairs = zip(entry.parameters, entry.modules, strict=True)
-        for number, (ours, layer) in enumerate(pairs):
+    sizes = [source.info(name).nbytes for name, _ in largest_first]
+    for (name, entry), read_parameters in zip(
+        largest_first, map_ahead(read, largest_first, sizes), strict=True
+    ):
+        for ours, layer, x in zip(entry.parameters, entry.modules, read_parameters, strict=True):
             if layer in matrices:
-                matrix = matrices[layer](tensor, number)
-                quantized[layer] = jax.block_until_ready(placed(layer, matrix, mesh))
-            elif mesh is None:
-                # Blocking keeps the temporary copies of several tensors from piling up.
-                arrays[ours] = jax.device_put(on_host[number]).block_until_ready()
+                quantized[layer] = x
             else:
-                shape, dtype = expected[ours].shape, dtype_of(name, ours)
-                sharding = parameter_sharding(ours, shape, mesh)
-                shard = functools.partial(tensor.read_shard, number, shape[0], dtype)
-                arrays[ours] = sharded_array(shape, sharding, shard)
+                arrays[ours] = x
         source.release_pages(name)
         done += source.info(name).nbytes
         if progress is not None:
@@ -136,16 +148,26 @@ def check_fits(needed: float, mesh: Mesh | None) -> None:
         )
 
 
-def map_ahead(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """`map` in `READ_THREADS` threads, that many results ahead of the one that is used."""
+def map_ahead(
+    function: Callable[[Item], Result], items: Iterable[Item], sizes: Iterable[int]
+) -> Iterator[Result]:
+    """`map` in `READ_THREADS` threads, ahead of the result that is used.
+
+    Args:
+        sizes: bytes of each item, of which `READ_AHEAD` are in work at once, or two items.
+    """
     with ThreadPoolExecutor(READ_THREADS) as pool:
-        pending: deque[Future[Result]] = deque()
-        for item in items:
-            pending.append(pool.submit(function, item))
-            if len(pending) > READ_THREADS:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+        pending: deque[tuple[Future[Result], int]] = deque()
+        ahead = 0
+        for item, size in zip(items, sizes, strict=True):
+            while (len(pending) > 2 and ahead + size > READ_AHEAD) or len(pending) > READ_THREADS:
+                future, done = pending.popleft()
+                ahead -= done
+                yield future.result()
+            pending.append((pool.submit(function, item), size))
+            ahead += size
+        for future, _ in pending:
+            yield future.result()
 
 
 def on_host(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -161,8 +183,25 @@ def on_host(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def quantizing(quantize: Quantize) -> ReadMatrix:
-    """Reads a float matrix and quantizes it."""
-    return lambda tensor, number: jax.jit(quantize)(jnp.asarray(tensor.part(number)))
+    """Reads a float matrix and quantizes it on the default device, `QUANTIZED_BLOCK` at a time.
+
+    Every row of a matrix has scales of its own, so that blocks of rows can be quantized alone.
+    """
+
+    def read(tensor: Tensor, number: int) -> QuantizedMatrix:
+        matrix = tensor.part(number)
+        rows = max(1, QUANTIZED_BLOCK // matrix[:1].nbytes)
+        blocks = [
+            jax.tree.map(np.asarray, jax.jit(quantize)(jnp.asarray(matrix[start : start + rows])))
+            for start in range(0, len(matrix), rows)
+        ]
+
+        def joined(path: tuple[Any, ...], *parts: np.ndarray) -> np.ndarray:
+            return np.concatenate(parts, row_axis(f".matrix.{parameter_path(path)}"))
+
+        return jax.tree_util.tree_map_with_path(joined, *blocks)
+
+    return read
 
 
 def keeping_blocks(view: HFView) -> ReadMatrix:
@@ -181,27 +220,26 @@ def keeping_blocks(view: HFView) -> ReadMatrix:
 
 
 def block_matrix(blocks: Blocks) -> BlockMatrix:
-    """The blocks of a GGUF file as a matrix of the device."""
+    """The blocks of a GGUF file as a matrix of host arrays."""
     values, scales, offsets = (
-        None if x is None else jnp.array(x.swapaxes(0, 1))
+        None if x is None else np.ascontiguousarray(x.swapaxes(0, 1))
         for x in (blocks.values, blocks.scales, blocks.offsets)
     )
     assert values is not None
     assert scales is not None
-    groups = values.astype(BLOCK_FORMATS[blocks.format].groups)
-    return BlockMatrix(blocks.format, groups, scales, offsets)
+    groups: Any = values.astype(BLOCK_FORMATS[blocks.format].groups)
+    matrix: Any = (scales, offsets)
+    return BlockMatrix(blocks.format, groups, *matrix)
 
 
 def placed(layer: str, matrix: QuantizedMatrix, mesh: Mesh | None) -> QuantizedMatrix:
-    """A quantized matrix, sharded over the mesh if there is one."""
+    """A quantized matrix of host arrays on the device, or sharded over the mesh."""
     if mesh is None:
-        return matrix
+        return jax.device_put(matrix)
 
-    def shard(key_path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-        path, host = f"{layer}.matrix.{parameter_path(key_path)}", np.asarray(x)
-        return sharded_array(
-            x.shape, parameter_sharding(path, x.shape, mesh), lambda index: host[index]
-        )
+    def shard(key_path: tuple[Any, ...], x: np.ndarray) -> jax.Array:
+        path = f"{layer}.matrix.{parameter_path(key_path)}"
+        return sharded_array(x.shape, parameter_sharding(path, x.shape, mesh), x.__getitem__)
 
     return jax.tree_util.tree_map_with_path(shard, matrix)
 

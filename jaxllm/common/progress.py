@@ -89,11 +89,13 @@ class Reporter:
         """
         start, compile_seconds = time.perf_counter(), self.compile_seconds
         stop, describe = self.start(label)
-        last_line = start
+        last_line, rate = start, ""
 
         def update(name: str, done: int, total: int, /) -> None:
-            nonlocal last_line
-            line = f"{label}: {amounts(done, total)}"
+            nonlocal last_line, rate
+            if amounts is megabytes:
+                rate = f", {done / 1e6 / (time.perf_counter() - start):,.0f} MB/s"
+            line = f"{label}: {amounts(done, total)}{rate}"
             describe(line)
             if not self._is_animated and time.perf_counter() - last_line >= PLAIN_SECONDS:
                 last_line = time.perf_counter()
@@ -106,7 +108,7 @@ class Reporter:
         compile_seconds = self.compile_seconds - compile_seconds
         seconds = time.perf_counter() - start - compile_seconds
         if seconds + compile_seconds >= self._least_seconds:
-            self.say(f"{label}: {seconds:.1f} s")
+            self.say(f"{label}: {seconds:.1f} s{rate}")
 
     def start(self, label: str) -> tuple[Callable[[], None], Callable[[str], None]]:
         """Starts a line with a spinner; returns functions that end it and change its text.

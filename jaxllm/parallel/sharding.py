@@ -216,6 +216,15 @@ _AXES_OF_PARTS = {
 """End of a path -> the axes, from those of the layer's weight."""
 
 
+def row_axis(part: str) -> int:
+    """The axis of a part of a quantized matrix that goes through the rows of the matrix.
+
+    >>> row_axis(".matrix.values"), row_axis(".matrix.groups")
+    (0, 1)
+    """
+    return _AXES_OF_PARTS[part](("rows", "columns")).index("rows")
+
+
 def parameter_sharding(path: str, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Sharding of a parameter, or of an array whose path ends with a parameter's (Adam's moments).
 

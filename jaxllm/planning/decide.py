@@ -18,6 +18,7 @@ import jax
 from jax.sharding import AbstractMesh
 
 from jaxllm.batch.memory import SHARE_OF_DEVICE
+from jaxllm.checkpoint.load_parameters import READ_AHEAD
 from jaxllm.common.arguments import checks_flags
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.models.model import LanguageModel, Model
@@ -95,8 +96,8 @@ class Decision:
     load_seconds: float
     """Time to read them at 1 GB/s."""
     host_bytes: int
-    """Memory of the host while weights are loaded: the largest tensors, read two at a time, and
-    converted."""
+    """Memory of the host while weights are loaded: the tensors that are read ahead, and their
+    copies."""
 
     @property
     def best(self) -> MeshBounds | None:
@@ -175,7 +176,7 @@ def decide(
         training=training,
         checkpoint_bytes=total,
         load_seconds=round(total / READ_BANDWIDTH, 1),
-        host_bytes=4 * largest,
+        host_bytes=2 * min(total, max(READ_AHEAD, 3 * largest)),
     )
 
 

@@ -11,6 +11,8 @@ import jaxllm
 from jaxllm.checkpoint import load_parameters
 from jaxllm.checkpoint.load_parameters import map_ahead, on_host
 from jaxllm.errors import InputError
+from jaxllm.models.quantize import FORMATS
+from jaxllm.models.weights import parameters
 from jaxllm.parallel import device_memory
 
 
@@ -30,10 +32,37 @@ def test_an_empty_copy():
 
 
 def test_map_ahead_keeps_the_order_and_raises_in_turn():
-    results = map_ahead(lambda x: 6 // x, [6, 3, 2, 1, 0, 5])
+    results = map_ahead(lambda x: 6 // x, [6, 3, 2, 1, 0, 5], [10] * 6)
     assert [next(results) for _ in range(4)] == [1, 2, 3, 6]
     with pytest.raises(ZeroDivisionError):
         next(results)
+
+
+def test_map_ahead_holds_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_parameters, "READ_THREADS", 8)
+    monkeypatch.setattr(load_parameters, "READ_AHEAD", 100)
+    begun: list[int] = []
+    results = map_ahead(lambda x: begun.append(x) or x, range(9), [10] * 4 + [60] * 5)
+    assert next(results) == 0
+    assert max(begun) <= 5  # four of 10 bytes and one of 60, and one in place of the first
+    assert list(results) == list(range(1, 9))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_blocks_of_rows_are_quantized_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device never holds more of a float matrix than one block."""
+    folder = DATA / "reference" / "tiny-gpt2"
+    whole = parameters(jaxllm.load(folder, quantize=name)[0])
+    monkeypatch.setattr(load_parameters, "QUANTIZED_BLOCK", 1000)
+    sizes: list[int] = []
+    quantize = FORMATS[name]
+    formats: Any = FORMATS
+    monkeypatch.setitem(formats, name, lambda x: sizes.append(x.size) or quantize(x))
+    blocks = parameters(jaxllm.load(folder, quantize=name)[0])
+    assert 0 < max(sizes) <= 500, sizes
+    assert blocks.keys() == whole.keys()
+    for path, x in whole.items():
+        np.testing.assert_array_equal(blocks[path], x, err_msg=path)
 
 
 @pytest.mark.parametrize("options", [{}, {"quantize": "int4"}, {"mesh": {"tensor": 1}}], ids=str)

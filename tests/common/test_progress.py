@@ -27,7 +27,7 @@ def test_phase_prints_its_seconds(capsys: pytest.CaptureFixture[str]) -> None:
         update("tensor", 5_000_000, 10_000_000)
     out, err = capsys.readouterr()
     assert out == ""
-    assert re.fullmatch(r"loading \[red\]x\[/red\]\.gguf: \d+\.\d s\n", err)
+    assert re.fullmatch(r"loading \[red\]x\[/red\]\.gguf: \d+\.\d s, [\d,]+ MB/s\n", err)
 
 
 def test_long_lines_are_not_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +115,9 @@ def test_lines_without_a_terminal(
         update("a", 1_000_000, 3_000_000)
         monkeypatch.setattr(progress_module, "PLAIN_SECONDS", 0)
         update("b", 2_000_000, 3_000_000)
-    assert re.fullmatch(r"loading: 2 of 3 MB\nloading: \d\.\d s\n", capsys.readouterr().err)
+    text = capsys.readouterr().err
+    rate = r"[\d,]+ MB/s"
+    assert re.fullmatch(rf"loading: 2 of 3 MB, {rate}\nloading: \d\.\d s, {rate}\n", text), text
 
 
 def test_phases_do_not_count_compiling_again(
