@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -44,7 +45,7 @@ def load(
     architecture: str | type | None = None,
     config: Mapping[str, Any] | ModelConfig | None = None,
     attn_implementation: str = "auto",
-    remat: bool = False,
+    remat: bool | str = False,
     scan_layers: bool = False,
     quantize: str | None = None,
     quantize_embeddings: bool = True,
@@ -72,7 +73,8 @@ def load(
             whole config, which replaces the file's.
         attn_implementation: "auto" (splash on a TPU, blockwise on a GPU, eager elsewhere), "eager",
             "blockwise", "splash" (TPU), "xla" or "cudnn"; see docs/models.md.
-        remat: recompute activations in the backward pass, block by block.
+        remat: what the backward pass recomputes of each block, to save memory: True or "full",
+            all activations; "dots", all but the results of products with weights; False, nothing.
         scan_layers: run equal layers in a scan wherever there is no KV cache, as in training: a
             deep model compiles faster; see docs/models.md.
         quantize: keep the weights of linear layers as integers with scales, for inference: "int8"
@@ -162,6 +164,7 @@ def _read(
 _OPTION_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "architecture": ((str, type, type(None)), "a class or its name"),
     "attn_implementation": ((str,), "a name"),
+    "remat": ((bool, np.bool_, str), "True, False or a name"),
     "quantize": ((str, type(None)), "a name or None"),
 }
 """Types of the options of `load`, and what is expected in words; others are True or False."""
@@ -270,7 +273,7 @@ def load_orbax(
     dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     attn_implementation: str = "auto",
-    remat: bool = False,
+    remat: bool | str = False,
     scan_layers: bool = False,
 ) -> tuple[Any, Tokenizer | None]:
     """Loads a model of `save_orbax`: (model, tokenizer).
@@ -281,7 +284,8 @@ def load_orbax(
         mesh: shards the weights, as in `load`.
         attn_implementation: "auto" (splash on a TPU, blockwise on a GPU, eager elsewhere), "eager",
             "blockwise", "splash" (TPU), "xla" or "cudnn"; see docs/models.md.
-        remat: recompute activations in the backward pass, block by block.
+        remat: what the backward pass recomputes of each block, to save memory: True or "full",
+            all activations; "dots", all but the results of products with weights; False, nothing.
         scan_layers: run equal layers in a scan wherever there is no KV cache, as in training: a
             deep model compiles faster; see docs/models.md.
 

@@ -134,7 +134,7 @@ def load_model(
     architecture: str | type | None = None,
     overrides: Mapping[str, Any] | ModelConfig | None = None,
     attn_implementation: str = "auto",
-    remat: bool = False,
+    remat: bool | str = False,
     scan_layers: bool = False,
     quantize: str | None = None,
     quantize_embeddings: bool = True,

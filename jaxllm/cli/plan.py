@@ -93,7 +93,14 @@ def _parser(program: str) -> Parser:
     parser.add_argument(
         "--lora-rank", type=int, metavar="N", help="training updates LoRA matrices of this rank"
     )
-    parser.add_argument("--remat", action="store_true", help="training recomputes activations")
+    parser.add_argument(
+        "--remat",
+        nargs="?",
+        const="full",
+        default=False,
+        choices=("full", "dots"),
+        help="training recomputes activations: full, the default here, or all but products, dots",
+    )
     parser.add_argument("--scan-layers", action="store_true", help="training scans its layers")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser

@@ -16,16 +16,16 @@ class Options:
 
     `dtype` is the compute dtype, `param_dtype` the dtype of the weights. `attn_implementation`:
     "eager" (the reference), "blockwise" (by blocks of queries), "splash" (TPUs only), "xla" or
-    "cudnn" (`jax.nn.dot_product_attention`). `remat` recomputes each block's activations
-    in the backward pass. `scan_layers` runs equal blocks in a scan wherever there is no KV cache.
-    `platform` is the one that the model runs on; it decides layouts, and which of two ways to
-    compute the same.
+    "cudnn" (`jax.nn.dot_product_attention`). `remat` names what the backward pass recomputes of
+    each block: False, "full" (or True), or "dots", which keeps the results of products.
+    `scan_layers` runs equal blocks in a scan wherever there is no KV cache. `platform` is the one
+    that the model runs on; it decides layouts, and which of two ways to compute the same.
     """
 
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
     attn_implementation: str = "eager"
-    remat: bool = False
+    remat: bool | str = False
     scan_layers: bool = False
     platform: str = "cpu"
 

@@ -76,7 +76,7 @@ class Pretrained:
         dtype: DTypeLike = "float32",
         param_dtype: DTypeLike = "float32",
         attn_implementation: str = "eager",
-        remat: bool = False,
+        remat: bool | str = False,
         scan_layers: bool = False,
         **unknown: Any,
     ) -> Self:

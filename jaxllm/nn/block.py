@@ -6,17 +6,18 @@ import copy
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from jaxllm.cache.attention_view import AttentionView, SequenceMask, mask_array
 from jaxllm.cache.kv_cache import KV
-from jaxllm.common.errors import InputError
+from jaxllm.common.errors import InputError, quoted
 from jaxllm.nn.attention import BY_PARTS, Attention, ColumnBias
 from jaxllm.nn.linear import LayerNorm, RMSNorm, dropout, split_key
 from jaxllm.nn.mlp import MLP, GatedMLP
@@ -203,9 +204,39 @@ def _backward(
 
 _recomputed.defvjp(_forward, _backward)
 
+_keeping_products = jax.checkpoint(
+    Block.__call__,
+    static_argnums=(6, 7),
+    policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+)
+
+REMAT: Mapping[bool | str, Any] = {
+    False: Block.__call__,
+    "full": _recomputed,
+    "dots": _keeping_products,
+}
+"""How a block is run, by what its backward pass recomputes: nothing, all from the block's input, or
+all but the products with weights, whose results are kept."""
 # Jitted, so that identical blocks share one trace: 30 layers trace in the time of one.
-_run_block = jax.jit(Block.__call__, static_argnums=(6, 7))
-_run_recomputed = jax.jit(_recomputed, static_argnums=(6, 7))
+_RUN = {name: jax.jit(run, static_argnums=(6, 7)) for name, run in REMAT.items()}
+
+
+def checked_remat(remat: bool | str) -> bool | str:
+    """The key of `REMAT` for what is recomputed; True is "full".
+
+    Raises:
+        InputError: there is no such name.
+
+    >>> checked_remat(True), checked_remat("dots")
+    ('full', 'dots')
+    """
+    if isinstance(remat, bool | np.bool_):
+        return "full" if remat else False
+    if not isinstance(remat, str) or remat not in REMAT:
+        raise InputError(
+            f"remat: expected True, False, 'full' (as True) or 'dots', found {quoted(remat)}"
+        )
+    return remat
 
 
 def _layer_head_mask(head_mask: Array | None, i: int):
@@ -220,7 +251,7 @@ class Stack(nnx.Module):
     """Transformer blocks in sequence, then the final norm, if there is one.
 
     `position_bias` has no entry, one relative bias for all blocks (T5), or one per block (umT5).
-    With `remat` the backward pass recomputes each block's activations. With `scan_layers` calls
+    `remat` names what the backward pass recomputes (`REMAT`). With `scan_layers` calls
     without a KV cache run equal blocks in a scan, which compiles one of them. `platform` decides
     the layout of the KV cache, and no number.
     """
@@ -233,14 +264,15 @@ class Stack(nnx.Module):
         position_bias: Sequence[nnx.Module] = (),
         embedding_dropout: float = 0.0,
         output_dropout: float = 0.0,
-        remat: bool = False,
+        remat: bool | str = False,
         scan_layers: bool = False,
         platform: str = "cpu",
     ):
         self.blocks, self.norm = nnx.List(blocks), norm
         self.position_bias = nnx.List(position_bias)
         self.embedding_dropout, self.output_dropout = embedding_dropout, output_dropout
-        self.remat, self.scan_layers, self.platform = remat, scan_layers, platform
+        self.remat, self.scan_layers = checked_remat(remat), scan_layers
+        self.platform = platform
 
     @property
     def has_windows(self) -> bool:
@@ -300,7 +332,7 @@ class Stack(nnx.Module):
             cache_is_empty: prefill; the new positions attend to each other only.
             key: dropout key; None in inference.
         """
-        run = _run_recomputed if self.remat else _run_block
+        run = _RUN[self.remat]
         keys = split_key(key, len(self.blocks) + 2)
         x = constrain(dropout(x, self.embedding_dropout, keys[-2]), "rows")
 

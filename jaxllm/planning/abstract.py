@@ -36,7 +36,7 @@ def abstract_model(
     device: Any = None,
     dtype: Any = "bfloat16",
     attn_implementation: str = "auto",
-    remat: bool = False,
+    remat: bool | str = False,
     scan_layers: bool = False,
     quantize: str | None = None,
 ) -> Any:

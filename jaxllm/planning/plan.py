@@ -146,7 +146,7 @@ def plan(
     program: str | Sequence[str] | None = None,
     lora_rank: int | None = None,
     attn_implementation: str = "auto",
-    remat: bool = False,
+    remat: bool | str = False,
     scan_layers: bool = False,
     quantize: str | None = None,
     progress: Callable[[str], object] | None = None,

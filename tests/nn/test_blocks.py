@@ -18,15 +18,18 @@ DEPTH["t5"] = {"num_layers": 1, "num_decoder_layers": 1, "feed_forward_proj": "r
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("family", "dropout"),
+    ("family", "dropout", "name"),
     [
-        ("llama", False),
-        ("gpt2", False),
-        ("t5", False),
-        pytest.param("gpt2", True, marks=pytest.mark.slow),
+        ("llama", False, True),
+        ("llama", False, "dots"),
+        ("gpt2", False, True),
+        ("t5", False, True),
+        ("t5", False, "dots"),
+        pytest.param("gpt2", True, True, marks=pytest.mark.slow),
+        pytest.param("gpt2", True, "dots", marks=pytest.mark.slow),
     ],
 )
-def test_remat(family, dropout):
+def test_remat(family, dropout, name):
     """Outputs are equal bit for bit; gradients up to the order of additions; dropout is redrawn."""
     tokens = tiny.ids()
     inputs = {"decoder_input_ids": tokens} if family == "t5" else {}
@@ -41,7 +44,7 @@ def test_remat(family, dropout):
         return jax.value_and_grad(loss_and_logits, has_aux=True)(model)
 
     (plain, grads), (remat, grads_remat) = (
-        run(tiny.make(family, options=Options(remat=r), **DEPTH[family])) for r in (False, True)
+        run(tiny.make(family, options=Options(remat=r), **DEPTH[family])) for r in (False, name)
     )
     np.testing.assert_array_equal(plain[1], remat[1])
     other = parameters(grads_remat)
@@ -59,6 +62,19 @@ def test_remat_in_bfloat16(family):
     inputs = {"decoder_input_ids": tokens} if family == "t5" else {}
     grad = jax.grad(lambda model: model(tokens, labels=tokens, **inputs).loss)
     assert jax.tree.leaves(jax.eval_shape(grad, model))[0].dtype == jnp.bfloat16
+
+
+def test_products_are_kept():
+    """Of the forward pass, a backward pass repeats all products but those with weights."""
+    tokens = tiny.ids()
+
+    def products(remat):
+        model = tiny.make("llama", options=Options(remat=remat))
+        loss = jax.grad(lambda model: model(tokens, labels=tokens).loss)
+        return str(jax.make_jaxpr(loss)(model)).count("dot_general")
+
+    none, dots, full = products(False), products("dots"), products("full")
+    assert none <= dots < full
 
 
 @pytest.mark.slow

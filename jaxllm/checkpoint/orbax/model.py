@@ -57,7 +57,7 @@ def load_weights(
     dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     attn_implementation: str = "auto",
-    remat: bool = False,
+    remat: bool | str = False,
     scan_layers: bool = False,
 ) -> Any:
     """Loads the model that `save_weights` wrote; parameters keep their dtypes."""

@@ -76,7 +76,8 @@ class ModelSource:
             float32.
         matmul_precision: precision of products in float32 on a TPU or GPU: default (the fastest),
             high or highest; None: highest.
-        remat: recompute the activations of each block in the backward pass, to save memory.
+        remat: recompute activations of each block in the backward pass, to save memory: true or
+            full, all of them; dots, all but the results of products with weights.
         scan_layers: run equal layers in a scan, so that a deep model compiles faster.
         attn_implementation: auto (splash on a TPU, blockwise on a GPU, eager elsewhere), eager,
             blockwise, splash, xla or cudnn.
@@ -91,7 +92,7 @@ class ModelSource:
     tokenizer: str | None = None
     dtype: Dtype | None = None
     matmul_precision: Literal["default", "high", "highest"] | None = None
-    remat: bool = False
+    remat: bool | Literal["full", "dots"] = False
     scan_layers: bool = False
     attn_implementation: Literal["auto", "eager", "blockwise", "splash", "xla", "cudnn"] = "auto"
 
