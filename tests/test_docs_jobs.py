@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import dataclasses
+import re
 import socket
 import time
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -12,9 +17,15 @@ import pytest
 from pages import run_python, run_shell, shell_blocks, start_shell
 from paths import ROOT
 
+from jaxllm.cli.main import main
+from jaxllm.planning import decide
+from jaxllm.training.run.recipe import Recipe, read_recipe
+
 DOCS = ROOT / "docs"
 NOT_RUN = {
-    "devices.md": "an 8B model from the network, eight devices, several hosts",
+    "devices.md": "several hosts",
+    "llama-8b.md": "an 8B model from the network, eight devices",
+    "t5-xxl.md": "an 11B model from the network, four devices",
     "scaling.md": "clusters",
 }
 """Pages whose shell blocks no test runs, and what they need; the Python of scaling.md needs Ray and
@@ -74,3 +85,55 @@ def test_the_python_of_the_devices_page_runs(smollm2_gguf: Path) -> None:
 @pytest.mark.parametrize("page", sorted(NOT_RUN))
 def test_exceptions_are_needed(page: str) -> None:
     assert shell_blocks(DOCS / page)
+
+
+LARGE = ("llama-8b.md", "t5-xxl.md")
+
+
+@pytest.mark.parametrize("page", LARGE)
+def test_commands_for_large_models_have_these_options(
+    page: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "\n".join(shell_blocks(DOCS / page)).replace("\\\n", " ")
+    commands = [line for line in text.splitlines() if line.startswith("jaxllm ")]
+    assert len(commands) >= 5
+    for line in commands:
+        name = line.split()[1]
+        with contextlib.suppress(SystemExit):
+            main([name, "--help"])
+        known = capsys.readouterr().out
+        recipe = {field for field, _ in recipe_fields(Recipe)} if name == "train" else set()
+        for option in re.findall(r"--([a-z][a-z.-]*)", line):
+            assert f"--{option}" in known or option.replace("-", "_") in recipe, (option, line)
+
+
+def recipe_fields(kind: type, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Paths of the fields of a recipe, such as ``model.path``."""
+    for name, hint in typing.get_type_hints(kind).items():
+        yield f"{prefix}{name}", hint
+        for inner in (hint, *typing.get_args(hint)):
+            if dataclasses.is_dataclass(inner):
+                yield from recipe_fields(inner, f"{prefix}{name}.")
+
+
+def test_the_recipe_for_t5_xxl_is_one(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", (DOCS / "t5-xxl.md").read_text("utf-8"), re.DOTALL)
+    (tmp_path / "t5.yaml").write_text(block, encoding="utf-8")
+    recipe = read_recipe(tmp_path / "t5.yaml")
+    assert (recipe.model.remat, recipe.mesh.fsdp) == ("full", 4)
+
+
+@pytest.mark.parametrize(
+    ("page", "shape", "topology", "prompt"),
+    [("llama-8b.md", "llama8b", "v5e:2x4", 896), ("t5-xxl.md", "t5xxl", "v6e:2x2", 512)],
+)
+def test_the_meshes_of_large_models(page: str, shape: str, topology: str, prompt: int) -> None:
+    """The figures on the page are those of `decide`."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    config = ROOT / "benchmarks" / "shapes" / f"{shape}.json"
+    for bounds in decide(config, topology, prompt=prompt, new=128).meshes:
+        mesh = ",".join(f"{axis}={size}" for axis, size in bounds.mesh.items() if size > 1)
+        (row,) = re.findall(rf"^\|.* `{mesh}` \|.* {bounds.rows} \|.*$", text, re.M) or [None]
+        assert (row is None) == (bounds.rows == 0 or mesh == "data=4"), mesh
+        if row is not None:
+            assert f"| {bounds.requests_per_s:.1f} |" in row

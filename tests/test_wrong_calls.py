@@ -31,7 +31,9 @@ MODEL_CALLS = {
     "architecture: expected a class": lambda model: jaxllm.load(GPT2, architecture=[]),
     "attn_implementation: expected": lambda m: jaxllm.load(GPT2, attn_implementation=np.zeros(0)),
     "quantize: expected a name": lambda model: jaxllm.load(GPT2, quantize=[]),
-    "remat: expected True, False or a name, found 3": lambda m: jaxllm.load(GPT2, remat=np.int64(3)),
+    "remat: expected True, False or a name, found 3": lambda m: jaxllm.load(
+        GPT2, remat=np.int64(3)
+    ),
     "allow_nonfinite: expected": lambda model: jaxllm.load(GPT2, allow_nonfinite=np.zeros(0)),
     "progress: expected a function": lambda model: jaxllm.load(GPT2, progress=3),
     "folder: expected a path, found None": lambda model: model.save_pretrained(None),
