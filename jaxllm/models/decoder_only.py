@@ -34,7 +34,6 @@ from jaxllm.models.model import (
 from jaxllm.models.outputs import BaseOutput, CausalLMOutput, DecodeOutput
 from jaxllm.nn.block import Context, Stack, StackOutput, shallow_copy
 from jaxllm.nn.linear import Embedding, Linear, split_key
-from jaxllm.nn.rope import Rope
 
 C = TypeVar("C", bound=DecoderOnlyConfig)
 M = TypeVar("M")
@@ -46,10 +45,6 @@ class Backbone(nnx.Module, Generic[C]):
     config: C
     embed: Embedding
     stack: Stack
-    rope: Rope | None = None
-    rope_per_row = False
-    """True: dynamic and longrope RoPE depend on the length of each row, or of each document in a
-    packed row. False: they depend on the length of the longest row."""
     max_positions: int | None = None
     """Positions that a table of them has."""
 
@@ -63,21 +58,6 @@ class Backbone(nnx.Module, Generic[C]):
         if token_type_ids is not None:
             raise InputError("token_type_ids: only GPT-2 has token types")
         return self.embed.from_ids_or_embeds(input_ids, inputs_embeds)
-
-    def rotary(self, view: AttentionView) -> tuple[Array, Array] | None:
-        """RoPE cosines and sines of the view's positions; None for a family without RoPE."""
-        if self.rope is None:
-            return None
-        length = view.rope_length
-        if not self.rope_per_row:  # as in transformers
-            length = jnp.max(length, keepdims=True)
-        return self.rope.angles(view.positions, length)
-
-    def with_rope_per_row(self) -> Self:
-        """A copy whose RoPE depends on the length of each row, not on the longest row of a call.
-        Returns the backbone itself if its positions depend on no length."""
-        depends = self.rope is not None and self.rope.uses_length
-        return shallow_copy(self, rope_per_row=True) if depends else self
 
     def run(
         self,
@@ -94,7 +74,6 @@ class Backbone(nnx.Module, Generic[C]):
         x = self.embed_tokens(input_ids, inputs_embeds, view, token_type_ids)
         context = Context(
             view=view,
-            rotary=self.rotary(view),
             cross_visible=None if cross_mask is None else SequenceMask(cross_mask),
         )
         return self.stack(
@@ -386,8 +365,10 @@ def with_rope_per_row(model: M) -> M:
     backbone = getattr(model, "backbone", None)
     if not isinstance(backbone, Backbone):
         return model
-    per_row = backbone.with_rope_per_row()
-    return model if per_row is backbone else shallow_copy(model, backbone=per_row)
+    per_row = backbone.stack.with_rope_per_row()
+    if per_row is backbone.stack:
+        return model
+    return shallow_copy(model, backbone=shallow_copy(backbone, stack=per_row))
 
 
 def with_rope_length(model: M, rope_length: object) -> M:

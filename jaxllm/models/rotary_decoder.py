@@ -215,10 +215,11 @@ class LayerFactory:
         normed_heads: bool = False,
         window: int | None = None,
         scores: Scores | None = None,
+        rope: Rope | None = None,
     ) -> Attention:
         """Grouped-query attention. `bias`: of q, k and v. `normed_heads`: RMSNorm of each head's
         query and key. `window`: sliding-window attention. `scores`: by default products are
-        divided by the square root of the head size."""
+        divided by the square root of the head size. `rope`: by default the config's."""
         c, size = self.config, self.config.size_per_head
         return Attention(
             q=self.linear(c.hidden_size, c.num_attention_heads * size, bias=bias),
@@ -234,6 +235,7 @@ class LayerFactory:
             q_norm=self.norm(size) if normed_heads else None,
             k_norm=self.norm(size) if normed_heads else None,
             window=window,
+            rope=without_unused(rope or c.rotary),
         )
 
     def mlp(self, *, bias: bool = False) -> GatedMLP:
@@ -252,7 +254,6 @@ class RotaryModel(Backbone[C]):
     def __init__(self, config: C, options: Options, *, rngs: nnx.Rngs | None):
         make = self.layer_factory(config, options, rngs)
         self.config = config
-        self.rope, self.rope_per_row = without_unused(config.rotary), False
         self.embed = make.embedding()
         blocks = [self.block(make, layer) for layer in range(config.num_hidden_layers)]
         self.stack = Stack(blocks, make.norm(), **options.stack)

@@ -23,7 +23,7 @@ from jaxllm.common.errors import UnsupportedError, quoted
 from jaxllm.common.precision import exact_products
 from jaxllm.nn.linear import Linear, declare_axes, dropout, split_key
 from jaxllm.nn.platform.attention import attend_cache, head_products, largest_scores, split_heads
-from jaxllm.nn.rope import rotate
+from jaxllm.nn.rope import Rope, rotate
 from jaxllm.parallel.sharding import constrain
 
 BY_PARTS = ("blockwise", "splash")
@@ -248,7 +248,8 @@ def _differentiated_as_jvp(
 class Attention(nnx.Module):
     """Attention layer: query, key, value and output projections around `attend`.
 
-    The caller passes positions as rotary angles or a bias, or neither. `q_norm` and `k_norm`
+    The caller passes positions as rotary angles, which are those of `rope`, or as a bias, or
+    neither. `q_norm` and `k_norm`
     normalise each head's query and key before RoPE (Qwen3). With a `window` a query attends to the
     last `window` tokens only, its own included (Mistral); without a causal mask to its own and
     `window` on either side.
@@ -270,6 +271,7 @@ class Attention(nnx.Module):
         q_norm: Callable[[Array], Array] | None = None,
         k_norm: Callable[[Array], Array] | None = None,
         window: int | None = None,
+        rope: Rope | None = None,
     ):
         if implementation not in IMPLEMENTATIONS:
             raise UnsupportedError(
@@ -278,7 +280,7 @@ class Attention(nnx.Module):
             )
         declare_axes("attn", q=q, k=k, v=v, o=o)
         self.q, self.k, self.v, self.o = q, k, v, o
-        self.q_norm, self.k_norm, self.window = q_norm, k_norm, window
+        self.q_norm, self.k_norm, self.window, self.rope = q_norm, k_norm, window, rope
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.scores, self.dropout_rate, self.implementation = scores, dropout_rate, implementation
 

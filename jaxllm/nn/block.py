@@ -41,7 +41,8 @@ def shallow_copy(module: M, **attributes: Any) -> M:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """Inputs that all blocks of one call share: attention view, rotary angles, biases."""
+    """Inputs of all blocks of one call: attention view, rotary angles, biases. The stack sets those
+    that depend on the block's attention."""
 
     view: AttentionView
     rotary: tuple[Array, Array] | None = None
@@ -256,6 +257,10 @@ class Stack(nnx.Module):
     the layout of the KV cache, and no number.
     """
 
+    rope_per_row = False
+    """True: dynamic and longrope RoPE depend on the length of each row, or of each document in a
+    packed row. False: they depend on the length of the longest row."""
+
     def __init__(
         self,
         blocks: Sequence[Block],
@@ -278,6 +283,12 @@ class Stack(nnx.Module):
     def has_windows(self) -> bool:
         """True if any block uses sliding-window attention."""
         return any(block.attn.window is not None for block in self.blocks)
+
+    def with_rope_per_row(self) -> Stack:
+        """A copy whose RoPE depends on the length of each row, not on the longest row of a call.
+        Returns the stack itself if its positions depend on no length."""
+        depends = any(block.attn.rope and block.attn.rope.uses_length for block in self.blocks)
+        return shallow_copy(self, rope_per_row=True) if depends else self
 
     @property
     def cache_has_head_axis(self) -> bool:
@@ -388,9 +399,17 @@ class Stack(nnx.Module):
         return inputs
 
     def _contexts(self, context: Context) -> list[Context]:
-        """Each block's context, with its attention window and its relative bias."""
+        """Each block's context, with its attention window, its RoPE and its relative bias."""
         windows = dict.fromkeys(block.attn.window for block in self.blocks)
         views = {window: context.view.for_layer(window) for window in windows}
+        length = context.view.rope_length
+        if not self.rope_per_row:  # as in transformers
+            length = jnp.max(length, keepdims=True)
+        ropes = dict.fromkeys(block.attn.rope for block in self.blocks)
+        angles = {
+            rope: None if rope is None else rope.angles(context.view.positions, length)
+            for rope in ropes
+        }
         columns = (context.view.query_columns, context.view.key_columns)
         biases: list[Any] = [ColumnBias(bias, *columns) for bias in self.position_bias]
         if self.blocks[0].attn.implementation not in BY_PARTS:
@@ -404,8 +423,8 @@ class Stack(nnx.Module):
         for i, block in enumerate(self.blocks):
             # T5 has one bias for all blocks, umT5 one per block.
             bias = biases[min(i, len(biases) - 1)] if biases else context.bias
-            view = views[block.attn.window]
-            contexts.append(dataclasses.replace(context, view=view, bias=bias))
+            own = {"view": views[block.attn.window], "rotary": angles[block.attn.rope]}
+            contexts.append(dataclasses.replace(context, bias=bias, **own))
         return contexts
 
 
