@@ -93,7 +93,7 @@ class AutoModel(_Auto):
 
 
 class AutoModelForCausalLM(_Auto):
-    """Decoder-only language models: Llama, Mistral, Qwen2, Qwen3, Gemma 2, GPT-2."""
+    """Decoder-only language models: Llama, Mistral, Qwen2, Qwen3, Gemma, Phi-3, GPT-2."""
 
     model_class = CausalLM
 
@@ -105,7 +105,7 @@ class AutoModelForSeq2SeqLM(_Auto):
 
 
 class AutoModelForSequenceClassification(_Auto):
-    """Classifiers of sequences: Llama, Mistral, Qwen2, Qwen3, Gemma 2, GPT-2."""
+    """Classifiers of sequences: Llama, Mistral, Qwen2, Qwen3, Gemma, Phi-3, GPT-2."""
 
     model_class = SequenceClassifier
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiny
 from flax import jax_utils, traverse_util
 from flax.training import train_state
 from flax.training.common_utils import onehot
@@ -67,6 +68,19 @@ def test_sequences_match_transformers(name):
     beams = model.generate(IDS, num_beams=3, max_length=12, params=model.params)
     assert beams.sequences.tolist() == case["beams"]
     assert beams.scores.shape == (2,)
+
+
+def test_the_tree_of_gemma():
+    """Names of transformers 4.57's FlaxGemmaForCausalLM, whose norms have a `weight`."""
+    net = tiny.make("gemma", num_hidden_layers=1)
+    model = flax_classes.FlaxGemmaForCausalLM.from_model(net)
+    layer = model.params["model"]["layers"]["0"]
+    np.testing.assert_array_equal(
+        layer["self_attn"]["q_proj"]["kernel"], net.backbone.stack.blocks[0].attn.q.weight[...].T
+    )
+    assert layer["input_layernorm"]["weight"].shape == (32,)
+    assert model.params["model"]["embed_tokens"]["embedding"].shape == (50, 32)
+    np.testing.assert_array_equal(model(tiny.ids()).logits, tiny.logits(net))
 
 
 def test_dropout_is_for_training_only():

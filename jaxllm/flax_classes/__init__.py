@@ -18,6 +18,8 @@ from jaxllm.flax_classes.families import (
     FlaxAutoModelForCausalLM,
     FlaxAutoModelForSeq2SeqLM,
     FlaxBartForConditionalGeneration,
+    FlaxGemmaForCausalLM,
+    FlaxGemmaModel,
     FlaxGPT2LMHeadModel,
     FlaxGPT2Model,
     FlaxLlamaForCausalLM,
@@ -30,6 +32,7 @@ from jaxllm.flax_classes.families import (
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models import (
     BartConfig,
+    GemmaConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -41,6 +44,7 @@ from jaxllm.models import (
 
 BartTokenizer = BartTokenizerFast = AutoTokenizer
 GPT2Tokenizer = GPT2TokenizerFast = AutoTokenizer
+GemmaTokenizer = GemmaTokenizerFast = AutoTokenizer
 LlamaTokenizer = LlamaTokenizerFast = AutoTokenizer
 T5Tokenizer = T5TokenizerFast = AutoTokenizer
 CONFIG_MAPPING: Mapping[str, Any] = {
@@ -61,6 +65,8 @@ __all__ = [
     "FlaxBeamSearchOutput",
     "FlaxGPT2LMHeadModel",
     "FlaxGPT2Model",
+    "FlaxGemmaForCausalLM",
+    "FlaxGemmaModel",
     "FlaxLlamaForCausalLM",
     "FlaxLlamaModel",
     "FlaxMistralForCausalLM",
@@ -71,6 +77,9 @@ __all__ = [
     "GPT2Config",
     "GPT2Tokenizer",
     "GPT2TokenizerFast",
+    "GemmaConfig",
+    "GemmaTokenizer",
+    "GemmaTokenizerFast",
     "GenerationConfig",
     "LlamaConfig",
     "LlamaTokenizer",

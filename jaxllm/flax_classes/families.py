@@ -43,6 +43,14 @@ class FlaxMistralForCausalLM(FlaxPreTrainedModel):
     model_class = models.MistralForCausalLM
 
 
+class FlaxGemmaModel(FlaxPreTrainedModel):
+    model_class = models.GemmaModel
+
+
+class FlaxGemmaForCausalLM(FlaxPreTrainedModel):
+    model_class = models.GemmaForCausalLM
+
+
 class FlaxT5EncoderModel(FlaxPreTrainedModel):
     model_class = models.T5EncoderModel
     _positional = ("input_ids", "attention_mask")
@@ -143,6 +151,8 @@ __all__ = [
     "FlaxBartForConditionalGeneration",
     "FlaxGPT2LMHeadModel",
     "FlaxGPT2Model",
+    "FlaxGemmaForCausalLM",
+    "FlaxGemmaModel",
     "FlaxLlamaForCausalLM",
     "FlaxLlamaModel",
     "FlaxMistralForCausalLM",

@@ -6,6 +6,12 @@
 from jaxllm.models.bart import BartConfig, BartForConditionalGeneration
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.encoder_decoder import shift_tokens_right
+from jaxllm.models.gemma import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    GemmaForSequenceClassification,
+    GemmaModel,
+)
 from jaxllm.models.gemma2 import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -62,6 +68,10 @@ __all__ = [
     "Gemma2ForCausalLM",
     "Gemma2ForSequenceClassification",
     "Gemma2Model",
+    "GemmaConfig",
+    "GemmaForCausalLM",
+    "GemmaForSequenceClassification",
+    "GemmaModel",
     "LlamaConfig",
     "LlamaForCausalLM",
     "LlamaForSequenceClassification",

@@ -225,6 +225,11 @@ class DecoderOnlyConfig(ModelConfig):
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
 
+    @property
+    def is_causal(self) -> bool:
+        """False: tokens attend to both sides, so that the model cannot generate."""
+        return True
+
     def forward_values(self) -> dict[str, Any]:
         return super().forward_values() | {"initializer_range": 0.0}
 

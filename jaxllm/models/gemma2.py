@@ -10,28 +10,18 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from flax import nnx
-
-from jaxllm.common.errors import UnsupportedError
 from jaxllm.models import config_checks as checks
-from jaxllm.models.build_options import Options
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
-from jaxllm.models.rotary_decoder import (
-    HF_LAYER,
-    LAYER,
-    ROTARY_TABLE,
-    LayerFactory,
-    RotaryConfig,
-    RotaryModel,
-)
+from jaxllm.models.gemma import GemmaFields, GemmaModelBase
+from jaxllm.models.rotary_decoder import HF_LAYER, LAYER, ROTARY_TABLE, LayerFactory
 from jaxllm.models.weights import norm
 from jaxllm.nn.attention import Scores
 from jaxllm.nn.block import Block
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gemma2Config(RotaryConfig):
+class Gemma2Config(GemmaFields):
     """Gemma 2 config.
 
     Layers of type "sliding_attention" have the window `sliding_window`: by default the first layer
@@ -40,26 +30,16 @@ class Gemma2Config(RotaryConfig):
 
     attribute_map: ClassVar[Mapping[str, str]] = {"hidden_activation": "hidden_act"}
 
-    vocab_size: int = 256000
     hidden_size: int = 2304
     intermediate_size: int = 9216
     num_hidden_layers: int = 26
     num_attention_heads: int = 8
     num_key_value_heads: int | None = 4
-    head_dim: int | None = 256
-    hidden_act: str = "gelu_pytorch_tanh"
-    max_position_embeddings: int = 8192
-    pad_token_id: int | None = 0
-    bos_token_id: int | None = 2
-    eos_token_id: int | tuple[int, ...] | None = 1
-    tie_word_embeddings: bool = True
-    attention_bias: bool = False
     query_pre_attn_scalar: int = 256
     sliding_window: int | None = 4096
     layer_types: tuple[str, ...] | None = None
     final_logit_softcapping: float | None = 30.0
     attn_logit_softcapping: float | None = 50.0
-    use_bidirectional_attention: bool | None = None
 
     @property
     def model_type(self) -> str:
@@ -78,8 +58,7 @@ class Gemma2Config(RotaryConfig):
     def forward_values(self) -> dict[str, Any]:
         # The layers have these.
         layers = {"sliding_window": None, "layer_types": None, "attn_logit_softcapping": None}
-        scale = {"query_pre_attn_scalar": 0, "use_bidirectional_attention": None}
-        return super().forward_values() | layers | scale
+        return super().forward_values() | layers | {"query_pre_attn_scalar": 0}
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
@@ -107,19 +86,10 @@ class Gemma2Config(RotaryConfig):
             if getattr(self, name) is not None:
                 checks.check_positive(self, name)
         checks.check_layer_types(self.layer_types, self.num_hidden_layers)
-        if self.use_bidirectional_attention:
-            raise UnsupportedError(
-                "use_bidirectional_attention: only causal attention is implemented, found true"
-            )
 
 
-class Gemma2Backbone(RotaryModel[Gemma2Config]):
+class Gemma2Backbone(GemmaModelBase[Gemma2Config]):
     """Gemma 2 backbone: blocks with norms on both sides of attention and feed-forward layers."""
-
-    @staticmethod
-    def layer_factory(config: Any, options: Options, rngs: nnx.Rngs | None) -> LayerFactory:
-        scale = config.hidden_size**0.5
-        return LayerFactory(config, options, rngs, unit_offset=True, embedding_scale=scale)
 
     def block(self, make: LayerFactory, layer: int) -> Block:
         c = self.config

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import ConfigError, UnsupportedError, quoted
-from jaxllm.models import gemma2, gpt2, llama, mistral, phi3, qwen2, qwen3
+from jaxllm.models import gemma, gemma2, gpt2, llama, mistral, phi3, qwen2, qwen3
 from jaxllm.models.bart import BartConfig, BartForConditionalGeneration, bart_table
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.config import ModelConfig
@@ -116,6 +116,14 @@ FAMILIES: Mapping[str, Family] = {
         language_model=qwen3.Qwen3ForCausalLM,
         classifier=qwen3.Qwen3ForSequenceClassification,
         headless=qwen3.Qwen3Model,
+    ),
+    "gemma": _decoder_only(
+        gemma.GemmaConfig,
+        ROTARY_TABLE,
+        ("num_hidden_layers", "attention_bias"),
+        language_model=gemma.GemmaForCausalLM,
+        classifier=gemma.GemmaForSequenceClassification,
+        headless=gemma.GemmaModel,
     ),
     "gemma2": _decoder_only(
         gemma2.Gemma2Config,

@@ -41,8 +41,12 @@ def convert_sizes(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_vocab_size(config["vocab_size"])
 
 
-def convert_gemma2(writer: gguf.GGUFWriter, config: dict) -> None:
+def convert_gemma(writer: gguf.GGUFWriter, config: dict) -> None:
     convert_sizes(writer, config)  # without the number of dimensions of RoPE
+
+
+def convert_gemma2(writer: gguf.GGUFWriter, config: dict) -> None:
+    convert_gemma(writer, config)
     writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
     writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     writer.add_sliding_window(config["sliding_window"])
@@ -78,6 +82,7 @@ ARCHITECTURES = {
     "MistralForCausalLM": (gguf.MODEL_ARCH.LLAMA, convert_llama),
     "Qwen2ForCausalLM": (gguf.MODEL_ARCH.QWEN2, convert_llama),
     "Qwen3ForCausalLM": (gguf.MODEL_ARCH.QWEN3, convert_llama),
+    "GemmaForCausalLM": (gguf.MODEL_ARCH.GEMMA, convert_gemma),
     "Gemma2ForCausalLM": (gguf.MODEL_ARCH.GEMMA2, convert_gemma2),
     "GPT2LMHeadModel": (gguf.MODEL_ARCH.GPT2, convert_gpt2),
     "T5ForConditionalGeneration": (gguf.MODEL_ARCH.T5, convert_t5),
@@ -122,7 +127,7 @@ def convert(
                 array = permute(array, config["num_key_value_heads"])
             if name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
                 array = np.ascontiguousarray(array.T)
-            if architecture == gguf.MODEL_ARCH.GEMMA2 and name.endswith("norm.weight"):
+            if "gemma" in config["model_type"] and name.endswith("norm.weight"):
                 array = array + 1
                 tensors[name] = array - 1  # to the last bit
             if kind is not None and array.ndim == 2:
@@ -153,6 +158,7 @@ CHECKPOINTS = {
     "mistral_window": AS_LLAMA,
     "qwen2_window": {"hidden_act": "silu"},
     "qwen3_window": {"hidden_act": "silu"},
+    "gemma_published": {"hidden_act": "gelu_pytorch_tanh"},
     "gemma2_published": {"sliding_window": 4},
     "gpt2_base": {"activation_function": "gelu_new"},
     "gpt2_hub_layout": {"n_inner": 72},
@@ -187,7 +193,7 @@ class TestRoundTrip:
             del expected["num_decoder_layers"], expected["decoder_start_token_id"]
         if "rope_parameters" in expected:  # of transformers 5; ours is the form that both read
             expected["rope_theta"] = expected.pop("rope_parameters")["rope_theta"]
-        if config["model_type"] == "gemma2":
+        if "gemma" in config["model_type"]:
             del expected["attention_bias"]
         expected |= CHECKPOINTS[name]
         assert actual.pop("tie_word_embeddings") is ("lm_head.weight" not in tensors)

@@ -99,7 +99,7 @@ def build(case: Case, folder: Path) -> None:
     }
     save_weights(case, folder, weights)
     # A norm of Gemma multiplies by 1 + weight, so that the factor is found step by step.
-    for _ in range(8 if case.family == "gemma2" else 1):
+    for _ in range(8 if "gemma" in case.family else 1):
         factor = np.float32(LOGITS_STD / output_std(case, folder))
         for name in case.final_norm:
             weights[name] = weights[name] * factor

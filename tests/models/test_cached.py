@@ -46,7 +46,7 @@ def test_forward_with_a_cache(family):
     [
         *tiny.FAMILIES,
         "qwen3",
-        *(pytest.param(f, marks=pytest.mark.slow) for f in ("mistral", "qwen2", "phi3")),
+        *(pytest.param(f, marks=pytest.mark.slow) for f in ("mistral", "qwen2", "phi3", "gemma")),
     ],
 )
 def test_decode(family, cache_is_empty):
@@ -65,13 +65,14 @@ def test_decode(family, cache_is_empty):
     else:
         full = tiny.logits(model, ids, attention_mask=MASK)
         cache = model.init_cache(2, 12)
+    scale = max(1, full.std())
     decode = jax.jit(model.decode, static_argnames="cache_is_empty")
     for columns in CHUNKS:
         real = MASK[:, columns]
         first = cache_is_empty and columns.start == 0
         read = decode(jnp.asarray(ids[:, columns]), real, cache, cache_is_empty=first)
         cache = read.cache
-        np.testing.assert_allclose(read.logits[real], full[:, columns][real], atol=2e-5)
+        np.testing.assert_allclose(read.logits[real], full[:, columns][real], atol=2e-5 * scale)
 
 
 @pytest.mark.ci

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxllm.common import config_keys
 from jaxllm.common.errors import ConfigError, InputError, UnsupportedError
 from jaxllm.generation import GenerationConfig
-from jaxllm.models import LlamaConfig
+from jaxllm.models import GemmaConfig, LlamaConfig
 from jaxllm.models.config import GENERATION_KEYS, INERT_MODEL_KEYS
 from jaxllm.models.registry import FAMILIES, model_spec
 
@@ -45,6 +45,12 @@ ACTS = {
     "mistral": {**ROTARY, "sliding_window": 6},
     "qwen2": {**ROTARY, **WINDOWS},
     "qwen3": {**ROTARY, **WINDOWS, "attention_bias": True},
+    "gemma": {
+        **ROTARY,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+    },
     "gemma2": {
         **{name: value for name, value in ROTARY.items() if name != "hidden_act"},
         "hidden_activation": "silu",  # the name in files of the field hidden_act
@@ -120,6 +126,7 @@ OTHERS = {
     "llama": {**ROTARY_OTHERS, "pretraining_tp": 2},  # splits a product, with the same result
     **dict.fromkeys(tiny.ROTARY, ROTARY_OTHERS),
     # Only causal attention is implemented; true raises.
+    "gemma": {**ROTARY_OTHERS, "use_bidirectional_attention": False},
     "gemma2": {**ROTARY_OTHERS, "use_bidirectional_attention": False},
     "bart": {
         **TOKEN_IDS,
@@ -300,6 +307,16 @@ ROPE = {
             "rope_type: expected default or",
         ),
         ("phi3", {"full_attn_mod": 2}, r"full_attn_mod \(2\): unknown"),
+        (
+            "gemma",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention: only causal",
+        ),
+        (
+            "gemma",
+            {"hidden_activation": "relu"},
+            "hidden_activation: 'relu' contradicts hidden_act",
+        ),
         ("phi3", {"resid_pdrop": 1.0}, "resid_pdrop: expected 0 <= rate < 1"),
     ],
 )
@@ -321,6 +338,14 @@ def test_rope_parameters_act(name):
         assert model_spec({**config, "rope_parameters": parameters}).config == spelt_v4
         angles.append(np.asarray(spelt_v4.rotary.angles(jnp.arange(9)[None], jnp.array([[9]]))))
     assert np.abs(angles[0] - angles[1]).max() > 1e-3
+
+
+def test_gelu_of_gemma_is_the_tanh_approximation():
+    """In files as in code, and what is written says so in both of its names."""
+    spec = model_spec({**tiny.CONFIGS["gemma"], "hidden_act": "gelu"})
+    written = spec.config.to_json("gemma", spec.architecture)
+    assert written["hidden_act"] == written["hidden_activation"] == "gelu_pytorch_tanh"
+    assert GemmaConfig(hidden_act="gelu") == GemmaConfig()
 
 
 def test_the_part_of_a_head_that_is_rotated_acts():

@@ -63,5 +63,10 @@ def test_windows_and_rope_of_phi():
     assert (v4.size_per_head, v4.rotary.rotated) == (128, 96)
 
 
+def test_versions_of_gemma():
+    assert config("gemma-2b") == config("gemma-2b, saved by transformers 5")
+    assert (config("gemma-2b").kv_heads, config("codegemma-7b-it").kv_heads) == (1, 16)
+
+
 def test_labels():
     assert (config("distilgpt2").num_labels, config("gpt2").num_labels) == (1, 2)

@@ -326,6 +326,55 @@ QWEN3_VERSION_5 = {
     "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
     "transformers_version": "5.0.0",
 }
+GEMMA_2B = {
+    "architectures": ["GemmaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "head_dim": 256,
+    "hidden_act": "gelu",
+    "hidden_activation": None,
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 16384,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 18,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.38.0.dev0",
+    "use_cache": True,
+    "vocab_size": 256000,
+}
+CODEGEMMA_7B_IT = {
+    **GEMMA_2B,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 3072,
+    "intermediate_size": 24576,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 16,
+    "transformers_version": "4.40.0.dev0",
+}
+GEMMA_2B_VERSION_5 = {
+    key: value
+    for key, value in GEMMA_2B.items()
+    if key not in ("hidden_activation", "rope_scaling", "rope_theta", "torch_dtype")
+} | {
+    "dtype": "bfloat16",
+    "hidden_act": "gelu_pytorch_tanh",
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "tie_word_embeddings": True,
+    "transformers_version": "5.0.0",
+    "use_bidirectional_attention": None,
+}
 GEMMA_2_2B = {
     "architectures": ["Gemma2ForCausalLM"],
     "attention_bias": False,
@@ -503,6 +552,9 @@ CONFIGS = {
     "Qwen2.5-7B-Instruct": QWEN2_5_7B_INSTRUCT,
     "Qwen3-0.6B": QWEN3_0_6B,
     "Qwen3-0.6B, saved by transformers 5": QWEN3_VERSION_5,
+    "gemma-2b": GEMMA_2B,
+    "gemma-2b, saved by transformers 5": GEMMA_2B_VERSION_5,
+    "codegemma-7b-it": CODEGEMMA_7B_IT,
     "gemma-2-2b": GEMMA_2_2B,
     "Phi-3-mini-4k-instruct": PHI_3_MINI_4K,
     "Phi-3-mini-128k-instruct": PHI_3_MINI_128K,

@@ -82,6 +82,7 @@ ROTARY: dict[str, dict[str, Any]] = {
     },
 }
 ROTARY["qwen3"] = {**ROTARY["qwen2"], "model_type": "qwen3", "head_dim": 8}
+ROTARY["gemma"] = {**CONFIGS["llama"], "model_type": "gemma", "head_dim": 8, "pad_token_id": 0}
 ROTARY["gemma2"] = {
     **CONFIGS["llama"],
     "model_type": "gemma2",

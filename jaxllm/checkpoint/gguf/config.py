@@ -17,7 +17,7 @@ import numpy as np
 from jaxllm.checkpoint.source import TensorInfo
 from jaxllm.common.errors import CheckpointError, UnsupportedError, listed, quoted
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gpt2", "t5", "t5encoder")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gpt2", "t5", "t5encoder")
 """llama.cpp's architecture names. Its converter writes Mistral as "llama", without the window."""
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -62,9 +62,9 @@ def hf_config_from_gguf(
     fields = Fields(metadata, architecture, source)
     if architecture in _ROTARY:
         config = _ROTARY[architecture](tensors) | _rotary(fields, tensors, rope_factors)
-        if architecture == "gemma2":
-            config |= _gemma2_fields(fields, config)
+        if architecture in _GEMMA:
             del config["hidden_act"]
+            config |= _GEMMA[architecture](fields, config)
     elif architecture == "gpt2":
         config = _gpt2(fields, tensors)
     else:
@@ -104,8 +104,16 @@ def _qwen3(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     return {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "attention_bias": bias}
 
 
+def _gemma(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    return {"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}
+
+
 def _gemma2(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     return {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}
+
+
+def _gemma_fields(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"hidden_act": "gelu_pytorch_tanh"}
 
 
 def _gemma2_fields(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,8 +129,16 @@ def _gemma2_fields(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_ROTARY = {"llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "gemma2": _gemma2}
-"""Architectures with the fields that `_rotary` reads -> functions for their other fields."""
+_ROTARY = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+}
+"""Architectures with the fields that `_rotary` reads -> functions for what the tensors tell."""
+_GEMMA = {"gemma": _gemma_fields, "gemma2": _gemma2_fields}
+"""Versions of Gemma -> functions for their own fields."""
 
 
 def _rotary(

@@ -95,6 +95,7 @@ _NAMES = {
     "llama": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _QWEN3,
+    "gemma": _LLAMA,
     "gemma2": _GEMMA2,
     "gpt2": _GPT2,
     "t5": _T5,
@@ -188,7 +189,7 @@ class HFView(WeightSource):
                     f"{heads} heads of an even size"
                 )
             return _Tensor(name, heads=heads)
-        if architecture == "gemma2" and layer.endswith("norm"):
+        if architecture.startswith("gemma") and layer.endswith("norm"):
             return _Tensor(name, added=1.0)
         conv1d = layer in _GPT2_CONV1D and name.endswith(".weight")
         return _Tensor(name, transposed=architecture == "gpt2" and conv1d)

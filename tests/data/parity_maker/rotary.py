@@ -21,7 +21,7 @@ from parity_maker.llama import LLAMA
 CASES: list[Case] = []
 
 NAMES = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma2": "Gemma2"}
-NAMES |= {"phi3": "Phi3"}
+NAMES |= {"phi3": "Phi3", "gemma": "Gemma"}
 COMMON = {k: v for k, v in LLAMA.items() if k not in ("attention_bias", "mlp_bias")}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 GRADS = (
@@ -125,6 +125,35 @@ rotary(
     attention_bias=False,
     max_position_embeddings=256,
     rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+)
+GEMMA_GRADS = GRADS + BIASES + ("model.layers.1.input_layernorm.weight",)
+rotary(
+    "gemma_full",
+    "biases, MQA, silu, own head, v5 rope, gradients",
+    GEMMA_GRADS,
+    hidden_act="silu",
+    hidden_activation="silu",
+    attention_bias=True,
+    num_key_value_heads=1,
+    tie_word_embeddings=False,
+    rope_parameters={"rope_type": "default", "rope_theta": 70.0},
+)
+rotary(
+    "gemma_published",
+    "fields of a published config.json: hidden_act gelu, which is tanh, no biases, tied",
+    hidden_act="gelu",
+    attention_bias=False,
+    rope_theta=90.0,
+)
+rotary(
+    "gemma_cls_single",
+    f"sequence classification: {TASKS['single'][0]}; linear rope",
+    task="single",
+    hidden_act="gelu",
+    hidden_activation="gelu_pytorch_tanh",
+    attention_bias=False,
+    rope_scaling={"rope_type": "linear", "factor": 2.0},
+    **labels_of(3),
 )
 GEMMA = {
     "hidden_act": None,

@@ -1,0 +1,117 @@
+"""Gemma (Gemma Team 2024, arXiv:2403.08295), and what all versions of Gemma share.
+
+Llama with scaled embeddings, norms that multiply by ``1 + weight``, and gated GELU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Self
+
+from flax import nnx
+
+from jaxllm.common.errors import ConfigError, UnsupportedError, quoted
+from jaxllm.models.build_options import Options
+from jaxllm.models.classifier import SequenceClassifier
+from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
+from jaxllm.models.rotary_decoder import C, LayerFactory, RotaryConfig, RotaryModel
+from jaxllm.nn.block import Block
+
+TANH_GELU = "gelu_pytorch_tanh"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmaFields(RotaryConfig):
+    """Config fields of all versions of Gemma."""
+
+    vocab_size: int = 256000
+    head_dim: int | None = 256
+    hidden_act: str = TANH_GELU
+    max_position_embeddings: int = 8192
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = 2
+    eos_token_id: int | tuple[int, ...] | None = 1
+    tie_word_embeddings: bool = True
+    attention_bias: bool = False
+    use_bidirectional_attention: bool | None = None
+
+    def forward_values(self) -> dict[str, Any]:
+        return super().forward_values() | {"use_bidirectional_attention": not self.is_causal}
+
+    def check(self) -> None:
+        super().check()
+        if self.is_causal and self.use_bidirectional_attention:
+            raise UnsupportedError(
+                "use_bidirectional_attention: only causal attention is implemented, found true"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmaConfig(GemmaFields):
+    """Gemma config.
+
+    The first files have `hidden_act` "gelu", which stands for the tanh approximation. Versions of
+    transformers read either `hidden_act` or `hidden_activation`, so the two must agree.
+    """
+
+    hidden_size: int = 3072
+    intermediate_size: int = 24576
+    num_hidden_layers: int = 28
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden_act == "gelu":
+            object.__setattr__(self, "hidden_act", TANH_GELU)
+
+    @property
+    def model_type(self) -> str:
+        return "gemma"
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        config = super().from_dict({k: v for k, v in raw.items() if k != "hidden_activation"})
+        other = raw.get("hidden_activation")
+        if other not in (None, config.hidden_act):
+            raise ConfigError(
+                f"hidden_activation: {quoted(other)} contradicts hidden_act, "
+                f"{quoted(config.hidden_act)}; set both to the activation of the model"
+            )
+        return config
+
+    def to_json(self, model_type: str, architecture: str) -> dict[str, Any]:
+        raw = super().to_json(model_type, architecture)
+        return raw | {"hidden_activation": self.hidden_act}
+
+
+class GemmaModelBase(RotaryModel[C]):
+    """Backbone whose norms multiply by ``1 + weight``, with scaled embeddings."""
+
+    @staticmethod
+    def layer_factory(config: Any, options: Options, rngs: nnx.Rngs | None) -> LayerFactory:
+        scale = config.hidden_size**0.5
+        return LayerFactory(config, options, rngs, unit_offset=True, embedding_scale=scale)
+
+
+class GemmaBackbone(GemmaModelBase[GemmaConfig]):
+    """Gemma backbone: Llama's blocks."""
+
+    def block(self, make: LayerFactory, layer: int) -> Block:
+        bias = self.config.attention_bias
+        return Block(
+            make.norm(), make.attention(bias=bias, output_bias=bias), make.norm(), make.mlp()
+        )
+
+
+class GemmaModel(DecoderOnlyModel):
+    backbone_class = GemmaBackbone
+
+
+class GemmaForCausalLM(CausalLM):
+    backbone_class = GemmaBackbone
+
+
+class GemmaForSequenceClassification(SequenceClassifier):
+    backbone_class = GemmaBackbone
