@@ -18,6 +18,12 @@ from jaxllm.models.gemma2 import (
     Gemma2ForSequenceClassification,
     Gemma2Model,
 )
+from jaxllm.models.gemma3 import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Gemma3TextForSequenceClassification,
+    Gemma3TextModel,
+)
 from jaxllm.models.gpt2 import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, GPT2Model
 from jaxllm.models.llama import (
     LlamaConfig,
@@ -68,6 +74,10 @@ __all__ = [
     "Gemma2ForCausalLM",
     "Gemma2ForSequenceClassification",
     "Gemma2Model",
+    "Gemma3ForCausalLM",
+    "Gemma3TextConfig",
+    "Gemma3TextForSequenceClassification",
+    "Gemma3TextModel",
     "GemmaConfig",
     "GemmaForCausalLM",
     "GemmaForSequenceClassification",

@@ -17,7 +17,7 @@ from jaxllm.cache.attention_view import (
     make_view,
 )
 from jaxllm.cache.kv_cache import KV, Cache
-from jaxllm.common.errors import InputError, quoted
+from jaxllm.common.errors import InputError, UnsupportedError, quoted
 from jaxllm.models import input_checks as check
 from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.config import DecoderOnlyConfig
@@ -166,7 +166,7 @@ class DecoderOnly(Model[DecoderOnlyConfig]):
         mask, segments, limit = inputs.mask, inputs.segments, self.backbone.max_positions
         check.check_capacity(mask, cache, None if position_ids is not None else limit, segments)
         if cache is None:
-            view = make_view(mask, segments=segments)
+            view = make_view(mask, causal=self.config.is_causal, segments=segments)
         else:
             view, cache = cache.make_view(mask)
         if position_ids is not None:
@@ -308,6 +308,11 @@ class CausalLM(DecoderOnly, LanguageModel[DecoderOnlyConfig]):
         encoder_hidden_states: Float[Array, "B E D"] | None = None,
         encoder_attention_mask: Bool[Array, "B E"] | None = None,
     ) -> Cache:
+        if not self.config.is_causal:
+            raise UnsupportedError(
+                "use_bidirectional_attention: a model whose tokens attend to both sides cannot "
+                "generate; it gives embeddings and classes of whole texts"
+            )
         cache = self.empty_cache(batch, capacity)
         if encoder_hidden_states is None:
             return cache

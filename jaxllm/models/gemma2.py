@@ -18,6 +18,7 @@ from jaxllm.models.rotary_decoder import HF_LAYER, LAYER, ROTARY_TABLE, LayerFac
 from jaxllm.models.weights import norm
 from jaxllm.nn.attention import Scores
 from jaxllm.nn.block import Block
+from jaxllm.nn.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,9 +52,16 @@ class Gemma2Config(GemmaFields):
 
     def window(self, layer: int) -> int | None:
         """Attention window of this layer in tokens, the query's own included; None: no window."""
+        return self.sliding_window if self.slides(layer) else None
+
+    def slides(self, layer: int) -> bool:
+        """True if this layer is of the type that has a window."""
         types = self.layer_types
-        sliding = layer % 2 == 0 if types is None else types[layer] == checks.SLIDING
-        return self.sliding_window if sliding else None
+        return layer % 2 == 0 if types is None else types[layer] == checks.SLIDING
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """RoPE of this layer; None: that of the config."""
+        return None
 
     def forward_values(self) -> dict[str, Any]:
         # The layers have these.
@@ -91,6 +99,8 @@ class Gemma2Config(GemmaFields):
 class Gemma2Backbone(GemmaModelBase[Gemma2Config]):
     """Gemma 2 backbone: blocks with norms on both sides of attention and feed-forward layers."""
 
+    normed_heads = False
+
     def block(self, make: LayerFactory, layer: int) -> Block:
         c = self.config
         attn = make.attention(
@@ -98,6 +108,8 @@ class Gemma2Backbone(GemmaModelBase[Gemma2Config]):
             output_bias=c.attention_bias,
             window=c.window(layer),
             scores=Scores(c.query_pre_attn_scalar**-0.5, c.attn_logit_softcapping),
+            normed_heads=self.normed_heads,
+            rope=c.rope_of(layer),
         )
         return Block(
             make.norm(),

@@ -7,8 +7,7 @@ import dataclasses
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
 from jaxllm.models.qwen2 import Qwen2Config
-from jaxllm.models.rotary_decoder import HF_LAYER, LAYER, ROTARY_TABLE, LayerFactory, RotaryModel
-from jaxllm.models.weights import norm
+from jaxllm.models.rotary_decoder import HEAD_NORMS, ROTARY_TABLE, LayerFactory, RotaryModel
 from jaxllm.nn.block import Block
 
 
@@ -50,7 +49,4 @@ class Qwen3ForSequenceClassification(SequenceClassifier):
     backbone_class = Qwen3Backbone
 
 
-QWEN3_TABLE = ROTARY_TABLE.with_entries(
-    *norm(f"{LAYER}.attn.q_norm", f"{HF_LAYER}.self_attn.q_norm"),
-    *norm(f"{LAYER}.attn.k_norm", f"{HF_LAYER}.self_attn.k_norm"),
-)
+QWEN3_TABLE = ROTARY_TABLE.with_entries(*HEAD_NORMS)

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import ConfigError, UnsupportedError, quoted
-from jaxllm.models import gemma, gemma2, gpt2, llama, mistral, phi3, qwen2, qwen3
+from jaxllm.models import gemma, gemma2, gemma3, gpt2, llama, mistral, phi3, qwen2, qwen3
 from jaxllm.models.bart import BartConfig, BartForConditionalGeneration, bart_table
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.config import ModelConfig
@@ -132,6 +132,14 @@ FAMILIES: Mapping[str, Family] = {
         language_model=gemma2.Gemma2ForCausalLM,
         classifier=gemma2.Gemma2ForSequenceClassification,
         headless=gemma2.Gemma2Model,
+    ),
+    "gemma3_text": _decoder_only(
+        gemma3.Gemma3TextConfig,
+        gemma3.GEMMA3_TABLE,
+        ("num_hidden_layers", "attention_bias"),
+        language_model=gemma3.Gemma3ForCausalLM,
+        classifier=gemma3.Gemma3TextForSequenceClassification,
+        headless=gemma3.Gemma3TextModel,
     ),
     "phi3": _decoder_only(
         phi3.Phi3Config,

@@ -39,11 +39,13 @@ class RotaryConfig(cfg.DecoderOnlyConfig):
     """Config with the field names of config.json; all RoPE fields are merged into `rope`.
 
     `max_position_embeddings` affects RoPE (dynamic scaling) and is generate()'s default limit.
-    `rope` None: RoPE without scaling, base 10000.
+    `rope` None: RoPE without scaling, of base `default_theta`.
     """
 
     partial_rotary: ClassVar[bool] = False
     """True if the family may rotate a part of each head (`partial_rotary_factor`)."""
+    default_theta: ClassVar[float] = 10000.0
+    """Base of RoPE if the file has none."""
 
     hidden_size: int = 4096
     intermediate_size: int = 11008
@@ -67,9 +69,7 @@ class RotaryConfig(cfg.DecoderOnlyConfig):
 
     @property
     def rotary(self) -> Rope:
-        rope = self.rope or Rope(
-            head_dim=self.size_per_head, max_positions=self.max_position_embeddings
-        )
+        rope = self.rope or self.read_rope({})
         if rope.head_dim != self.size_per_head:
             raise ConfigError(f"rope: for head_dim {rope.head_dim}, not {self.size_per_head}")
         return rope
@@ -137,7 +137,7 @@ class RotaryConfig(cfg.DecoderOnlyConfig):
     def read_rope(self, raw: Mapping[str, Any]) -> Rope:
         """Reads the RoPE fields of a config.json object, whose other fields are read."""
         sizes = {"head_dim": self.size_per_head, "max_positions": self.max_position_embeddings}
-        return rope_from_config(raw, **sizes)
+        return rope_from_config(raw, default_theta=self.default_theta, **sizes)
 
     def to_json(self, model_type: str, architecture: str) -> dict[str, Any]:
         raw = super().to_json(model_type, architecture)
@@ -293,3 +293,9 @@ ROTARY_TABLE = Table(
     copies=((r"lm_head\.weight", "backbone.embed.weight"),),
 )
 """Weight table common to Llama-like families; biases are used where the model has them."""
+HEAD_NORMS = tuple(
+    entry
+    for name in ("q_norm", "k_norm")
+    for entry in norm(f"{LAYER}.attn.{name}", f"{HF_LAYER}.self_attn.{name}")
+)
+"""Entries of families with norms of each head's query and key (QK norm)."""

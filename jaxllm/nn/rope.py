@@ -240,7 +240,13 @@ COMMON = (
 )
 
 
-def rope_from_config(config: Mapping[str, Any], *, head_dim: int, max_positions: int) -> Rope:
+def rope_from_config(
+    config: Mapping[str, Any],
+    *,
+    head_dim: int,
+    max_positions: int,
+    default_theta: float = 10000.0,
+) -> Rope:
     """Reads RoPE settings: transformers v4 (`rope_theta`, `rope_scaling`), v5 (`rope_parameters`).
 
     An unknown parameter is an error: a model run without its scaling gives fluent nonsense.
@@ -274,7 +280,7 @@ def rope_from_config(config: Mapping[str, Any], *, head_dim: int, max_positions:
         raise ConfigError(f"head_dim: rotary embeddings need an even number, found {head_dim}")
     return Rope(
         head_dim=head_dim,
-        theta=parameters.number("rope_theta", 10000.0, low=1.0),
+        theta=parameters.number("rope_theta", default_theta, low=1.0),
         rope_type=rope_type,
         max_positions=max_positions,
         original_positions=original,

@@ -52,6 +52,19 @@ def convert_gemma2(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_sliding_window(config["sliding_window"])
 
 
+def convert_gemma3(writer: gguf.GGUFWriter, config: dict) -> None:
+    convert_gemma(writer, config)
+    writer.add_sliding_window(config["sliding_window"])
+    if config["final_logit_softcapping"] is not None:
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config["rope_scaling"] is not None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(config["rope_scaling"]["rope_type"]))
+        writer.add_rope_scaling_factor(config["rope_scaling"]["factor"])
+    # Fields that converters write for other families with such windows.
+    writer.add_sliding_window_pattern(config["sliding_window_pattern"])
+    writer.add_rope_freq_base_swa(config["rope_local_base_freq"])
+
+
 def convert_gpt2(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_block_count(config["n_layer"])
     writer.add_context_length(config["n_positions"])
@@ -84,6 +97,7 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": (gguf.MODEL_ARCH.QWEN3, convert_llama),
     "GemmaForCausalLM": (gguf.MODEL_ARCH.GEMMA, convert_gemma),
     "Gemma2ForCausalLM": (gguf.MODEL_ARCH.GEMMA2, convert_gemma2),
+    "Gemma3ForCausalLM": (gguf.MODEL_ARCH.GEMMA3, convert_gemma3),
     "GPT2LMHeadModel": (gguf.MODEL_ARCH.GPT2, convert_gpt2),
     "T5ForConditionalGeneration": (gguf.MODEL_ARCH.T5, convert_t5),
     "UMT5ForConditionalGeneration": (gguf.MODEL_ARCH.T5, convert_t5),
@@ -160,6 +174,7 @@ CHECKPOINTS = {
     "qwen3_window": {"hidden_act": "silu"},
     "gemma_published": {"hidden_act": "gelu_pytorch_tanh"},
     "gemma2_published": {"sliding_window": 4},
+    "gemma3_published": {"sliding_window": 4},
     "gpt2_base": {"activation_function": "gelu_new"},
     "gpt2_hub_layout": {"n_inner": 72},
     "gpt2_untied": {"activation_function": "gelu_new"},

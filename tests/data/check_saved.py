@@ -27,6 +27,7 @@ OWN = {
     "own_qwen3": ("qwen3", {"attention_bias": True}),
     "own_phi3": ("phi3", {"tie_word_embeddings": True}),
     "own_gemma": ("gemma", {"attention_bias": True}),
+    "own_gemma3": ("gemma3_text", {"attention_bias": True}),
     "own_gpt2": ("gpt2", {}),
     "own_t5": ("t5", {}),
     "own_t5_tied": ("t5", {"tie_word_embeddings": True}),

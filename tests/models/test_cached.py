@@ -46,7 +46,10 @@ def test_forward_with_a_cache(family):
     [
         *tiny.FAMILIES,
         "qwen3",
-        *(pytest.param(f, marks=pytest.mark.slow) for f in ("mistral", "qwen2", "phi3", "gemma")),
+        *(
+            pytest.param(f, marks=pytest.mark.slow)
+            for f in ("mistral", "qwen2", "phi3", "gemma", "gemma3_text")
+        ),
     ],
 )
 def test_decode(family, cache_is_empty):

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxllm.common import config_keys
 from jaxllm.common.errors import ConfigError, InputError, UnsupportedError
 from jaxllm.generation import GenerationConfig
-from jaxllm.models import GemmaConfig, LlamaConfig
+from jaxllm.models import Gemma3TextConfig, GemmaConfig, LlamaConfig
 from jaxllm.models.config import GENERATION_KEYS, INERT_MODEL_KEYS
 from jaxllm.models.registry import FAMILIES, model_spec
 
@@ -61,6 +61,19 @@ ACTS = {
         "query_pre_attn_scalar": 20,
         "attn_logit_softcapping": None,
         "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {
+        **{name: value for name, value in ROTARY.items() if name != "hidden_act"},
+        "hidden_activation": "silu",
+        "tie_word_embeddings": False,
+        "sliding_window": 6,
+        "sliding_window_pattern": 3,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_local_base_freq": 10.0,
+        "attention_bias": True,
+        "query_pre_attn_scalar": 20,
+        "final_logit_softcapping": 3.0,
+        "use_bidirectional_attention": True,
     },
     "phi3": {**ROTARY, "sliding_window": 6},
     "bart": {
@@ -128,6 +141,8 @@ OTHERS = {
     # Only causal attention is implemented; true raises.
     "gemma": {**ROTARY_OTHERS, "use_bidirectional_attention": False},
     "gemma2": {**ROTARY_OTHERS, "use_bidirectional_attention": False},
+    # transformers ignores a soft cap of scores, so that any number raises.
+    "gemma3_text": {**ROTARY_OTHERS, "attn_logit_softcapping": None},
     "bart": {
         **TOKEN_IDS,
         "decoder_start_token_id": 5,
@@ -317,6 +332,24 @@ ROPE = {
             {"hidden_activation": "relu"},
             "hidden_activation: 'relu' contradicts hidden_act",
         ),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: Gemma 3 has no"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern: expected 1 to"),
+        ("gemma3_text", {"rope_local_base_freq": 0.0}, "rope_local_base_freq: expected a number"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
+            "rope_parameters: expected full_attention and sliding_attention",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_parameters.sliding_attention: layers with a window have RoPE without scaling",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {"rope_theta": 7.0}}},
+            "rope_local_base_freq: 100.0 contradicts rope_parameters.sliding_attention",
+        ),
         ("phi3", {"resid_pdrop": 1.0}, "resid_pdrop: expected 0 <= rate < 1"),
     ],
 )
@@ -346,6 +379,26 @@ def test_gelu_of_gemma_is_the_tanh_approximation():
     written = spec.config.to_json("gemma", spec.architecture)
     assert written["hidden_act"] == written["hidden_activation"] == "gelu_pytorch_tanh"
     assert GemmaConfig(hidden_act="gelu") == GemmaConfig()
+
+
+def test_gemma_3_with_attention_to_both_sides_does_not_generate():
+    model = tiny.make("gemma3_text", use_bidirectional_attention=True)
+    with pytest.raises(UnsupportedError, match="use_bidirectional_attention: a model whose tokens"):
+        model.generate(tiny.ids())
+
+
+def test_both_ropes_of_gemma_3_act():
+    """In layers with and without a window alike; the defaults of their bases differ."""
+    raw = tiny.CONFIGS["gemma3_text"]
+    before = tiny.logits(tiny.cached("gemma3_text"))
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    for change in ({"rope_theta": 50.0}, {"rope_scaling": scaling}, {"rope_local_base_freq": 5.0}):
+        assert np.abs(tiny.logits(tiny.make(raw, **change)) - before).max() > 1e-3
+    flat = model_spec({**raw, "rope_theta": 50.0, "rope_scaling": scaling}).config
+    nested = {"full_attention": {**scaling, "rope_theta": 50.0}}
+    nested["sliding_attention"] = {"rope_type": "default", "rope_theta": 100.0}
+    assert model_spec({**raw, "rope_parameters": nested}).config == flat
+    assert model_spec(raw).config.rotary.theta == Gemma3TextConfig().rotary.theta == 1e6
 
 
 def test_the_part_of_a_head_that_is_rotated_acts():

@@ -12,7 +12,8 @@ from jaxllm.models.registry import FAMILIES, model_spec
 def test_is_understood_and_written_back(name):
     raw = CONFIGS[name]
     spec = model_spec(raw)
-    assert spec.architecture == raw["architectures"][0]
+    listed = raw["architectures"][0]
+    assert spec.architecture == spec.family.aliases.get(listed, listed)
     written = spec.config.to_json(raw["model_type"], spec.architecture)
     assert FAMILIES[raw["model_type"]].config.from_dict(written) == spec.config
 
@@ -66,6 +67,13 @@ def test_windows_and_rope_of_phi():
 def test_versions_of_gemma():
     assert config("gemma-2b") == config("gemma-2b, saved by transformers 5")
     assert (config("gemma-2b").kv_heads, config("codegemma-7b-it").kv_heads) == (1, 16)
+    gemma3, v5 = config("gemma-3-270m"), config("gemma-3-270m, saved by transformers 5")
+    assert gemma3 == v5
+    assert [gemma3.window(layer) for layer in range(4, 7)] == [512, None, 512]
+    assert [gemma3.rope_of(layer) is None for layer in range(4, 7)] == [False, True, False]
+    assert (gemma3.rotary.theta, gemma3.rope_of(0).theta) == (1e6, 1e4)
+    assert [config("gemma-3-1b-it").slides(layer) for layer in (4, 5)] == [True, False]
+    assert config("embeddinggemma-300m").window(0) == 256
 
 
 def test_labels():

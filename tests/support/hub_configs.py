@@ -405,6 +405,78 @@ GEMMA_2_2B = {
     "use_cache": True,
     "vocab_size": 256000,
 }
+LAYER_TYPES_OF_GEMMA_3 = ["sliding_attention"] * 5 + ["full_attention"]
+GEMMA_3_1B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": None,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "initializer_range": 0.02,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.50.0.dev0",
+    "use_cache": True,
+    "vocab_size": 262144,
+}
+GEMMA_3_270M = {
+    key: value
+    for key, value in GEMMA_3_1B.items()
+    if key not in ("cache_implementation", "sliding_window_pattern")
+} | {
+    "_sliding_window_pattern": 6,
+    "eos_token_id": 1,
+    "hidden_size": 640,
+    "intermediate_size": 2048,
+    "layer_types": LAYER_TYPES_OF_GEMMA_3 * 3,
+    "num_hidden_layers": 18,
+    "rope_local_base_freq": 10000.0,
+    "rope_theta": 1000000.0,
+    "transformers_version": "4.55.0.dev0",
+    "use_bidirectional_attention": False,
+}
+GEMMA_3_270M_VERSION_5 = {
+    key: value
+    for key, value in GEMMA_3_270M.items()
+    if key not in ("rope_local_base_freq", "rope_scaling", "rope_theta", "torch_dtype")
+} | {
+    "dtype": "bfloat16",
+    "rope_parameters": {
+        "full_attention": {"rope_theta": 1000000.0, "rope_type": "default"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "tie_word_embeddings": True,
+    "transformers_version": "5.0.0",
+}
+EMBEDDINGGEMMA_300M = GEMMA_3_270M | {
+    "architectures": ["Gemma3TextModel"],
+    "hidden_size": 768,
+    "intermediate_size": 1152,
+    "layer_types": LAYER_TYPES_OF_GEMMA_3 * 4,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 3,
+    "num_hidden_layers": 24,
+    "use_bidirectional_attention": True,
+}
 PHI_3_MINI_4K = {
     "_name_or_path": "Phi-3-mini-4k-instruct",
     "architectures": ["Phi3ForCausalLM"],
@@ -556,6 +628,10 @@ CONFIGS = {
     "gemma-2b, saved by transformers 5": GEMMA_2B_VERSION_5,
     "codegemma-7b-it": CODEGEMMA_7B_IT,
     "gemma-2-2b": GEMMA_2_2B,
+    "gemma-3-1b-it": GEMMA_3_1B,
+    "gemma-3-270m": GEMMA_3_270M,
+    "gemma-3-270m, saved by transformers 5": GEMMA_3_270M_VERSION_5,
+    "embeddinggemma-300m": EMBEDDINGGEMMA_300M,
     "Phi-3-mini-4k-instruct": PHI_3_MINI_4K,
     "Phi-3-mini-128k-instruct": PHI_3_MINI_128K,
     "Phi-3-mini-128k-instruct, first file": PHI_3_MINI_128K_OLD,

@@ -92,6 +92,14 @@ ROTARY["gemma2"] = {
     "attn_logit_softcapping": 5.0,
     "final_logit_softcapping": 8.0,
 }
+ROTARY["gemma3_text"] = {
+    **ROTARY["gemma2"],
+    "model_type": "gemma3_text",
+    "attn_logit_softcapping": None,
+    "sliding_window_pattern": 2,
+    "rope_local_base_freq": 100.0,
+    "pad_token_id": 0,
+}
 ROTARY["phi3"] = {
     **CONFIGS["llama"],
     "model_type": "phi3",

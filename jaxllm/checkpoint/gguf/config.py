@@ -17,7 +17,7 @@ import numpy as np
 from jaxllm.checkpoint.source import TensorInfo
 from jaxllm.common.errors import CheckpointError, UnsupportedError, listed, quoted
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gpt2", "t5", "t5encoder")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gpt2", "t5", "t5encoder")
 """llama.cpp's architecture names. Its converter writes Mistral as "llama", without the window."""
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -112,6 +112,10 @@ def _gemma2(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     return {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}
 
 
+def _gemma3(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    return {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
+
+
 def _gemma_fields(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"hidden_act": "gelu_pytorch_tanh"}
 
@@ -129,15 +133,32 @@ def _gemma2_fields(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gemma3_fields(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Gemma 3's own fields; the scale of scores and the layers with a window are llama.cpp's."""
+    is_27b = config["num_hidden_layers"] == 62
+    width = config["hidden_size"] // config["num_attention_heads"]
+    own = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": width if is_27b else config["head_dim"],
+        "sliding_window": fields.integer("attention.sliding_window"),
+        "sliding_window_pattern": fields.integer("attention.sliding_window_pattern", 6),
+        "rope_local_base_freq": fields.number("rope.freq_base_swa", 10000.0),
+    }
+    if fields.get("final_logit_softcapping") is not None:
+        own["final_logit_softcapping"] = fields.number("final_logit_softcapping")
+    return own
+
+
 _ROTARY = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "gemma": _gemma,
     "gemma2": _gemma2,
+    "gemma3": _gemma3,
 }
 """Architectures with the fields that `_rotary` reads -> functions for what the tensors tell."""
-_GEMMA = {"gemma": _gemma_fields, "gemma2": _gemma2_fields}
+_GEMMA = {"gemma": _gemma_fields, "gemma2": _gemma2_fields, "gemma3": _gemma3_fields}
 """Versions of Gemma -> functions for their own fields."""
 
 

@@ -36,11 +36,11 @@ _LLAMA = {
     "blk.{}.ffn_up": "model.layers.{}.mlp.up_proj",
     "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
 }
-_QWEN3 = {
-    **_LLAMA,
+_HEAD_NORMS = {
     "blk.{}.attn_q_norm": "model.layers.{}.self_attn.q_norm",
     "blk.{}.attn_k_norm": "model.layers.{}.self_attn.k_norm",
 }
+_QWEN3 = {**_LLAMA, **_HEAD_NORMS}
 _GEMMA2 = {
     **_LLAMA,
     "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
@@ -97,6 +97,7 @@ _NAMES = {
     "qwen3": _QWEN3,
     "gemma": _LLAMA,
     "gemma2": _GEMMA2,
+    "gemma3": {**_GEMMA2, **_HEAD_NORMS},
     "gpt2": _GPT2,
     "t5": _T5,
     "t5encoder": _T5ENCODER,

@@ -21,7 +21,7 @@ from parity_maker.llama import LLAMA
 CASES: list[Case] = []
 
 NAMES = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma2": "Gemma2"}
-NAMES |= {"phi3": "Phi3", "gemma": "Gemma"}
+NAMES |= {"phi3": "Phi3", "gemma": "Gemma", "gemma3": "Gemma3"}
 COMMON = {k: v for k, v in LLAMA.items() if k not in ("attention_bias", "mlp_bias")}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 GRADS = (
@@ -60,6 +60,8 @@ def rotary(
         calls["short"] = Forward(decoder_only(random_state(f"{name}:short"), config, short))
         calls["generate"] = prompts(config, (9, 12, 10))
     architecture = NAMES[family] + ("ForCausalLM" if task is None else "ForSequenceClassification")
+    if family == "gemma3":
+        architecture = architecture.replace("3ForSequence", "3TextForSequence")
     absent = ("lm_head.weight",) if config["tie_word_embeddings"] and task is None else ()
     CASES.append(
         Case(name, family, covers, architecture, config, calls, ("model.norm.weight",), absent)
@@ -197,6 +199,49 @@ rotary(
     f"sequence classification: {TASKS['single'][0]}",
     task="single",
     **GEMMA,
+    **labels_of(3),
+)
+GEMMA3 = GEMMA | {"model_type": "gemma3_text", "attn_logit_softcapping": None}
+rotary(
+    "gemma3_full",
+    "QK norm, biases, soft cap of logits, scale 1/sqrt(7), windows of 4 in layers 0 and 2 with a "
+    "RoPE of their own (v5), linear scaling in layer 1, own head, gelu, gradients",
+    GRADS + BIASES + NORMS + GEMMA_NORMS,
+    **GEMMA3,
+    num_hidden_layers=3,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    tie_word_embeddings=False,
+    rope_parameters={
+        "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 120.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+    },
+)
+rotary(
+    "gemma3_published",
+    "fields of a published config.json (v4): sliding_window_pattern 2, rope_local_base_freq, tied, "
+    "gelu tanh, no biases, no soft cap",
+    **GEMMA3
+    | {
+        "attention_bias": False,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 6,
+        "final_logit_softcapping": None,
+    },
+    num_hidden_layers=4,
+    sliding_window_pattern=2,
+    rope_theta=900.0,
+    rope_local_base_freq=30.0,
+    rope_scaling={"rope_type": "linear", "factor": 2.0},
+)
+rotary(
+    "gemma3_both_sides",
+    f"sequence classification: {TASKS['single'][0]}; attention to both sides, windows of 2 on each",
+    task="single",
+    **GEMMA3,
+    num_hidden_layers=3,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    use_bidirectional_attention=True,
+    rope_theta=100.0,
     **labels_of(3),
 )
 PHI3_GRADS = (
