@@ -99,7 +99,7 @@ class AutoModelForCausalLM(_Auto):
 
 
 class AutoModelForSeq2SeqLM(_Auto):
-    """Encoder-decoder language models: T5, mT5, umT5."""
+    """Encoder-decoder language models: T5, mT5, umT5, T5Gemma, BART."""
 
     model_class = EncoderDecoderLM
 

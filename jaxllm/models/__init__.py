@@ -59,6 +59,10 @@ from jaxllm.models.qwen3 import (
 )
 from jaxllm.models.registry import FAMILIES, ModelSpec, model_spec
 from jaxllm.models.t5 import T5Config, T5EncoderModel, T5ForConditionalGeneration
+from jaxllm.models.t5gemma import (
+    T5GemmaConfig,
+    T5GemmaForConditionalGeneration,
+)
 
 __all__ = [
     "FAMILIES",
@@ -106,6 +110,8 @@ __all__ = [
     "T5Config",
     "T5EncoderModel",
     "T5ForConditionalGeneration",
+    "T5GemmaConfig",
+    "T5GemmaForConditionalGeneration",
     "model_spec",
     "quantize_model",
     "shift_tokens_right",

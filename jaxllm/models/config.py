@@ -164,6 +164,11 @@ class ModelConfig(metaclass=_ConfigType):
         raise NotImplementedError
 
     @property
+    def encoder_width(self) -> int:
+        """Size of the hidden states of the encoder, if there is one."""
+        return self.width
+
+    @property
     def head_counts(self) -> dict[str, int]:
         """Numbers of attention heads by config.json field."""
         return {}

@@ -66,6 +66,7 @@ class WithEncoder(Model[C]):
     """Base of models with an encoder: token embedding, stack of blocks, checks of inputs."""
 
     shared: Embedding
+    """Of the encoder, and of the decoder unless `embedding` is another one."""
     encoder: Stack
 
     @property
@@ -98,7 +99,8 @@ class WithEncoder(Model[C]):
 
     def inputs(self, *arrays: Any, side: str = "") -> check.SequenceInputs:
         """Checks token ids, embeddings, mask and segment ids of the encoder or the decoder."""
-        sizes = {"vocab_size": self.config.vocab_size, "width": self.config.width}
+        c = self.config
+        sizes = {"vocab_size": c.vocab_size, "width": c.width if side else c.encoder_width}
         inputs = check.sequence_inputs(*arrays, **sizes, side=side)
         check.check_capacity(inputs.mask, None, self.config.max_positions, inputs.segments)
         return inputs
@@ -245,7 +247,7 @@ class EncoderDecoderLM(WithEncoder[C], LanguageModel[C]):
         encoded = self._encoded(inputs, key=encoder_key, **records)
         decoder = self._decoder_inputs(inputs, encoded, labels)
         view = make_view(decoder.mask, segments=decoder.segments)
-        x = self.shared.from_ids_or_embeds(decoder.input_ids, decoder.inputs_embeds)
+        x = self.embedding.from_ids_or_embeds(decoder.input_ids, decoder.inputs_embeds)
         out = self.decoder(
             self.embed_inputs(x, view, "decoder"),
             Context(
@@ -286,7 +288,7 @@ class EncoderDecoderLM(WithEncoder[C], LanguageModel[C]):
                 raise InputError(f"{name}: has no effect beside encoder_outputs; drop it")
         is_output = isinstance(output, BaseOutput)
         states = output.last_hidden_state if is_output else output
-        states = check.embeddings("encoder_outputs", states, self.config.width)
+        states = check.embeddings("encoder_outputs", states, self.config.encoder_width)
         mask = check.mask_of("attention_mask", inputs.attention_mask, states.shape[:2])
         if is_output:
             return Encoded(dataclasses.replace(output, last_hidden_state=states), mask)

@@ -16,7 +16,7 @@ from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
 from jaxllm.models.gemma import GemmaFields, GemmaModelBase
 from jaxllm.models.rotary_decoder import HF_LAYER, LAYER, ROTARY_TABLE, LayerFactory
 from jaxllm.models.weights import norm
-from jaxllm.nn.attention import Scores
+from jaxllm.nn.attention import Attention, Scores
 from jaxllm.nn.block import Block
 from jaxllm.nn.rope import Rope
 
@@ -103,22 +103,29 @@ class Gemma2Backbone(GemmaModelBase[Gemma2Config]):
 
     def block(self, make: LayerFactory, layer: int) -> Block:
         c = self.config
-        attn = make.attention(
-            bias=c.attention_bias,
-            output_bias=c.attention_bias,
-            window=c.window(layer),
-            scores=Scores(c.query_pre_attn_scalar**-0.5, c.attn_logit_softcapping),
-            normed_heads=self.normed_heads,
-            rope=c.rope_of(layer),
+        options = {"window": c.window(layer), "rope": c.rope_of(layer)}
+        return gemma2_block(
+            make, gemma2_attention(c, make, normed_heads=self.normed_heads, **options)
         )
-        return Block(
-            make.norm(),
-            attn,
-            make.norm(),
-            make.mlp(),
-            attn_post_norm=make.norm(),
-            mlp_post_norm=make.norm(),
-        )
+
+
+def gemma2_attention(config: Gemma2Config, make: LayerFactory, **options: Any) -> Attention:
+    """Attention with the scores of the config; `options` are those of `LayerFactory.attention`."""
+    c = config
+    scores = Scores(c.query_pre_attn_scalar**-0.5, c.attn_logit_softcapping)
+    return make.attention(
+        bias=c.attention_bias, output_bias=c.attention_bias, scores=scores, **options
+    )
+
+
+def gemma2_block(
+    make: LayerFactory, attn: Attention, cross: Attention | None = None, **options: Any
+) -> Block:
+    """Block with norms before and after each sublayer; `options` are those of `Block`."""
+    norms = ["attn", "mlp"] if cross is None else ["attn", "mlp", "cross"]
+    options |= {f"{name}_post_norm": make.norm() for name in norms}
+    cross_norm = None if cross is None else make.norm()
+    return Block(make.norm(), attn, make.norm(), make.mlp(), cross_norm, cross, **options)
 
 
 class Gemma2Model(DecoderOnlyModel):

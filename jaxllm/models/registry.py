@@ -16,6 +16,11 @@ from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
 from jaxllm.models.model import Model
 from jaxllm.models.rotary_decoder import ROTARY_TABLE
 from jaxllm.models.t5 import T5Config, T5EncoderModel, T5ForConditionalGeneration, t5_table
+from jaxllm.models.t5gemma import (
+    T5GEMMA_TABLE,
+    T5GemmaConfig,
+    T5GemmaForConditionalGeneration,
+)
 from jaxllm.models.weights import Table
 
 
@@ -163,6 +168,13 @@ FAMILIES: Mapping[str, Family] = {
         table=lambda config: bart_table(),
         structure=("encoder_layers", "decoder_layers"),
         aliases={"BartModel": "BartForConditionalGeneration"},
+    ),
+    "t5gemma": Family(
+        config=T5GemmaConfig,
+        classes={"T5GemmaForConditionalGeneration": T5GemmaForConditionalGeneration},
+        table=lambda config: T5GEMMA_TABLE,
+        structure=("encoder", "decoder", "tie_word_embeddings"),
+        aliases={"T5GemmaModel": "T5GemmaForConditionalGeneration"},
     ),
     "t5": _t5("T5"),
     "mt5": _t5("MT5"),

@@ -216,15 +216,18 @@ class LayerFactory:
         window: int | None = None,
         scores: Scores | None = None,
         rope: Rope | None = None,
+        memory: int | None = None,
     ) -> Attention:
         """Grouped-query attention. `bias`: of q, k and v. `normed_heads`: RMSNorm of each head's
         query and key. `window`: sliding-window attention. `scores`: by default products are
-        divided by the square root of the head size. `rope`: by default the config's."""
+        divided by the square root of the head size. `rope`: by default the config's. `memory`:
+        width of the encoder's states, for cross-attention, which has no RoPE."""
         c, size = self.config, self.config.size_per_head
+        read = memory or c.hidden_size
         return Attention(
             q=self.linear(c.hidden_size, c.num_attention_heads * size, bias=bias),
-            k=self.linear(c.hidden_size, c.kv_heads * size, bias=bias),
-            v=self.linear(c.hidden_size, c.kv_heads * size, bias=bias),
+            k=self.linear(read, c.kv_heads * size, bias=bias),
+            v=self.linear(read, c.kv_heads * size, bias=bias),
             o=self.linear(c.num_attention_heads * size, c.hidden_size, bias=output_bias),
             heads=c.num_attention_heads,
             kv_heads=c.kv_heads,
@@ -235,7 +238,7 @@ class LayerFactory:
             q_norm=self.norm(size) if normed_heads else None,
             k_norm=self.norm(size) if normed_heads else None,
             window=window,
-            rope=without_unused(rope or c.rotary),
+            rope=None if memory else without_unused(rope or c.rotary),
         )
 
     def mlp(self, *, bias: bool = False) -> GatedMLP:

@@ -99,13 +99,14 @@ class Block(nnx.Module):
         cross: Attention | None = None,
         *,
         attn_post_norm: Norm | None = None,
+        cross_post_norm: Norm | None = None,
         mlp_post_norm: Norm | None = None,
         norm_last: bool = False,
         dropout_rate: float = 0.0,
         clamp: Callable[[Array], Array] | None = None,
     ):
         self.attn_norm, self.attn, self.attn_post_norm = attn_norm, attn, attn_post_norm
-        self.cross_norm, self.cross, self.cross_post_norm = cross_norm, cross, None
+        self.cross_norm, self.cross, self.cross_post_norm = cross_norm, cross, cross_post_norm
         self.mlp_norm, self.mlp, self.mlp_post_norm = mlp_norm, mlp, mlp_post_norm
         self.norm_last, self.dropout_rate, self.clamp = norm_last, dropout_rate, clamp
 

@@ -63,6 +63,10 @@ ROBERTA_TOKENS = {
     **LLAMA_TOKENS,
     **{"sep_token": "</s>", "pad_token": "<pad>", "cls_token": "<s>", "mask_token": "<mask>"},
 }
+GEMMA_TOKENS = {
+    **{"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"},
+    **{"pad_token": "<pad>", "mask_token": "<mask>"},
+}
 T5_TOKENS = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 MAX_ADDED_TOKENS = 2**17
 MAX_ADDED_TOKEN_BYTES = 256

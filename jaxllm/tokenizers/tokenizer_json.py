@@ -25,6 +25,7 @@ from jaxllm.common.strict_json import parse_json
 from jaxllm.tokenizers.batch import PaddingSide, Span
 from jaxllm.tokenizers.limits import check_growth, check_normalized_size
 from jaxllm.tokenizers.settings import (
+    GEMMA_TOKENS,
     GPT2_TOKENS,
     LLAMA_TOKENS,
     MAX_ADDED_TOKENS,
@@ -48,6 +49,7 @@ QWEN2_PATTERN = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _WORDS_TAIL
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 _CLASSES: Mapping[str, tuple[Mapping[str, str], tuple[str, ...]]] = {
     "LlamaTokenizer": (LLAMA_TOKENS, ("add_bos_token", "add_eos_token")),
+    "GemmaTokenizer": (GEMMA_TOKENS, ()),
     "GPT2Tokenizer": (GPT2_TOKENS, ("add_prefix_space",)),
     "RobertaTokenizer": (ROBERTA_TOKENS, ("add_prefix_space",)),
     "BartTokenizer": (ROBERTA_TOKENS, ("add_prefix_space",)),
@@ -136,7 +138,8 @@ class FastTokenizer(Tokenizer):
             prefix_space = settings.flag("add_prefix_space", False)
             if splitter.get("type") == "ByteLevel":  # alone, and in no Sequence
                 splitter["add_prefix_space"] = prefix_space
-        side: PaddingSide = "left" if is_llama else "right"
+        pads_left = class_name in ("LlamaTokenizer", "GemmaTokenizer")
+        side: PaddingSide = "left" if pads_left else "right"
         settings = replace(settings, options=options)
         return cls(spec, settings, files.contents, source=source, padding_side=side)
 

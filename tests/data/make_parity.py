@@ -144,7 +144,9 @@ def run_forward(model, call: Forward) -> dict[str, np.ndarray]:
     if call.attentions:
         extra["output_attentions"] = True
     with torch.no_grad():
-        return flatten(model(**tensors(call.inputs), **extra))
+        outputs = flatten(model(**tensors(call.inputs), **extra))
+    # T5Gemma gives its last hidden state under this name unless it is asked for all.
+    return {k: x for k, x in outputs.items() if call.hidden or "hidden_states/" not in k}
 
 
 def run_grad(model, call: Grad) -> dict[str, np.ndarray]:

@@ -47,6 +47,7 @@ def uncached(family: str, row: int, new: np.ndarray) -> np.ndarray:
             ("mistral", ("sampling",)),
             ("qwen2", ("contrastive",)),
             ("qwen3", ("lookup",)),
+            ("gemma3_text", ()),
         )
         for strategy in STRATEGIES
         for run in [strategy in default]
@@ -65,6 +66,7 @@ def test_scores_are_those_of_an_uncached_pass(family, strategy):
     ("family", "fields"),
     [
         ("qwen3", {}),
+        ("gemma3_text", {}),
         pytest.param("mistral", {}, marks=SLOW),
         pytest.param("qwen2", {"num_beam_groups": 3, "diversity_penalty": 0.5}, marks=SLOW),
         pytest.param("mistral", {"force_words_ids": [[7, 9]]}, marks=SLOW),
@@ -95,6 +97,7 @@ def test_scores_of_beams_are_those_of_an_uncached_pass(family, fields):
     ("family", "fields"),
     [
         ("mistral", {"do_sample": True}),
+        pytest.param("gemma3_text", {}, marks=SLOW),
         pytest.param("qwen2", {}, marks=SLOW),
         pytest.param("qwen3", {"num_beams": 2}, marks=SLOW),
     ],

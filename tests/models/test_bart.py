@@ -46,9 +46,10 @@ def test_inputs_beyond_the_positions():
         pytest.param({"prompt_lookup_num_tokens": 2}, marks=pytest.mark.ci),
     ],
 )
-def test_a_row_is_what_it_is_alone(settings):
+@pytest.mark.parametrize("family", ["bart", pytest.param("t5gemma", marks=pytest.mark.slow)])
+def test_a_row_is_what_it_is_alone(family, settings):
     """Left padding, right padding and none give the same tokens, in every strategy."""
-    model = tiny.cached("bart")
+    model = tiny.cached(family)
     ids, lengths = tiny.ids(2, 9), (9, 5)
     results = {}
     for side in ("left", "right"):
@@ -67,8 +68,9 @@ def test_a_row_is_what_it_is_alone(settings):
 
 
 @pytest.mark.ci
-def test_rows_of_a_batch_job():
-    model = tiny.cached("bart")
+@pytest.mark.parametrize("family", ["bart", pytest.param("t5gemma", marks=pytest.mark.slow)])
+def test_rows_of_a_batch_job(family):
+    model = tiny.cached(family)
     rows = [tiny.ids(1, length, seed=length)[0].tolist() for length in (3, 12, 7, 30)]
     outputs = BatchGenerator(model, slots=2, max_new_tokens=6, num_beams=2).generate(rows)
     for row, output in zip(rows, outputs, strict=True):

@@ -48,14 +48,14 @@ def test_forward_with_a_cache(family):
         "qwen3",
         *(
             pytest.param(f, marks=pytest.mark.slow)
-            for f in ("mistral", "qwen2", "phi3", "gemma", "gemma3_text")
+            for f in ("mistral", "qwen2", "phi3", "gemma", "gemma3_text", "t5gemma")
         ),
     ],
 )
 def test_decode(family, cache_is_empty):
     """The protocol of generation. `cache_is_empty` prefill looks at its own columns only."""
     model, ids = tiny.cached(family), tiny.ids(2, 10)
-    if family == "t5":
+    if model.is_encoder_decoder:
         source, source_mask = tiny.ids(2, 6, seed=1), np.arange(6)[None] < [[6], [4]]
         full = tiny.logits(
             model,

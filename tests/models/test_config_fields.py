@@ -88,6 +88,11 @@ ACTS = {
         "activation_function": "relu",
         "scale_embedding": True,
     },
+    "t5gemma": {
+        "encoder": {**tiny.CONFIGS["t5gemma"]["encoder"], "query_pre_attn_scalar": 20},
+        "decoder": {**tiny.CONFIGS["t5gemma"]["decoder"], "query_pre_attn_scalar": 20},
+        "tie_word_embeddings": False,
+    },
     "gpt2": {
         "vocab_size": 60,
         "n_embd": 64,
@@ -123,6 +128,7 @@ DROPOUT = {
     **{family: {"attention_dropout": 0.5} for family in ("llama", *tiny.ROTARY)},
     "phi3": {"attention_dropout": 0.5, "resid_pdrop": 0.5},
     "bart": {"dropout": 0.5, "attention_dropout": 0.5, "activation_dropout": 0.5},
+    "t5gemma": {"dropout_rate": 0.5, "attention_dropout": 0.5},
     "gpt2": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5},
     "t5": {"dropout_rate": 0.5},
 }
@@ -155,6 +161,13 @@ OTHERS = {
         "decoder_layerdrop": 0.0,
         "tie_word_embeddings": True,
     },
+    "t5gemma": {
+        **TOKEN_IDS,
+        "vocab_size": 50,  # another one than both sides have raises
+        "decoder_start_token_id": 2,  # as does one that is not the decoder's BOS
+        "num_labels": 3,  # jaxllm has no T5Gemma classifier
+        "problem_type": "regression",
+    },
     "gpt2": {
         **TOKEN_IDS,
         "decoder_start_token_id": 5,
@@ -173,7 +186,7 @@ OTHERS = {
         "problem_type": "regression",
     },
 }
-DERIVED = {"bart": set(), "gpt2": set(), "t5": {"bias_per_layer"}}
+DERIVED = {"bart": set(), "gpt2": set(), "t5gemma": set(), "t5": {"bias_per_layer"}}
 DERIVED |= {family: {"rope"} for family in ("llama", *tiny.ROTARY)}
 
 

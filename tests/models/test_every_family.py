@@ -138,13 +138,14 @@ def test_flops_count_the_matrices_of_each_token(family: str) -> None:
     model = model_of(family)
     sizes = {path: x.size for path, x in parameters(model).items() if path.endswith(".weight")}
     looked_up = ("positions.weight", "table.weight")
-    tied = model.lm_head is None
+    embeddings = ("embed.weight", "shared.weight")
+    head = None if model.lm_head is not None else jax.tree.leaves(model.embedding)[0]
     counted = sum(
         size
         for path, size in sizes.items()
         if parameters(model)[path].ndim == 2
         and not path.endswith(looked_up)
-        and (tied or not path.endswith(("embed.weight", "shared.weight")))
+        and (parameters(model)[path] is head or not path.endswith(embeddings))
     )
     flops = model_flops(model)
     assert flops.per_token + flops.per_source_token == 6 * counted

@@ -76,5 +76,11 @@ def test_versions_of_gemma():
     assert config("embeddinggemma-300m").window(0) == 256
 
 
+def test_both_sides_of_t5gemma():
+    t5gemma = config("t5gemma-9b-2b-prefixlm-it")
+    assert (t5gemma.encoder_width, t5gemma.width, t5gemma.decoder_start_token_id) == (3584, 2304, 2)
+    assert [t5gemma.encoder.window(layer) for layer in (40, 41)] == [4096, None]
+
+
 def test_labels():
     assert (config("distilgpt2").num_labels, config("gpt2").num_labels) == (1, 2)

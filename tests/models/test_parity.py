@@ -18,7 +18,8 @@ MODELS = [name for name in cases() if name != "tables"]
 # Each kind of cached decoding once; the other cases (near relatives) take their time in test-all.
 QUICK = {"llama_bias", "llama_dynamic_v5", "llama_longrope_v5", "llama_yarn_v5", "t5_relu", "umt5"}
 QUICK |= {"gpt2_base", "gpt2_cross", "gpt2_inverse_layer", "t5_v11"}
-QUICK |= {"mistral_window", "qwen2_window", "qwen3_window", "phi3_window"}
+QUICK |= {"mistral_window", "qwen2_window", "qwen3_window", "phi3_window", "gemma3_full"}
+QUICK |= {"t5gemma_published"}
 GENERATE = [
     pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
     for name in MODELS

@@ -30,6 +30,7 @@ LLAMA = DATA / "reference" / "tiny-llama"
 READ = {  # of the fields that keep the logits
     "t5": {"pad_token_id", "decoder_start_token_id"},  # by the shift of labels
     "bart": {"pad_token_id", "decoder_start_token_id", "max_position_embeddings"},
+    "t5gemma": {"pad_token_id"},
     "gpt2": {"n_positions", "add_cross_attention"},  # they have weights
 }
 CLASSIFIER_READS = {"num_labels", "pad_token_id", "problem_type"}

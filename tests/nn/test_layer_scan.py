@@ -126,10 +126,12 @@ def test_scans_of_equal_layers(family):
     assert jaxpr.count(" scan[") == (2 if family == "t5" else 1)
 
 
-@pytest.mark.parametrize(("layers", "scans"), [(6, 1), (5, 1)])
-def test_scans_of_alternating_layers(layers, scans):
-    """Windows in every other layer: the scan's body is one period of the pattern."""
-    plain, scanned = models("gemma2", num_hidden_layers=layers)
+@pytest.mark.parametrize(
+    ("family", "layers", "scans"), [("gemma2", 6, 1), ("gemma2", 5, 1), ("gemma3_text", 6, 1)]
+)
+def test_scans_of_alternating_layers(family, layers, scans):
+    """Windows in every other layer, and RoPEs: the scan's body is one period of the pattern."""
+    plain, scanned = models(family, num_hidden_layers=layers)
     jaxpr = str(jax.make_jaxpr(lambda model: model(tiny.ids()).logits)(scanned))
     assert jaxpr.count(" scan[") == scans
     assert jaxpr.count("name=__call__") == 2 + layers % 2

@@ -109,6 +109,17 @@ ROTARY["phi3"] = {
 }
 """Llama's relatives: windows in all layers, in the last, or in every other one."""
 CONFIGS |= ROTARY
+_MODULE: dict[str, Any] = {
+    name: value
+    for name, value in ROTARY["gemma2"].items()
+    if name not in ("model_type", "bos_token_id", "eos_token_id")
+}
+CONFIGS["t5gemma"] = {
+    "model_type": "t5gemma",
+    "encoder": _MODULE | {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 6},
+    "decoder": _MODULE,
+    "vocab_size": 50,
+}
 
 
 def mostly(family: str) -> list[Any]:

@@ -15,7 +15,7 @@ from jaxllm.tokenizers import FastTokenizer, GPT2Tokenizer, load_tokenizer
 from jaxllm.tokenizers.settings import TokenizerSettings
 
 DATA = paths.DATA / "tokenizers"
-NAMES = ("gpt2", "llama3", "smollm", "t5", "llama2", "metaspace")
+NAMES = ("gpt2", "llama3", "smollm", "t5", "llama2", "metaspace", "gemma")
 
 
 @pytest.fixture(params=NAMES)
@@ -166,6 +166,13 @@ def test_the_tokens_of_bart_with_a_tokenizer_json(fast_folder):
         "<pad>",
     )
     assert (tokenizer.mask_token, tokenizer.unk_token) == ("<mask>", "<unk>")
+
+
+def test_the_class_of_gemma_names_its_tokens_and_pads_on_the_left(load_fast):
+    tokenizer = load_fast("gemma")
+    assert (tokenizer.padding_side, tokenizer.mask_token) == ("left", "<mask>")
+    ids = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
+    assert ids == [2, 1, 0]
 
 
 def test_folder_without_tokenizer_files(tmp_path):

@@ -222,7 +222,7 @@ def encoder_inputs(
             {"inputs_embeds": inputs.inputs_embeds}, "has no effect beside encoder_outputs; drop it"
         )
         states = jnp.asarray(last_hidden_state(outputs))
-        check_width("encoder_outputs", states, model.config.width)
+        check_width("encoder_outputs", states, model.config.encoder_width)
         mask = checked_mask(inputs.attention_mask, states.shape[:2])
         if ids is not None:
             ids = checked_ids("input_ids", ids, model.config.vocab_size)
@@ -237,7 +237,7 @@ def encoder_inputs(
         raise InputError("input_ids, inputs_embeds: give exactly one of the two")
     if inputs.inputs_embeds is not None:
         embeds = floats(inputs.inputs_embeds)
-        check_width("inputs_embeds", embeds, model.config.width)
+        check_width("inputs_embeds", embeds, model.config.encoder_width)
         mask = checked_mask(inputs.attention_mask, embeds.shape[:2])
         encoder_input = PaddedBatch(None, mask, embeds)
     else:

@@ -30,7 +30,7 @@ from jaxllm.models.model import Model
 from jaxllm.models.weights import parameters
 from jaxllm.nn.block import Stack
 
-EMBEDDINGS = ("backbone.embed.weight", "shared.weight")
+EMBEDDINGS = ("backbone.embed.weight", "shared.weight", "decoder_input.embed.weight")
 ABOVE = (3, 0)
 """Depth of what comes after all blocks."""
 # Dense bfloat16 (V100, T4: float16) FLOP/s of one JAX device, from the vendors' data sheets, by a
@@ -225,7 +225,9 @@ def _is_looked_up(path: str, model: Model[Any]) -> bool:
     LM head's matrix."""
     if "positions" in path or "position_bias" in path or path.endswith("_bias"):
         return True
-    return path in EMBEDDINGS and getattr(model, "lm_head", model) is not None
+    is_tied = getattr(model, "lm_head", model) is None
+    is_head = is_tied and parameters(model)[path] is jax.tree.leaves(model.embedding)[0]
+    return path in EMBEDDINGS and not is_head
 
 
 def _reads_source(path: str) -> bool:

@@ -58,14 +58,16 @@ def t5(
     CASES.append(Case(name, "t5", covers, architecture, config, calls, norm, absent, **extra))
 
 
-def t5_calls(name: str, config: dict) -> dict:
+def t5_calls(name: str, config: dict, widths: tuple[int, ...] = ()) -> dict:
+    """The calls of a full case; `widths` are those of encoder and decoder, by default `d_model`."""
     rng = random_state(name)
+    encoder_width, decoder_width = widths or (config["d_model"],) * 2
     plain = encoder_decoder(rng, config)
     bare = {k: plain[k][1:2] for k in ("input_ids", "decoder_input_ids")}
     embeds = {
-        "inputs_embeds": noise(rng, 3, 11, config["d_model"]),
+        "inputs_embeds": noise(rng, 3, 11, encoder_width),
         "attention_mask": plain["attention_mask"],
-        "decoder_inputs_embeds": noise(rng, 3, 7, config["d_model"]),
+        "decoder_inputs_embeds": noise(rng, 3, 7, decoder_width),
         "decoder_attention_mask": plain["decoder_attention_mask"],
     }
     no_decoder_mask = {k: v for k, v in plain.items() if k != "decoder_attention_mask"}

@@ -210,6 +210,34 @@ def metaspace():
     }
 
 
+def gemma():
+    """Bytes for rare characters, no prefix, runs of line breaks as tokens; named by its class."""
+    specials = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>"]
+    tokens = [*specials, "\n\n", "\n\n\n", *(f"<0x{i:02X}>" for i in range(256))]
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=400, special_tokens=tokens, show_progress=False)
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    spec = json.loads(tokenizer.to_str())
+    spec["added_tokens"] = spec["added_tokens"][:9]
+    for token in spec["added_tokens"][7:]:
+        token["special"] = False
+    tokenizer = Tokenizer.from_str(json.dumps(spec))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A <bos>:1 $B:1", special_tokens=[("<bos>", 2)]
+    )
+    return tokenizer, {
+        "tokenizer_class": "GemmaTokenizer",
+        "add_bos_token": True,
+        "add_eos_token": False,
+    }
+
+
 def describe(folder, rng):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     lists = [tokenizer.encode(text) for text in TEXTS[::3]]
@@ -255,7 +283,7 @@ def main():
     (HERE / "fast").mkdir(exist_ok=True)
     result = {"transformers": transformers.__version__, "tokenizers": {}}
     rng = random.Random(0)
-    for maker in (gpt2, llama3, smollm, t5, llama2, metaspace):
+    for maker in (gpt2, llama3, smollm, t5, llama2, metaspace, gemma):
         name = maker.__name__
         tokenizer, config = maker()
         spec = json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False)

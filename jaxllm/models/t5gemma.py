@@ -1,0 +1,200 @@
+"""T5Gemma (Zhang et al. 2025, arXiv:2504.06225): an encoder-decoder of Gemma 2's layers.
+
+Encoder and decoder have configs and token embeddings of their own. Tokens of the encoder attend to
+both sides, in layers with a window to `sliding_window` tokens on either side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Self
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxllm.cache.attention_view import AttentionView
+from jaxllm.common.errors import ConfigError, JaxLLMError, UnsupportedError, quoted
+from jaxllm.models import config as cfg
+from jaxllm.models import config_checks as checks
+from jaxllm.models.build_options import FLOAT32, Options
+from jaxllm.models.encoder_decoder import EncoderDecoderLM, Side
+from jaxllm.models.gemma2 import Gemma2Config, gemma2_attention, gemma2_block
+from jaxllm.models.rotary_decoder import LayerFactory
+from jaxllm.models.weights import Entry, Table, linear, norm, same
+from jaxllm.nn.block import Stack
+from jaxllm.nn.linear import Embedding, Linear
+
+SIDE = Gemma2Config()
+SIDES: tuple[Side, Side] = ("encoder", "decoder")
+INERT = frozenset({"classifier_dropout_rate", "initializer_range"})
+"""Keys of a class that is not here, and for initial weights, for which each side has its own."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class T5GemmaConfig(cfg.ModelConfig):
+    """T5Gemma config, with the field names of config.json, which are Gemma 2's in each side.
+
+    The decoder starts with its `bos_token_id`. Tokens that the top level lacks are the decoder's.
+    """
+
+    is_encoder_decoder: ClassVar[bool] = True
+
+    encoder: Gemma2Config = SIDE
+    decoder: Gemma2Config = SIDE
+    vocab_size: int = 256000
+    dropout_rate: float = 0.0
+    attention_dropout: float = 0.0
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = 2
+    eos_token_id: int | tuple[int, ...] | None = 1
+    decoder_start_token_id: int | None = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        common = {"vocab_size": self.vocab_size, "attention_dropout": self.attention_dropout}
+        for side in SIDES:
+            object.__setattr__(self, side, dataclasses.replace(getattr(self, side), **common))
+
+    @property
+    def model_type(self) -> str:
+        return "t5gemma"
+
+    @property
+    def width(self) -> int:
+        return self.decoder.width
+
+    @property
+    def encoder_width(self) -> int:
+        return self.encoder.width
+
+    @property
+    def context_length(self) -> int | None:
+        return self.decoder.context_length
+
+    @property
+    def logit_softcap(self) -> float | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.decoder.logit_softcap
+
+    @property
+    def head_counts(self) -> dict[str, int]:
+        counts = [(side, getattr(self, side).head_counts) for side in SIDES]
+        return {f"{side}.{name}": own[name] for side, own in counts for name in own}
+
+    def forward_values(self) -> dict[str, Any]:
+        return super().forward_values() | {x: getattr(self, x).forward_part() for x in SIDES}
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        """Reads and checks a config.json object. Errors name the field."""
+        sides, sizes = {side: _side_of(raw, side) for side in SIDES}, frozenset(SIDES)
+        tokens = ("pad_token_id", "bos_token_id", "eos_token_id")
+        absent = {name: getattr(sides["decoder"], name) for name in ("vocab_size", *tokens)}
+        absent["decoder_start_token_id"] = start = sides["decoder"].bos_token_id
+        given = {name: value for name, value in raw.items() if value is not None}
+        config = cfg.read_config(cls, absent | given, handled=sizes | INERT, derived=sizes)
+        _check_equal("decoder_start_token_id", config, "decoder.bos_token_id", start)
+        for side in SIDES:
+            own = {"vocab_size": sides[side].vocab_size, **(raw.get(side) or {})}
+            for name in {"vocab_size", "dropout_rate", "attention_dropout"} & own.keys():
+                _check_equal(name, config, f"{side}.{name}", own[name])
+        config = dataclasses.replace(config, **sides)
+        config.check()
+        cfg.check_token_ids(config)
+        return config
+
+    def to_json(self, model_type: str, architecture: str) -> dict[str, Any]:
+        raw = super().to_json(model_type, architecture)
+        for side in SIDES:
+            raw[side] = getattr(self, side).to_json("t5_gemma_module", architecture)
+            raw[side]["dropout_rate"] = self.dropout_rate
+            del raw[side]["architectures"]
+        return raw | {"is_encoder_decoder": True}
+
+    def check(self) -> None:
+        super().check()
+        for side in SIDES:
+            getattr(self, side).check()
+            if getattr(self, side).rotary.uses_length:
+                raise UnsupportedError(f"{side}.rope_type: dynamic and longrope RoPE are not here")
+        checks.check_rate(self, "dropout_rate", "attention_dropout")
+
+
+def _side_of(raw: Mapping[str, Any], side: Side) -> Gemma2Config:
+    """Reads the config of one side, without the fields of which the top level's act."""
+    own = raw.get(side) or {}
+    if not isinstance(own, Mapping):
+        raise ConfigError(f"{side}: expected an object, found {quoted(own)}")
+    own = {k: v for k, v in own.items() if k not in ("dropout_rate", "tie_word_embeddings")}
+    try:
+        return Gemma2Config.from_dict({"model_type": "t5_gemma_module", **own})
+    except JaxLLMError as error:
+        raise type(error)(f"{side}.{error}") from None
+
+
+def _check_equal(name: str, config: T5GemmaConfig, other: str, expected: Any) -> None:
+    if expected not in (None, found := getattr(config, name)):
+        raise ConfigError(f"{other}: {quoted(expected)} contradicts {name}, {quoted(found)}")
+
+
+class T5GemmaForConditionalGeneration(EncoderDecoderLM[T5GemmaConfig]):
+    """T5Gemma with LM head. `lm_head` None: tied to the decoder's embedding."""
+
+    def __init__(self, config: T5GemmaConfig, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
+        super().__init__(config)
+        self.shared, self.encoder = self._make("encoder", options, rngs)
+        embed, self.decoder = self._make("decoder", options, rngs)
+        self.decoder_input = nnx.Dict(embed=embed)
+        std, sizes = config.decoder.initializer_range, (config.width, config.vocab_size)
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else Linear(*sizes, std=std, rngs=rngs, **options.dtypes)
+
+    def _make(self, side: Side, options: Options, rngs: Any) -> tuple[Embedding, Stack]:
+        """Embedding and stack of one side."""
+        own: Gemma2Config = getattr(self.config, side)
+        make = LayerFactory(own, options, rngs, unit_offset=True)
+        memory, rate = self.config.encoder_width, self.config.dropout_rate
+        blocks = []
+        for layer in range(own.num_hidden_layers):
+            attn = gemma2_attention(own, make, window=own.window(layer))
+            cross = gemma2_attention(own, make, memory=memory) if side == "decoder" else None
+            blocks.append(gemma2_block(make, attn, cross, dropout_rate=rate))
+        dropouts = {"embedding_dropout": rate, "output_dropout": rate}
+        return make.embedding(), Stack(blocks, make.norm(), **dropouts, **options.stack)
+
+    @property
+    def embedding(self) -> Embedding:
+        return self.decoder_input.embed
+
+    def embed_inputs(
+        self, x: Float[Array, "B T D"], view: AttentionView, side: Side
+    ) -> Float[Array, "B T D"]:
+        return x * jnp.asarray(x.shape[-1] ** 0.5, x.dtype)
+
+
+def _entries(side: Side, embedding: str) -> Iterator[Entry]:
+    layer, hf = f"{side}.blocks.{{i}}", f"model.{side}.layers.{{i}}"
+    parts = {"attn": "self_attn", **({"cross": "cross_attn"} if side == "decoder" else {})}
+    yield from same(f"{embedding}.weight", f"model.{side}.embed_tokens.weight")
+    for ours, theirs in parts.items():
+        for x in "qkvo":
+            yield from linear(f"{layer}.{ours}.{x}", f"{hf}.{theirs}.{x}_proj")
+    for x in ("gate", "up", "down"):
+        yield from linear(f"{layer}.mlp.{x}", f"{hf}.mlp.{x}_proj")
+    for ours, theirs in (*parts.items(), ("mlp", "feedforward")):
+        yield from norm(f"{layer}.{ours}_norm", f"{hf}.pre_{theirs}_layernorm")
+        yield from norm(f"{layer}.{ours}_post_norm", f"{hf}.post_{theirs}_layernorm")
+    yield from norm(f"{side}.norm", f"model.{side}.norm")
+
+
+T5GEMMA_TABLE = Table(
+    (
+        *_entries("encoder", "shared"),
+        *_entries("decoder", "decoder_input.embed"),
+        *same("lm_head.weight", "lm_head.out_proj.weight"),
+    ),
+    prefix="model.",
+    copies=((r"lm_head\.out_proj\.weight", "decoder_input.embed.weight"),),
+)
