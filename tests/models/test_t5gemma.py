@@ -21,8 +21,12 @@ __all__ = ["op_by_op"]
 
 RAW = tiny.CONFIGS["t5gemma"]
 NOT_OF_A_SIDE = ("vocab_size", "tie_word_embeddings")
-# The head count of the encoder is another one, and only the decoder has logits.
-OTHER = {("encoder", "num_key_value_heads"): 3, ("encoder", "num_attention_heads"): 2}
+# The encoder's sizes are others than Gemma 2's, and only the decoder has logits.
+OTHER = {
+    ("encoder", "num_key_value_heads"): 3,
+    ("encoder", "num_attention_heads"): 2,
+    ("encoder", "intermediate_size"): 48,
+}
 FIELDS = [
     pytest.param(side, field, marks=pytest.mark.slow)
     for side in ("encoder", "decoder")
