@@ -400,6 +400,7 @@ def test_gemma_3_with_attention_to_both_sides_does_not_generate():
         model.generate(tiny.ids())
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_both_ropes_of_gemma_3_act():
     """In layers with and without a window alike; the defaults of their bases differ."""
     raw = tiny.CONFIGS["gemma3_text"]

@@ -83,6 +83,7 @@ def test_tokens_that_the_top_level_lacks_are_the_decoders():
     assert T5GemmaConfig(vocab_size=70).encoder.vocab_size == 70
 
 
+@pytest.mark.ci
 def test_both_embeddings_are_trained_and_resized():
     model = tiny.cached("t5gemma")
     ids = {"input_ids": tiny.ids(2, 5), "labels": tiny.ids(2, 4)}
@@ -96,6 +97,7 @@ def test_both_embeddings_are_trained_and_resized():
     assert logits.shape == (2, 4, 60)
 
 
+@pytest.mark.ci
 def test_an_encoder_output_has_the_encoders_width():
     """It differs from the decoder's, in calls and in generation."""
     model, ids = tiny.cached("t5gemma"), tiny.ids(2, 5)

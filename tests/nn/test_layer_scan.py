@@ -127,7 +127,8 @@ def test_scans_of_equal_layers(family):
 
 
 @pytest.mark.parametrize(
-    ("family", "layers", "scans"), [("gemma2", 6, 1), ("gemma2", 5, 1), ("gemma3_text", 6, 1)]
+    ("family", "layers", "scans"),
+    [("gemma2", 6, 1), ("gemma2", 5, 1), pytest.param("gemma3_text", 6, 1, marks=pytest.mark.ci)],
 )
 def test_scans_of_alternating_layers(family, layers, scans):
     """Windows in every other layer, and RoPEs: the scan's body is one period of the pattern."""
