@@ -182,6 +182,13 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
+NOT_READ: Mapping[str, str] = {
+    "gemma3": "jaxllm does not read models with a vision tower; use a GGUF file of this model, "
+    "which holds the text model alone, or a model of type gemma3_text",
+}
+"""Model types that are relatives of a family -> what to do instead."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
     """Family, class and config of one config.json."""
@@ -220,7 +227,8 @@ def model_spec(raw: Mapping[str, Any], architecture: str | type | None = None) -
             'file lacks it: load(..., config={"model_type": ...})'
         )
     if model_type not in FAMILIES:
-        raise UnsupportedError(f"model_type: {quoted(model_type)}; jaxllm has {_names(FAMILIES)}")
+        why = NOT_READ.get(model_type, f"jaxllm has {_names(FAMILIES)}")
+        raise UnsupportedError(f"model_type: {quoted(model_type)}; {why}")
     family = FAMILIES[model_type]
     raw = {**raw, "model_type": model_type}
     if isinstance(architecture, type):

@@ -386,6 +386,11 @@ def test_rope_parameters_act(name):
     assert np.abs(angles[0] - angles[1]).max() > 1e-3
 
 
+def test_a_gemma_3_with_images_says_what_to_use():
+    with pytest.raises(UnsupportedError, match=r"^model_type: 'gemma3'.*vision tower; use"):
+        model_spec({"model_type": "gemma3", "text_config": {}})
+
+
 def test_gelu_of_gemma_is_the_tanh_approximation():
     """In files as in code, and what is written says so in both of its names."""
     spec = model_spec({**tiny.CONFIGS["gemma"], "hidden_act": "gelu"})
