@@ -43,6 +43,14 @@ class FlaxMistralForCausalLM(FlaxPreTrainedModel):
     model_class = models.MistralForCausalLM
 
 
+class FlaxOPTModel(FlaxPreTrainedModel):
+    model_class = models.OPTModel
+
+
+class FlaxOPTForCausalLM(FlaxPreTrainedModel):
+    model_class = models.OPTForCausalLM
+
+
 class FlaxT5EncoderModel(FlaxPreTrainedModel):
     model_class = models.T5EncoderModel
     _positional = ("input_ids", "attention_mask")
@@ -147,6 +155,8 @@ __all__ = [
     "FlaxLlamaModel",
     "FlaxMistralForCausalLM",
     "FlaxMistralModel",
+    "FlaxOPTForCausalLM",
+    "FlaxOPTModel",
     "FlaxT5EncoderModel",
     "FlaxT5ForConditionalGeneration",
     "shift_tokens_right",

@@ -26,6 +26,7 @@ from jaxllm.models.mistral import (
     MistralModel,
 )
 from jaxllm.models.model import Card
+from jaxllm.models.opt import OPTConfig, OPTForCausalLM, OPTForSequenceClassification, OPTModel
 from jaxllm.models.phi3 import (
     Phi3Config,
     Phi3ForCausalLM,
@@ -71,6 +72,10 @@ __all__ = [
     "MistralForSequenceClassification",
     "MistralModel",
     "ModelSpec",
+    "OPTConfig",
+    "OPTForCausalLM",
+    "OPTForSequenceClassification",
+    "OPTModel",
     "Phi3Config",
     "Phi3ForCausalLM",
     "Phi3ForSequenceClassification",

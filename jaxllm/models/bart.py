@@ -21,7 +21,7 @@ from jaxllm.models import config_checks as checks
 from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.encoder_decoder import EncoderDecoderLM, Side
 from jaxllm.models.model import Head
-from jaxllm.models.weights import Entry, Table, linear, norm, same
+from jaxllm.models.weights import Entry, Table, linear, norm, projections, same
 from jaxllm.nn.attention import Attention, Scores
 from jaxllm.nn.block import Block, Stack
 from jaxllm.nn.linear import Embedding, LayerNorm, Linear
@@ -126,12 +126,7 @@ class BartConfig(cfg.ModelConfig):
             checks.check_size(self, f"{side}_ffn_dim", f"{side}_attention_heads")
             checks.check_size(self, f"{side}_layers", limit=checks.MAX_LAYERS)
             checks.check_divides(self, "d_model", f"{side}_attention_heads")
-            if getattr(self, f"{side}_layerdrop"):
-                raise UnsupportedError(
-                    f"{side}_layerdrop: LayerDrop is not implemented, found "
-                    f"{getattr(self, f'{side}_layerdrop')}; it acts in training only, so 0 gives "
-                    "the same answers"
-                )
+            checks.check_no_layerdrop(self, f"{side}_layerdrop")
         if not self.tie_word_embeddings:
             raise UnsupportedError(
                 "tie_word_embeddings: encoder, decoder and head share one matrix here, found false"
@@ -274,8 +269,7 @@ def _side(side: Side) -> Iterator[Entry]:
     yield from same(f"{side}_input.positions.weight", f"model.{side}.embed_positions.weight")
     yield from norm(f"{side}_input.norm", f"model.{side}.layernorm_embedding", bias=True)
     for ours, theirs in parts.items():
-        for x, name in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj"), ("o", "out_proj")):
-            yield from linear(f"{layer}.{ours}.{x}", f"{hf}.{theirs}.{name}")
+        yield from projections(f"{layer}.{ours}", f"{hf}.{theirs}")
         yield from norm(f"{layer}.{ours}_norm", f"{hf}.{theirs}_layer_norm", bias=True)
     yield from linear(f"{layer}.mlp.up", f"{hf}.fc1")
     yield from linear(f"{layer}.mlp.down", f"{hf}.fc2")

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import ConfigError, UnsupportedError, quoted
-from jaxllm.models import gemma2, gpt2, llama, mistral, phi3, qwen2, qwen3
+from jaxllm.models import gemma2, gpt2, llama, mistral, opt, phi3, qwen2, qwen3
 from jaxllm.models.bart import BartConfig, BartForConditionalGeneration, bart_table
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.config import ModelConfig
@@ -140,6 +140,19 @@ FAMILIES: Mapping[str, Family] = {
         language_model=gpt2.GPT2LMHeadModel,
         classifier=gpt2.GPT2ForSequenceClassification,
         headless=gpt2.GPT2Model,
+    ),
+    "opt": _decoder_only(
+        opt.OPTConfig,
+        opt.OPT_TABLE,
+        (
+            "num_hidden_layers",
+            "enable_bias",
+            "layer_norm_elementwise_affine",
+            "word_embed_proj_dim",
+        ),
+        language_model=opt.OPTForCausalLM,
+        classifier=opt.OPTForSequenceClassification,
+        headless=opt.OPTModel,
     ),
     "bart": Family(
         config=BartConfig,

@@ -173,6 +173,13 @@ def linear(
         yield Entry(tuple(f"{path}.bias" for path in paths), f"{tensor}.bias", rows=rows)
 
 
+def projections(attention: str, tensors: str) -> Iterator[Entry]:
+    """Entries for the four projections of an attention layer, whose tensors are called `q_proj`,
+    `k_proj`, `v_proj` and `out_proj`."""
+    for ours, theirs in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj"), ("o", "out_proj")):
+        yield from linear(f"{attention}.{ours}", f"{tensors}.{theirs}")
+
+
 def norm(path: str, tensor: str, *, bias: bool = False) -> Iterator[Entry]:
     yield Entry((f"{path}.weight",), f"{tensor}.weight")
     if bias:

@@ -175,8 +175,8 @@ class StackOutput:
     x: Float[Array, "B T D"]
     layers: tuple[KV, ...] | None
     """The layers' KV caches with the new positions written."""
-    hidden_states: tuple[Float[Array, "B T D"], ...] | None
-    """Input of each block, then `x`."""
+    hidden_states: tuple[Float[Array, "B T _"], ...] | None
+    """Input of each block, then `x`, which OPT-350M projects to another width."""
     attentions: tuple[Float[Array, "B N T S"], ...] | None
     cross_attentions: tuple[Float[Array, "B N T E"], ...] | None
 

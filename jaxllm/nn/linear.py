@@ -258,16 +258,28 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """LayerNorm ``(x - mean) / std * weight + bias`` (Ba et al. 2016, arXiv:1607.06450)."""
+    """LayerNorm ``(x - mean) / std * weight + bias`` (Ba et al. 2016, arXiv:1607.06450).
 
-    def __init__(self, features: int, *, eps: float, dtype: DTypeLike, param_dtype: DTypeLike):
-        self.weight = nnx.Param(jnp.ones((features,), param_dtype))
-        self.bias = nnx.Param(jnp.zeros((features,), param_dtype))
+    Without `affine` it has neither weight nor bias.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        eps: float,
+        affine: bool = True,
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
+    ):
+        self.weight = nnx.Param(jnp.ones((features,), param_dtype)) if affine else None
+        self.bias = nnx.Param(jnp.zeros((features,), param_dtype)) if affine else None
         self.eps, self.dtype = eps, jnp.dtype(dtype)
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         y = standardized(x.astype(jnp.float32), self.eps)
-        y = y * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        if self.weight is not None and self.bias is not None:
+            y = y * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
         return y.astype(self.dtype)
 
 

@@ -42,11 +42,17 @@ CLASS_OPTIONS = frozenset({"add_bos_token", "add_eos_token", "add_prefix_space",
 """Those of them that act on some classes of tokenizers alone."""
 CLASS_OF_MODEL = {
     "bart": "BartTokenizer",
-    "gpt2": "GPT2Tokenizer",
+    **dict.fromkeys(("gpt2", "gpt_neo", "gptj", "opt"), "GPT2Tokenizer"),
     "qwen2": "Qwen2Tokenizer",
     "qwen3": "Qwen2Tokenizer",
 }
 """transformers' classes of byte-level tokenizers by model type, for files that name no class."""
+_END_OF_SENTENCE = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "</s>")
+DEFAULTS_OF_MODEL: Mapping[str, Mapping[str, Any]] = {
+    "opt": {**_END_OF_SENTENCE, "pad_token": "<pad>", "add_bos_token": True},
+}
+"""Settings of a model's own tokenizer that differ from those of its class, for folders that have
+vocab.json and merges.txt alone. transformers has the class's, with a token that OPT has not."""
 SENTENCEPIECE_MODELS = {
     *("llama", "mistral", "mixtral", "t5", "mt5", "umt5", "longt5", "switch_transformers"),
     *CLASS_OF_MODEL,
@@ -198,7 +204,8 @@ class TokenizerFiles:
                 f"{self.folder / 'config.json'}: tokenizer_class is {quoted(name)}, not a string"
             )
         if name is not None:
-            config = {**options, "tokenizer_class": name}
+            own = {} if "tokenizer.json" in self else DEFAULTS_OF_MODEL.get(str(model_type), {})
+            config = {**own, **options, "tokenizer_class": name}
             self.contents["tokenizer_config.json"] = config_json(config)
 
     def refuse_options(self, taken: Collection[str], kind: str) -> None:

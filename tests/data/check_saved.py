@@ -27,6 +27,8 @@ OWN = {
     "own_qwen3": ("qwen3", {"attention_bias": True}),
     "own_phi3": ("phi3", {"tie_word_embeddings": True}),
     "own_gpt2": ("gpt2", {}),
+    "own_opt": ("opt", {}),
+    "own_opt_untied": ("opt", {"tie_word_embeddings": False, "do_layer_norm_before": False}),
     "own_t5": ("t5", {}),
     "own_t5_tied": ("t5", {"tie_word_embeddings": True}),
     "own_umt5": ("t5", {"model_type": "umt5"}),

@@ -69,6 +69,20 @@ ACTS = {
         "activation_function": "relu",
         "scale_embedding": True,
     },
+    "opt": {
+        "vocab_size": 60,
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "ffn_dim": 40,
+        "activation_function": "gelu",
+        "do_layer_norm_before": False,
+        "_remove_final_layer_norm": True,
+        "word_embed_proj_dim": 32,
+        "enable_bias": False,
+        "layer_norm_elementwise_affine": False,
+        "tie_word_embeddings": False,
+    },
     "gpt2": {
         "vocab_size": 60,
         "n_embd": 64,
@@ -104,6 +118,7 @@ DROPOUT = {
     **{family: {"attention_dropout": 0.5} for family in ("llama", *tiny.ROTARY)},
     "phi3": {"attention_dropout": 0.5, "resid_pdrop": 0.5},
     "bart": {"dropout": 0.5, "attention_dropout": 0.5, "activation_dropout": 0.5},
+    "opt": {"dropout": 0.5, "attention_dropout": 0.5},
     "gpt2": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5},
     "t5": {"dropout_rate": 0.5},
 }
@@ -133,6 +148,15 @@ OTHERS = {
         "decoder_layerdrop": 0.0,
         "tie_word_embeddings": True,
     },
+    "opt": {
+        **TOKEN_IDS,
+        "decoder_start_token_id": 5,
+        "max_position_embeddings": 32,
+        "init_std": 0.5,
+        "num_labels": 3,
+        "problem_type": "regression",
+        "layerdrop": 0.0,  # another value raises
+    },
     "gpt2": {
         **TOKEN_IDS,
         "decoder_start_token_id": 5,
@@ -152,6 +176,7 @@ OTHERS = {
     },
 }
 DERIVED = {"bart": set(), "gpt2": set(), "t5": {"bias_per_layer"}}
+DERIVED |= {family: set() for family in tiny.GPT_RELATIVES}
 DERIVED |= {family: {"rope"} for family in ("llama", *tiny.ROTARY)}
 
 
@@ -299,6 +324,13 @@ ROPE = {
             {"rope_scaling": {"type": "linear", "factor": 2.0}},
             "rope_type: expected default or",
         ),
+        ("opt", {"layerdrop": 0.1}, "layerdrop: LayerDrop is not implemented, found 0.1"),
+        ("opt", {"word_embed_proj_dim": 0}, "word_embed_proj_dim: expected 1 to"),
+        ("opt", {"hidden_size": 30}, "hidden_size: 30 is not a multiple of num_attention_heads, 4"),
+        ("opt", {"ffn_dim": 0}, "ffn_dim: expected 1 to"),
+        ("opt", {"dropout": 1.0}, "dropout: expected 0 <= rate < 1"),
+        ("opt", {"activation_function": "cube"}, "activation_function: unknown activation 'cube'"),
+        ("opt", {"activation_dropout": 0.1}, r"activation_dropout \(0.1\): unknown"),
         ("phi3", {"full_attn_mod": 2}, r"full_attn_mod \(2\): unknown"),
         ("phi3", {"resid_pdrop": 1.0}, "resid_pdrop: expected 0 <= rate < 1"),
     ],

@@ -63,5 +63,11 @@ def test_windows_and_rope_of_phi():
     assert (v4.size_per_head, v4.rotary.rotated) == (128, 96)
 
 
+def test_sizes_of_opt():
+    assert (config("opt-350m").width, config("opt-350m").hidden) == (512, 1024)
+    assert (config("opt-1.3b").width, config("opt-1.3b").inner) == (2048, 8192)
+    assert not config("galactica-30b").layer_norm_elementwise_affine
+
+
 def test_labels():
     assert (config("distilgpt2").num_labels, config("gpt2").num_labels) == (1, 2)

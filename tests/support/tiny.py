@@ -100,6 +100,18 @@ ROTARY["phi3"] = {
 }
 """Llama's relatives: windows in all layers, in the last, or in every other one."""
 CONFIGS |= ROTARY
+CONFIGS["opt"] = {
+    "model_type": "opt",
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "ffn_dim": 48,
+    "max_position_embeddings": 64,
+    "word_embed_proj_dim": 24,
+}
+GPT_RELATIVES = ("opt",)
+"""GPT-2's relatives."""
 
 
 def mostly(family: str) -> list[Any]:
