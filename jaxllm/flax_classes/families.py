@@ -51,6 +51,30 @@ class FlaxOPTForCausalLM(FlaxPreTrainedModel):
     model_class = models.OPTForCausalLM
 
 
+class FlaxGPTNeoModel(FlaxPreTrainedModel):
+    model_class = models.GPTNeoModel
+
+
+class FlaxGPTNeoForCausalLM(FlaxPreTrainedModel):
+    model_class = models.GPTNeoForCausalLM
+
+
+class FlaxGPTJModel(FlaxPreTrainedModel):
+    model_class = models.GPTJModel
+
+
+class FlaxGPTJForCausalLM(FlaxPreTrainedModel):
+    model_class = models.GPTJForCausalLM
+
+
+class FlaxBloomModel(FlaxPreTrainedModel):
+    model_class = models.BloomModel
+
+
+class FlaxBloomForCausalLM(FlaxPreTrainedModel):
+    model_class = models.BloomForCausalLM
+
+
 class FlaxT5EncoderModel(FlaxPreTrainedModel):
     model_class = models.T5EncoderModel
     _positional = ("input_ids", "attention_mask")
@@ -149,8 +173,14 @@ __all__ = [
     "FlaxAutoModelForCausalLM",
     "FlaxAutoModelForSeq2SeqLM",
     "FlaxBartForConditionalGeneration",
+    "FlaxBloomForCausalLM",
+    "FlaxBloomModel",
     "FlaxGPT2LMHeadModel",
     "FlaxGPT2Model",
+    "FlaxGPTJForCausalLM",
+    "FlaxGPTJModel",
+    "FlaxGPTNeoForCausalLM",
+    "FlaxGPTNeoModel",
     "FlaxLlamaForCausalLM",
     "FlaxLlamaModel",
     "FlaxMistralForCausalLM",

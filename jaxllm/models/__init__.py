@@ -4,6 +4,12 @@
 """
 
 from jaxllm.models.bart import BartConfig, BartForConditionalGeneration
+from jaxllm.models.bloom import (
+    BloomConfig,
+    BloomForCausalLM,
+    BloomForSequenceClassification,
+    BloomModel,
+)
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.encoder_decoder import shift_tokens_right
 from jaxllm.models.gemma2 import (
@@ -13,6 +19,13 @@ from jaxllm.models.gemma2 import (
     Gemma2Model,
 )
 from jaxllm.models.gpt2 import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, GPT2Model
+from jaxllm.models.gpt_neo import (
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    GPTNeoForSequenceClassification,
+    GPTNeoModel,
+)
+from jaxllm.models.gptj import GPTJConfig, GPTJForCausalLM, GPTJForSequenceClassification, GPTJModel
 from jaxllm.models.llama import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -53,12 +66,24 @@ __all__ = [
     "FAMILIES",
     "BartConfig",
     "BartForConditionalGeneration",
+    "BloomConfig",
+    "BloomForCausalLM",
+    "BloomForSequenceClassification",
+    "BloomModel",
     "Card",
     "Decoder",
     "GPT2Config",
     "GPT2ForSequenceClassification",
     "GPT2LMHeadModel",
     "GPT2Model",
+    "GPTJConfig",
+    "GPTJForCausalLM",
+    "GPTJForSequenceClassification",
+    "GPTJModel",
+    "GPTNeoConfig",
+    "GPTNeoForCausalLM",
+    "GPTNeoForSequenceClassification",
+    "GPTNeoModel",
     "Gemma2Config",
     "Gemma2ForCausalLM",
     "Gemma2ForSequenceClassification",

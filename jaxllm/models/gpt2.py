@@ -6,9 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from jaxtyping import Array, Float, Int
-
-from jaxllm.cache.attention_view import AttentionView
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
 from jaxllm.models.layernorm_decoder import LayerFactory, LayerNormConfig, LayerNormDecoder
@@ -59,6 +56,8 @@ class GPT2Config(LayerNormConfig):
 class GPT2Backbone(LayerNormDecoder[GPT2Config]):
     """GPT-2 backbone: learned positions, pre-norm blocks with LayerNorm, biases and GELU."""
 
+    token_types = True
+
     def block(self, make: LayerFactory, layer: int) -> Block:
         c, mlp = self.config, make.mlp()
         scale = c.size_per_head**-0.5 if c.scale_attn_weights else 1.0
@@ -73,17 +72,6 @@ class GPT2Backbone(LayerNormDecoder[GPT2Config]):
             cross=make.attention(scale=scale) if c.add_cross_attention else None,
             dropout_rate=c.resid_pdrop,
         )
-
-    def embed_tokens(
-        self,
-        input_ids: Int[Array, "B T"] | None,
-        inputs_embeds: Float[Array, "B T D"] | None,
-        view: AttentionView,
-        token_type_ids: Int[Array, "B T"] | None,
-    ) -> Float[Array, "B T D"]:
-        x = super().embed_tokens(input_ids, inputs_embeds, view, None)
-        # Token types share the token embedding, as in transformers.
-        return x if token_type_ids is None else x + self.embed(token_type_ids)
 
 
 class GPT2Model(DecoderOnlyModel):

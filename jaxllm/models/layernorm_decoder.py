@@ -6,7 +6,7 @@ A family has config fields with its own names, and defines its transformer block
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
 from flax import nnx
@@ -186,6 +186,8 @@ class LayerNormDecoder(Backbone[C]):
 
     position_offset: ClassVar[int] = 0
     """Rows of the table of positions before the first one, which are not used."""
+    token_types: ClassVar[bool] = False
+    """True if there are token types; they share the token embedding, as in transformers."""
     positions: Embedding | None
 
     def __init__(self, config: C, options: Options, *, rngs: nnx.Rngs | None):
@@ -198,6 +200,7 @@ class LayerNormDecoder(Backbone[C]):
         self.stack = Stack(
             [self.block(make, layer) for layer in range(config.value("layers", 0))],
             self.final_norm(make),
+            position_bias=self.position_bias(make),
             embedding_dropout=config.value("embedding_dropout", 0.0),
             **options.stack,
         )
@@ -211,6 +214,10 @@ class LayerNormDecoder(Backbone[C]):
         """Builds the norm after the last block."""
         return make.norm()
 
+    def position_bias(self, make: LayerFactory) -> Sequence[nnx.Module]:
+        """Builds the biases of attention (`Stack`): none."""
+        return ()
+
     def embed_tokens(
         self,
         input_ids: Int[Array, "B T"] | None,
@@ -218,11 +225,12 @@ class LayerNormDecoder(Backbone[C]):
         view: AttentionView,
         token_type_ids: Int[Array, "B T"] | None,
     ) -> Float[Array, "B T D"]:
-        x = super().embed_tokens(input_ids, inputs_embeds, view, token_type_ids)
-        x = self.block_input(x)
-        if self.positions is None:
-            return x
-        return x + self.positions(view.positions + self.position_offset)
+        types = token_type_ids if self.token_types else None
+        others = None if self.token_types else token_type_ids  # refused
+        x = self.block_input(super().embed_tokens(input_ids, inputs_embeds, view, others))
+        if self.positions is not None:
+            x = x + self.positions(view.positions + self.position_offset)
+        return x if types is None else x + self.embed(types)
 
     def block_input(self, x: Float[Array, "B T E"]) -> Float[Array, "B T D"]:
         """Token embeddings as the first block reads them, but for their positions."""

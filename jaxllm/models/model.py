@@ -271,12 +271,12 @@ def model_shapes(make: Callable[..., Any], config: ModelConfig, options: Any) ->
     return shapes.with_card(Card(config))
 
 
-def _resized(x: Float[jax.Array, "V D"], old: int, size: int) -> Float[jax.Array, "W D"]:
+def _resized(x: Shaped[Array, " V *rest"], old: int, size: int) -> Shaped[Array, " W *rest"]:
     """Rows of the tokens that stay, then rows of new tokens."""
     if size <= old:
         return x[:size]
     mean = jnp.mean(x.astype(jnp.float32), 0, keepdims=True).astype(x.dtype)
-    return jnp.concatenate([x, jnp.broadcast_to(mean, (size - old, x.shape[1]))])
+    return jnp.concatenate([x, jnp.broadcast_to(mean, (size - old, *x.shape[1:]))])
 
 
 class BaseModel(Model[C]):
@@ -388,7 +388,7 @@ class LanguageModel(Generates, Model[C]):
             attn.kv_heads,
             attn.head_dim,
             attn.k.dtype,
-            windows=stack.has_windows,
+            counts_tokens=stack.counts_tokens,
             head_axis=stack.cache_has_head_axis,
         )
 

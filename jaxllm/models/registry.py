@@ -8,7 +8,19 @@ from typing import Any
 
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import ConfigError, UnsupportedError, quoted
-from jaxllm.models import gemma2, gpt2, llama, mistral, opt, phi3, qwen2, qwen3
+from jaxllm.models import (
+    bloom,
+    gemma2,
+    gpt2,
+    gpt_neo,
+    gptj,
+    llama,
+    mistral,
+    opt,
+    phi3,
+    qwen2,
+    qwen3,
+)
 from jaxllm.models.bart import BartConfig, BartForConditionalGeneration, bart_table
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.config import ModelConfig
@@ -153,6 +165,30 @@ FAMILIES: Mapping[str, Family] = {
         language_model=opt.OPTForCausalLM,
         classifier=opt.OPTForSequenceClassification,
         headless=opt.OPTModel,
+    ),
+    "gpt_neo": _decoder_only(
+        gpt_neo.GPTNeoConfig,
+        gpt_neo.GPT_NEO_TABLE,
+        ("num_layers",),
+        language_model=gpt_neo.GPTNeoForCausalLM,
+        classifier=gpt_neo.GPTNeoForSequenceClassification,
+        headless=gpt_neo.GPTNeoModel,
+    ),
+    "gptj": _decoder_only(
+        gptj.GPTJConfig,
+        gptj.gptj_table,
+        ("n_layer",),
+        language_model=gptj.GPTJForCausalLM,
+        classifier=gptj.GPTJForSequenceClassification,
+        headless=gptj.GPTJModel,
+    ),
+    "bloom": _decoder_only(
+        bloom.BloomConfig,
+        bloom.bloom_table,
+        ("n_layer",),
+        language_model=bloom.BloomForCausalLM,
+        classifier=bloom.BloomForSequenceClassification,
+        headless=bloom.BloomModel,
     ),
     "bart": Family(
         config=BartConfig,

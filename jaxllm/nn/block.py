@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float
 from jaxllm.cache.attention_view import AttentionView, SequenceMask, mask_array
 from jaxllm.cache.kv_cache import KV
 from jaxllm.common.errors import InputError, quoted
+from jaxllm.nn.alibi import Alibi
 from jaxllm.nn.attention import BY_PARTS, Attention, ColumnBias
 from jaxllm.nn.linear import LayerNorm, RMSNorm, dropout, split_key
 from jaxllm.nn.mlp import MLP, GatedMLP
@@ -81,8 +82,10 @@ class Block(nnx.Module):
     """Transformer block: residual sublayers of self-attention, cross-attention if any, and MLP.
 
     Each sublayer is ``x += post_norm(part(norm(x)))``, where most families have no `post_norm`.
-    With `norm_last` it is ``x = norm(x + part(x))``, as in the original transformer (BART). `clamp`
-    is applied after each sublayer (T5 in float16 clamps there).
+    With `norm_last` it is ``x = norm(x + part(x))``, as in the original transformer (BART). With
+    `adds_to_norm` it is ``x = norm(x) + part(norm(x))``, an option of BLOOM. Without `mlp_norm` the
+    MLP reads what attention reads, ``x += attn(norm(x)) + mlp(norm(x))`` (GPT-J). `clamp` is
+    applied after each sublayer (T5 in float16 clamps there).
 
     The sublayers `attn`, `cross` and `mlp` are attributes with these names, and their norms with
     ``_norm`` and ``_post_norm`` after them, so that paths of parameters say what each is.
@@ -92,7 +95,7 @@ class Block(nnx.Module):
         self,
         attn_norm: Norm,
         attn: Attention,
-        mlp_norm: Norm,
+        mlp_norm: Norm | None,
         mlp: MLP | GatedMLP,
         cross_norm: Norm | None = None,
         cross: Attention | None = None,
@@ -100,13 +103,15 @@ class Block(nnx.Module):
         attn_post_norm: Norm | None = None,
         mlp_post_norm: Norm | None = None,
         norm_last: bool = False,
+        adds_to_norm: bool = False,
         dropout_rate: float = 0.0,
         clamp: Callable[[Array], Array] | None = None,
     ):
         self.attn_norm, self.attn, self.attn_post_norm = attn_norm, attn, attn_post_norm
         self.cross_norm, self.cross, self.cross_post_norm = cross_norm, cross, None
         self.mlp_norm, self.mlp, self.mlp_post_norm = mlp_norm, mlp, mlp_post_norm
-        self.norm_last, self.dropout_rate, self.clamp = norm_last, dropout_rate, clamp
+        self.norm_last, self.adds_to_norm = norm_last, adds_to_norm
+        self.dropout_rate, self.clamp = dropout_rate, clamp
 
     def __call__(
         self,
@@ -120,8 +125,8 @@ class Block(nnx.Module):
     ) -> BlockOutput:
         keys = split_key(options.key, 7)
         attn_key, attn_drop, cross_key, cross_drop, mlp_key, mlp_drop, kv_key = keys
-        y = self._input_of("attn", x)
-        k, v = self.attn.keys_values(y, context.rotary, kv_key)
+        read = self._input_of("attn", x)
+        k, v = self.attn.keys_values(read, context.rotary, kv_key)
         kv = used_slots = None
         if cache is not None and context.view.write_slots is not None:
             cache = kv = cache.write(k, v, context.view.write_slots)
@@ -129,7 +134,7 @@ class Block(nnx.Module):
         if kv is None or cache_is_empty:  # attend to the new positions only
             kv, used_slots = KV.from_sequence(k, v), None
         y, weights = self.attn(
-            y,
+            read,
             kv,
             visible=context.view.visible,
             rotary=context.rotary,
@@ -139,7 +144,7 @@ class Block(nnx.Module):
             want_weights=want_weights,
             used_slots=used_slots,
         )
-        x = self._add("attn", x, y, attn_drop)
+        x = self._add("attn", read if self.adds_to_norm else x, y, attn_drop)
         cross_weights = None
         if self.cross is not None and cross_kv is not None:
             assert context.cross_visible is not None
@@ -152,7 +157,9 @@ class Block(nnx.Module):
                 want_weights=want_weights,
             )
             x = self._add("cross", x, y, cross_drop)
-        x = self._add("mlp", x, self.mlp(self._input_of("mlp", x), key=mlp_key), mlp_drop)
+        read = read if self.mlp_norm is None else self._input_of("mlp", x)
+        y = self.mlp(read, key=mlp_key)
+        x = self._add("mlp", read if self.adds_to_norm else x, y, mlp_drop)
         return BlockOutput(x, cache, weights, cross_weights)
 
     def _input_of(self, sublayer: str, x: Array) -> Array:
@@ -250,7 +257,7 @@ def _layer_head_mask(head_mask: Array | None, i: int):
 class Stack(nnx.Module):
     """Transformer blocks in sequence, then the final norm, if there is one.
 
-    `position_bias` has no entry, one relative bias for all blocks (T5), or one per block (umT5).
+    `position_bias` has no entry, one bias for all blocks (T5, ALiBi), or one per block (umT5).
     `remat` names what the backward pass recomputes (`REMAT`). With `scan_layers` calls
     without a KV cache run equal blocks in a scan, which compiles one of them. `platform` decides
     the layout of the KV cache, and no number.
@@ -275,9 +282,10 @@ class Stack(nnx.Module):
         self.platform = platform
 
     @property
-    def has_windows(self) -> bool:
-        """True if any block uses sliding-window attention."""
-        return any(block.attn.window is not None for block in self.blocks)
+    def counts_tokens(self) -> bool:
+        """True if attention needs the indices of keys among the real tokens: windows, ALiBi."""
+        windows = any(block.attn.window is not None for block in self.blocks)
+        return windows or any(isinstance(bias, Alibi) for bias in self.position_bias)
 
     @property
     def cache_has_head_axis(self) -> bool:
@@ -391,8 +399,7 @@ class Stack(nnx.Module):
         """Each block's context, with its attention window and its relative bias."""
         windows = dict.fromkeys(block.attn.window for block in self.blocks)
         views = {window: context.view.for_layer(window) for window in windows}
-        columns = (context.view.query_columns, context.view.key_columns)
-        biases: list[Any] = [ColumnBias(bias, *columns) for bias in self.position_bias]
+        biases: list[Any] = [self._bias(bias, context.view) for bias in self.position_bias]
         if self.blocks[0].attn.implementation not in BY_PARTS:
             # Masks and biases are computed once for all layers.
             views = {window: view.with_mask_array() for window, view in views.items()}
@@ -407,6 +414,14 @@ class Stack(nnx.Module):
             view = views[block.attn.window]
             contexts.append(dataclasses.replace(context, view=view, bias=bias))
         return contexts
+
+    def _bias(self, bias: nnx.Module, view: AttentionView) -> ColumnBias:
+        """A bias of the distances between columns, or for ALiBi between real tokens."""
+        if not isinstance(bias, Alibi):
+            return ColumnBias(bias, view.query_columns, view.key_columns)
+        assert view.query_index is not None
+        assert view.key_index is not None
+        return ColumnBias(bias, view.query_index, view.key_index)
 
 
 Inputs = TypeVar("Inputs")

@@ -54,7 +54,8 @@ def draw(case: Case, name: str, shape: tuple[int, ...]) -> np.ndarray:
         return 1 + 0.2 * noise
     if leaf == "relative_attention_bias":
         return noise
-    if leaf in ("embed_tokens", "shared", "wte"):  # a large tied one only copies its input
+    # A large tied one only copies its input.
+    if leaf in ("embed_tokens", "shared", "wte", "word_embeddings"):
         return 0.3 * noise
     if leaf == "wpe":
         return 0.6 * noise
@@ -64,6 +65,8 @@ def draw(case: Case, name: str, shape: tuple[int, ...]) -> np.ndarray:
     gain = 1.3 if leaf not in ("lm_head", "score") else 1.0
     if case.family == "t5" and leaf == "q":  # T5 folds 1/sqrt(d_kv) into the weights
         gain /= case.config["d_kv"] ** 0.5
+    if case.family == "gpt_neo" and leaf == "q_proj":  # its products are not scaled
+        gain /= (case.config["hidden_size"] / case.config["num_heads"]) ** 0.5
     return gain * noise / fan_in**0.5
 
 

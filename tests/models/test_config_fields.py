@@ -83,6 +83,36 @@ ACTS = {
         "layer_norm_elementwise_affine": False,
         "tie_word_embeddings": False,
     },
+    "gpt_neo": {
+        "vocab_size": 60,
+        "hidden_size": 64,
+        "attention_layers": ["local", "local"],
+        "num_heads": 2,
+        "intermediate_size": 40,
+        "window_size": 6,
+        "activation_function": "relu",
+        "layer_norm_epsilon": 1e-2,
+        "tie_word_embeddings": False,
+    },
+    "gptj": {
+        "vocab_size": 60,
+        "n_embd": 64,
+        "n_layer": 1,
+        "n_head": 2,
+        "rotary_dim": 4,
+        "n_inner": 64,
+        "activation_function": "relu",
+        "layer_norm_epsilon": 1e-2,
+    },
+    "bloom": {
+        "vocab_size": 60,
+        "hidden_size": 96,
+        "n_layer": 1,
+        "n_head": 4,
+        "layer_norm_epsilon": 1e-2,
+        "apply_residual_connection_post_layernorm": True,
+        "tie_word_embeddings": False,
+    },
     "gpt2": {
         "vocab_size": 60,
         "n_embd": 64,
@@ -119,6 +149,9 @@ DROPOUT = {
     "phi3": {"attention_dropout": 0.5, "resid_pdrop": 0.5},
     "bart": {"dropout": 0.5, "attention_dropout": 0.5, "activation_dropout": 0.5},
     "opt": {"dropout": 0.5, "attention_dropout": 0.5},
+    "gpt_neo": {"resid_dropout": 0.5, "embed_dropout": 0.5, "attention_dropout": 0.5},
+    "gptj": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5},
+    "bloom": {"hidden_dropout": 0.5, "attention_dropout": 0.5},
     "gpt2": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5},
     "t5": {"dropout_rate": 0.5},
 }
@@ -156,6 +189,34 @@ OTHERS = {
         "num_labels": 3,
         "problem_type": "regression",
         "layerdrop": 0.0,  # another value raises
+    },
+    "gpt_neo": {
+        **TOKEN_IDS,
+        "num_layers": 2,  # the length of attention_layers; another number raises
+        "decoder_start_token_id": 5,
+        "max_position_embeddings": 32,
+        "initializer_range": 0.5,
+        "num_labels": 3,
+        "problem_type": "regression",
+    },
+    "gptj": {
+        **TOKEN_IDS,
+        "decoder_start_token_id": 5,
+        "n_positions": 32,  # a default length: RoPE has no table
+        "initializer_range": 0.5,
+        "num_labels": 3,
+        "problem_type": "regression",
+        "tie_word_embeddings": False,  # true raises
+    },
+    "bloom": {
+        **TOKEN_IDS,
+        "decoder_start_token_id": 5,
+        "initializer_range": 0.5,
+        "num_labels": 3,
+        "problem_type": "regression",
+        "pretraining_tp": 4,  # acts with slow_but_exact, where it raises
+        "slow_but_exact": True,
+        "seq_length": 32,  # a default length
     },
     "gpt2": {
         **TOKEN_IDS,
@@ -331,6 +392,26 @@ ROPE = {
         ("opt", {"dropout": 1.0}, "dropout: expected 0 <= rate < 1"),
         ("opt", {"activation_function": "cube"}, "activation_function: unknown activation 'cube'"),
         ("opt", {"activation_dropout": 0.1}, r"activation_dropout \(0.1\): unknown"),
+        (
+            "gpt_neo",
+            {"attention_layers": ["global", "far"]},
+            "attention_layers: expected global or",
+        ),
+        ("gpt_neo", {"attention_types": ["local"]}, "attention_types: expected .*, found"),
+        (
+            "gpt_neo",
+            {"attention_types": [[["local"], 2]]},
+            "attention_layers: .* contradicts attention_types",
+        ),
+        ("gpt_neo", {"num_layers": 3}, "attention_layers: expected .* 3 layers"),
+        ("gpt_neo", {"window_size": 0}, "window_size: expected 1 to"),
+        ("gptj", {"rotary_dim": 5}, "rotary_dim: expected an even part of a head, 8, found 5"),
+        ("gptj", {"rotary_dim": 10}, "rotary_dim: expected an even part of a head, 8, found 10"),
+        ("gptj", {"tie_word_embeddings": True}, "tie_word_embeddings: the head has a bias"),
+        ("gptj", {"scale_attn_weights": False}, r"scale_attn_weights \(False\): unknown"),
+        ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, "slow_but_exact: with pretrain"),
+        ("bloom", {"n_head": 7}, "hidden_size: 48 is not a multiple of n_head, 7"),
+        ("bloom", {"n_embed": 96}, "n_embed: 96 contradicts hidden_size, 48"),
         ("phi3", {"full_attn_mod": 2}, r"full_attn_mod \(2\): unknown"),
         ("phi3", {"resid_pdrop": 1.0}, "resid_pdrop: expected 0 <= rate < 1"),
     ],

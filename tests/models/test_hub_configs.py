@@ -69,5 +69,13 @@ def test_sizes_of_opt():
     assert not config("galactica-30b").layer_norm_elementwise_affine
 
 
+def test_layers_of_gpt_neo_and_heads_of_bloom():
+    small = config("gpt-neo-125m")
+    assert [small.window(layer) for layer in (0, 1, 11)] == [None, 256, 256]
+    bloom, large = config("bloom-560m"), config("bloomz")
+    assert (bloom.width, bloom.heads, bloom.context_length) == (1024, 16, 2048)
+    assert (large.heads, large.size_per_head, large.pretraining_tp) == (112, 128, 4)
+
+
 def test_labels():
     assert (config("distilgpt2").num_labels, config("gpt2").num_labels) == (1, 2)

@@ -110,8 +110,29 @@ CONFIGS["opt"] = {
     "max_position_embeddings": 64,
     "word_embed_proj_dim": 24,
 }
-GPT_RELATIVES = ("opt",)
-"""GPT-2's relatives."""
+CONFIGS["gpt_neo"] = {
+    "model_type": "gpt_neo",
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "max_position_embeddings": 64,
+    "attention_layers": ["global", "local"],
+    "window_size": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CONFIGS["gptj"] = {**CONFIGS["gpt2"], "model_type": "gptj", "rotary_dim": 6}
+CONFIGS["bloom"] = {
+    "model_type": "bloom",
+    "vocab_size": 50,
+    "hidden_size": 48,
+    "n_layer": 2,
+    "n_head": 6,
+    "pad_token_id": 3,
+}
+GPT_RELATIVES = ("opt", "gpt_neo", "gptj", "bloom")
+"""GPT-2's relatives, one of them with ALiBi for a number of heads that is no power of two."""
 
 
 def mostly(family: str) -> list[Any]:

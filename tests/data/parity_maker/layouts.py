@@ -33,6 +33,25 @@ def old_gpt2(weights: Weights, config: dict) -> Weights:
     return weights
 
 
+def old_gpt_neo(weights: Weights, config: dict) -> Weights:
+    """EleutherAI/gpt-neo: no prefix, and each block's causal mask and its fill value."""
+    weights = without_prefix("transformer.")(weights, config)
+    return with_masks(weights, config["max_position_embeddings"], "h.{}.attn.attention")
+
+
+def old_gptj(weights: Weights, config: dict) -> Weights:
+    """EleutherAI/gpt-j-6b: each block's causal mask and its fill value."""
+    return with_masks(weights, config["n_positions"], "transformer.h.{}.attn")
+
+
+def with_masks(weights: Weights, n: int, name: str) -> Weights:
+    """The two layers' causal masks of n positions, and their fill values."""
+    for i in range(2):
+        weights[f"{name.format(i)}.bias"] = np.tril(np.ones((1, 1, n, n), np.uint8))
+        weights[f"{name.format(i)}.masked_bias"] = np.array(-1e9, np.float32)
+    return weights
+
+
 def with_tied_head(head: str, embedding: str) -> Callable[[Weights, dict], Weights]:
     """The tied head is in the file as well, equal to the embedding."""
     return lambda weights, config: {**weights, head: weights[embedding].copy()}
