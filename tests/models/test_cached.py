@@ -46,7 +46,9 @@ def test_forward_with_a_cache(family):
     [
         *tiny.FAMILIES,
         "qwen3",
+        "bloom",
         *(pytest.param(f, marks=pytest.mark.slow) for f in ("mistral", "qwen2", "phi3")),
+        *(pytest.param(f, marks=pytest.mark.slow) for f in ("opt", "gpt_neo", "gptj")),
     ],
 )
 def test_decode(family, cache_is_empty):

@@ -18,6 +18,7 @@ MODELS = [name for name in cases() if name != "tables"]
 # Each kind of cached decoding once; the other cases (near relatives) take their time in test-all.
 QUICK = {"llama_bias", "llama_dynamic_v5", "llama_longrope_v5", "llama_yarn_v5", "t5_relu", "umt5"}
 QUICK |= {"gpt2_base", "gpt2_cross", "gpt2_inverse_layer", "t5_v11"}
+QUICK |= {"opt_full", "gpt_neo_full", "gptj_full", "bloom_full"}
 QUICK |= {"mistral_window", "qwen2_window", "qwen3_window", "phi3_window"}
 GENERATE = [
     pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
