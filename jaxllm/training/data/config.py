@@ -91,6 +91,8 @@ class DataConfig:
             this number; None pads every batch to `max_length`. Each length is compiled once.
         shuffle: use a new order in every epoch; false: the order of the files.
         seed: seed of the shuffling; None: the seed of the run.
+        streaming: read and encode the rows again in every epoch instead of keeping them in memory.
+            None: if there are more than a million rows or 256 MiB of files.
 
     Raises:
         ConfigError: a field has a wrong type or value, or no effect with the other fields.
@@ -124,6 +126,7 @@ class DataConfig:
     bucket: Bucket = "power_of_two"
     shuffle: bool = True
     seed: int | None = None
+    streaming: bool | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.path, list):
