@@ -113,9 +113,16 @@ def hf_tensors(
                 lambda entry=entry, parts=parts: entry.join([part.read() for part in parts]),
             ),
         )
-    for name, ours in origin.copies if origin is not None else ():
+    if origin is None:
+        return
+    for name, ours in origin.copies:
         if ours in arrays:
             yield name, arrays[ours]
+    for name, rows in origin.constants:
+        make = table.constant(name)
+        assert make is not None  # the table of this family named it
+        values = make(rows).astype(dict(origin.dtypes)[name])
+        yield name, LazyHostArray(values.shape, values.dtype, lambda values=values: values)
 
 
 def original_dtypes(model: Model[Any], tensors: Mapping[str, LazyHostArray]) -> dict[str, np.dtype]:

@@ -22,27 +22,40 @@ from jaxllm.flax_classes.families import (
     FlaxGPT2Model,
     FlaxLlamaForCausalLM,
     FlaxLlamaModel,
+    FlaxMarianMTModel,
+    FlaxMBartForConditionalGeneration,
     FlaxMistralForCausalLM,
     FlaxMistralModel,
+    FlaxPegasusForConditionalGeneration,
     FlaxT5EncoderModel,
     FlaxT5ForConditionalGeneration,
+    FlaxXGLMForCausalLM,
+    FlaxXGLMModel,
 )
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models import (
     BartConfig,
     GPT2Config,
     LlamaConfig,
+    MarianConfig,
+    MBartConfig,
     MistralConfig,
+    PegasusConfig,
     Qwen2Config,
     Qwen3Config,
     T5Config,
+    XGLMConfig,
     shift_tokens_right,
 )
 
 BartTokenizer = BartTokenizerFast = AutoTokenizer
 GPT2Tokenizer = GPT2TokenizerFast = AutoTokenizer
 LlamaTokenizer = LlamaTokenizerFast = AutoTokenizer
+MarianTokenizer = AutoTokenizer
+MBartTokenizer = MBartTokenizerFast = MBart50Tokenizer = MBart50TokenizerFast = AutoTokenizer
+PegasusTokenizer = PegasusTokenizerFast = AutoTokenizer
 T5Tokenizer = T5TokenizerFast = AutoTokenizer
+XGLMTokenizer = XGLMTokenizerFast = AutoTokenizer
 CONFIG_MAPPING: Mapping[str, Any] = {
     name: family.config for name, family in models.FAMILIES.items()
 }
@@ -63,11 +76,16 @@ __all__ = [
     "FlaxGPT2Model",
     "FlaxLlamaForCausalLM",
     "FlaxLlamaModel",
+    "FlaxMBartForConditionalGeneration",
+    "FlaxMarianMTModel",
     "FlaxMistralForCausalLM",
     "FlaxMistralModel",
+    "FlaxPegasusForConditionalGeneration",
     "FlaxPreTrainedModel",
     "FlaxT5EncoderModel",
     "FlaxT5ForConditionalGeneration",
+    "FlaxXGLMForCausalLM",
+    "FlaxXGLMModel",
     "GPT2Config",
     "GPT2Tokenizer",
     "GPT2TokenizerFast",
@@ -75,11 +93,24 @@ __all__ = [
     "LlamaConfig",
     "LlamaTokenizer",
     "LlamaTokenizerFast",
+    "MBart50Tokenizer",
+    "MBart50TokenizerFast",
+    "MBartConfig",
+    "MBartTokenizer",
+    "MBartTokenizerFast",
+    "MarianConfig",
+    "MarianTokenizer",
     "MistralConfig",
+    "PegasusConfig",
+    "PegasusTokenizer",
+    "PegasusTokenizerFast",
     "Qwen2Config",
     "Qwen3Config",
     "T5Config",
     "T5Tokenizer",
     "T5TokenizerFast",
+    "XGLMConfig",
+    "XGLMTokenizer",
+    "XGLMTokenizerFast",
     "shift_tokens_right",
 ]

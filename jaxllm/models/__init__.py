@@ -19,6 +19,9 @@ from jaxllm.models.llama import (
     LlamaForSequenceClassification,
     LlamaModel,
 )
+from jaxllm.models.m2m_100 import M2M100Config, M2M100ForConditionalGeneration
+from jaxllm.models.marian import MarianConfig, MarianMTModel
+from jaxllm.models.mbart import MBartConfig, MBartForConditionalGeneration
 from jaxllm.models.mistral import (
     MistralConfig,
     MistralForCausalLM,
@@ -26,6 +29,7 @@ from jaxllm.models.mistral import (
     MistralModel,
 )
 from jaxllm.models.model import Card
+from jaxllm.models.pegasus import PegasusConfig, PegasusForConditionalGeneration
 from jaxllm.models.phi3 import (
     Phi3Config,
     Phi3ForCausalLM,
@@ -47,6 +51,7 @@ from jaxllm.models.qwen3 import (
 )
 from jaxllm.models.registry import FAMILIES, ModelSpec, model_spec
 from jaxllm.models.t5 import T5Config, T5EncoderModel, T5ForConditionalGeneration
+from jaxllm.models.xglm import XGLMConfig, XGLMForCausalLM, XGLMModel
 
 __all__ = [
     "FAMILIES",
@@ -66,11 +71,19 @@ __all__ = [
     "LlamaForCausalLM",
     "LlamaForSequenceClassification",
     "LlamaModel",
+    "M2M100Config",
+    "M2M100ForConditionalGeneration",
+    "MBartConfig",
+    "MBartForConditionalGeneration",
+    "MarianConfig",
+    "MarianMTModel",
     "MistralConfig",
     "MistralForCausalLM",
     "MistralForSequenceClassification",
     "MistralModel",
     "ModelSpec",
+    "PegasusConfig",
+    "PegasusForConditionalGeneration",
     "Phi3Config",
     "Phi3ForCausalLM",
     "Phi3ForSequenceClassification",
@@ -86,6 +99,9 @@ __all__ = [
     "T5Config",
     "T5EncoderModel",
     "T5ForConditionalGeneration",
+    "XGLMConfig",
+    "XGLMForCausalLM",
+    "XGLMModel",
     "model_spec",
     "quantize_model",
     "shift_tokens_right",

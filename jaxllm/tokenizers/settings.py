@@ -28,6 +28,7 @@ MAX_FILE_BYTES = 32 * 2**20
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 FILE_NAMES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "merges.txt"),
+    *("sentencepiece.bpe.model", "source.spm", "target.spm"),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     "chat_template.jinja",
 )
@@ -35,18 +36,24 @@ OPTIONS = (
     *("padding_side", "truncation_side", "model_max_length", "chat_template"),
     *("split_special_tokens", "additional_special_tokens", "extra_special_tokens"),
     *("clean_up_tokenization_spaces", *NAMED_TOKENS),
-    *("add_bos_token", "add_eos_token", "add_prefix_space", "legacy"),
+    *("add_bos_token", "add_eos_token", "add_prefix_space", "legacy", "src_lang", "tgt_lang"),
 )
 """Fields of tokenizer_config.json that a call of `load_tokenizer` may override."""
-CLASS_OPTIONS = frozenset({"add_bos_token", "add_eos_token", "add_prefix_space", "legacy"})
+SENTENCEPIECE_OPTIONS = frozenset({"add_bos_token", "add_eos_token", "add_prefix_space", "legacy"})
+CLASS_OPTIONS = SENTENCEPIECE_OPTIONS | {"src_lang", "tgt_lang"}
 """Those of them that act on some classes of tokenizers alone."""
 CLASS_OF_MODEL = {
     "bart": "BartTokenizer",
     "gpt2": "GPT2Tokenizer",
+    "m2m_100": "M2M100Tokenizer",
+    "marian": "MarianTokenizer",
+    "mbart": "MBartTokenizer",
+    "pegasus": "PegasusTokenizer",
     "qwen2": "Qwen2Tokenizer",
     "qwen3": "Qwen2Tokenizer",
+    "xglm": "XGLMTokenizer",
 }
-"""transformers' classes of byte-level tokenizers by model type, for files that name no class."""
+"""transformers' classes of tokenizers by model type, for files that name no class."""
 SENTENCEPIECE_MODELS = {
     *("llama", "mistral", "mixtral", "t5", "mt5", "umt5", "longt5", "switch_transformers"),
     *CLASS_OF_MODEL,

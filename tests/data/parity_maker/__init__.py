@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from parity_maker import bart, gpt2, llama, rotary, t5
+from parity_maker import bart, gpt2, llama, rotary, t5, xglm
 
-CASES = [*llama.CASES, *rotary.CASES, *gpt2.CASES, *t5.CASES, *bart.CASES]
+CASES = [*llama.CASES, *rotary.CASES, *gpt2.CASES, *t5.CASES, *bart.CASES, *xglm.CASES]
