@@ -113,15 +113,14 @@ def hf_tensors(
                 lambda entry=entry, parts=parts: entry.join([part.read() for part in parts]),
             ),
         )
-    if origin is None:
-        return
-    for name, ours in origin.copies:
+    for name, ours in origin.copies if origin is not None else ():
         if ours in arrays:
             yield name, arrays[ours]
-    for name, rows in origin.constants:
+    dtypes = {} if origin is None else dict(origin.dtypes)
+    for name, rows in table.new_constants if origin is None else origin.constants:
         make = table.constant(name)
         assert make is not None  # the table of this family named it
-        values = make(rows).astype(dict(origin.dtypes)[name])
+        values = make(rows).astype(dtypes.get(name, np.float32))
         yield name, LazyHostArray(values.shape, values.dtype, lambda values=values: values)
 
 

@@ -10,7 +10,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from jaxllm.models.absolute_encoder_decoder import AbsoluteConfig, AbsoluteEncoderDecoderLM
+from jaxllm.models.absolute_encoder_decoder import (
+    AbsoluteConfig,
+    AbsoluteEncoderDecoderLM,
+    absolute_table,
+)
+from jaxllm.models.weights import Table
 from jaxllm.nn.positions import Sinusoids
 
 
@@ -41,3 +46,10 @@ class PegasusConfig(AbsoluteConfig):
 
 class PegasusForConditionalGeneration(AbsoluteEncoderDecoderLM[PegasusConfig]):
     """Pegasus with LM head, whose matrix is the token embedding."""
+
+
+def pegasus_table(config: PegasusConfig) -> Table:
+    """Weight table of Pegasus, whose files hold the positions."""
+    names = [f"model.{side}.embed_positions.weight" for side in ("encoder", "decoder")]
+    tables = tuple((name, config.max_position_embeddings) for name in names)
+    return dataclasses.replace(absolute_table(config), new_constants=tables)

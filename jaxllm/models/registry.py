@@ -189,7 +189,10 @@ FAMILIES: Mapping[str, Family] = {
         m2m_100.M2M100Config, m2m_100.M2M100ForConditionalGeneration, "M2M100Model"
     ),
     "pegasus": _absolute(
-        pegasus.PegasusConfig, pegasus.PegasusForConditionalGeneration, "PegasusModel"
+        pegasus.PegasusConfig,
+        pegasus.PegasusForConditionalGeneration,
+        "PegasusModel",
+        pegasus.pegasus_table,
     ),
     "xglm": _decoder_only(
         xglm.XGLMConfig,

@@ -107,6 +107,7 @@ class Table:
     `zeros`: our paths of parameters that are zero if their tensor is absent. `constants`: (regex,
     function) of tensors that follow from the config, such as tables of sinusoidal positions; the
     function makes the first rows of the tensor in float32. A file may hold them or not.
+    `new_constants`: (tensor name, rows) of those that the file of a new model holds.
     """
 
     entries: tuple[Entry, ...]
@@ -115,6 +116,7 @@ class Table:
     copies: tuple[tuple[str, str], ...] = ()
     zeros: frozenset[str] = frozenset()
     constants: tuple[tuple[str, Callable[[int], np.ndarray]], ...] = ()
+    new_constants: tuple[tuple[str, int], ...] = ()
 
     def for_model(self, paths: Iterable[str]) -> list[Entry]:
         """Entries of a model with these parameters; each parameter is in exactly one."""
