@@ -161,6 +161,10 @@ class MBartTokenizer(_LanguageTokenizer):
     def code_comes_first(self) -> bool:
         return False
 
+    def target_fields(self, tgt_lang: str) -> dict[str, int]:
+        # The labels end in the code, so that the decoder's inputs begin with it.
+        return {"decoder_start_token_id": self.get_lang_id(tgt_lang)}
+
     @classmethod
     def _pre_tokenizer(cls) -> dict[str, Any]:
         return {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, METASPACE]}

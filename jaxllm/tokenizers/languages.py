@@ -104,6 +104,9 @@ class WithLanguages(Tokenizer):
         copied.settings = replace(self.settings, options={**self.settings.options, **changed})
         return copied
 
+    def target_fields(self, tgt_lang: str) -> dict[str, int]:
+        return {"forced_bos_token_id": self.get_lang_id(tgt_lang)}
+
     def for_targets(self) -> Self:
         copied = copy.copy(self)
         copied._encodes_targets = True

@@ -251,6 +251,15 @@ class Tokenizer(TextEncoder):
                 raise InputError(f"{name}: a {type(self).__name__} has no languages; leave it out")
         return self
 
+    def target_fields(self, tgt_lang: str) -> dict[str, int]:
+        """Generation settings with which a model writes in a language.
+
+        Raises:
+            InputError: as `with_languages`.
+        """
+        self.with_languages(tgt_lang=tgt_lang)
+        return {}
+
     def for_targets(self) -> Self:
         """The tokenizer of the texts that the model should write: itself, or a copy."""
         return self

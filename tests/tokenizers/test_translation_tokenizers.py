@@ -2,31 +2,14 @@
 
 import base64
 import json
-from pathlib import Path
 
-import paths
 import pytest
+from translation_tools import CASES, DATA, write
 
 from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError
 from jaxllm.tokenizers import Tokenizer, load_tokenizer
 
-FILE = paths.DATA / "tokenizers" / "translation_cases.json"
-DATA = json.loads(FILE.read_text(encoding="utf-8"))
-CASES = DATA["cases"]
 every_case = pytest.mark.parametrize("name", CASES)
-
-
-def write(folder: Path, name: str, **config) -> Path:
-    case = CASES[name]
-    folder.mkdir(exist_ok=True)
-    for file, model in case["files"].items():
-        (folder / file).write_bytes(base64.b64decode(DATA["models"][model]))
-    if case["vocab"] is not None:
-        (folder / "vocab.json").write_text(json.dumps(DATA["vocabularies"][case["vocab"]]))
-    if case["json"] is not None:
-        (folder / "tokenizer.json").write_text(json.dumps(DATA["fast"][case["json"]]))
-    (folder / "tokenizer_config.json").write_text(json.dumps({**case["config"], **config}))
-    return folder
 
 
 @pytest.fixture

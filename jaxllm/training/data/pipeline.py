@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from jaxllm.batch.tables.templates import RowTemplate
 from jaxllm.common.errors import ConfigError, DataError, nearest
 from jaxllm.tokenizers import Tokenizer
+from jaxllm.tokenizers.languages import WithLanguages
 from jaxllm.training.data.batches import (
     Batches,
     EvalBatches,
@@ -134,13 +135,30 @@ def make_format(config: DataConfig, tokenizer: Tokenizer, model: ModelInfo) -> F
                 tokenizer, eos, config.prompt_field, config.completion_field
             )
         case "seq2seq":
-            return Seq2SeqFormat(
-                tokenizer,
-                eos_of(tokenizer, model),
-                config.source_field,
-                config.target_field,
-                config.source_prefix,
-            )
+            return seq2seq_format(config, tokenizer, model)
+
+
+def seq2seq_format(config: DataConfig, tokenizer: Tokenizer, model: ModelInfo) -> Seq2SeqFormat:
+    """The format of sources and targets.
+
+    Raises:
+        ConfigError: truncation would cut off what the decoder begins with.
+    """
+    ends_in_code = isinstance(tokenizer, WithLanguages) and not tokenizer.code_comes_first
+    if config.on_too_long == "truncate" and ends_in_code:
+        raise ConfigError(
+            "on_too_long: 'truncate' would cut off the language code at the end of a target; this "
+            "tokenizer takes 'error' and 'drop'"
+        )
+    return Seq2SeqFormat(
+        tokenizer,
+        eos_of(tokenizer, model),
+        config.source_field,
+        config.target_field,
+        config.source_prefix,
+        config.src_lang_field,
+        config.tgt_lang_field,
+    )
 
 
 def read_examples(
