@@ -52,7 +52,18 @@ def test_inputs_beyond_the_positions():
 )
 def test_a_row_is_what_it_is_alone(settings):
     """Left padding, right padding and none give the same tokens, in every strategy."""
-    model = tiny.cached("bart")
+    check_rows("bart", settings)
+
+
+@pytest.mark.parametrize(
+    "family", ["m2m_100", *(pytest.param(f, marks=pytest.mark.ci) for f in tiny.BART)]
+)
+def test_a_row_of_a_relative_is_what_it_is_alone(family):
+    check_rows(family, {"num_beams": 3})
+
+
+def check_rows(family, settings):
+    model = tiny.cached(family)
     ids, lengths = tiny.ids(2, 9), (9, 5)
     results = {}
     for side in ("left", "right"):

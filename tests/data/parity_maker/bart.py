@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from parity_maker.inputs import Case, Grad, Weights, merged
+from parity_maker.inputs import Beams, Case, Grad, Weights, merged
 from parity_maker.layouts import with_sinusoids
 from parity_maker.t5 import t5_calls
 
@@ -71,6 +71,8 @@ def bart(
     """
     config = merged(base, fields)
     calls = t5_calls(name, config)
+    if base is not BART:
+        calls["generate_beams"] = Beams(calls["generate"].make)
     if grads:
         calls["grad"] = Grad(calls["labels"].inputs, grads)
     last = f"model.decoder.layers.{config['decoder_layers'] - 1}.final_layer_norm"
