@@ -24,7 +24,7 @@ from jaxllm.models.encoder_decoder import Encoded, EncoderDecoderLM, Seq2SeqInpu
 from jaxllm.models.model import Head
 from jaxllm.models.weights import Entry, Table, linear, norm, same
 from jaxllm.nn.attention import Attention, Scores
-from jaxllm.nn.block import Block, Stack, StackOutput
+from jaxllm.nn.block import Block, Stack, StackOutput, clamp_to_float16
 from jaxllm.nn.linear import Embedding, LayerNorm, Linear
 from jaxllm.nn.mlp import MLP, activation
 from jaxllm.nn.positions import Sinusoids
@@ -267,6 +267,7 @@ class AbsoluteLayers:
         c, inner = self.config, self.size("ffn_dim")
         act = activation(c.activation_function, where="activation_function")
         up, down = self.linear(c.d_model, inner), self.linear(inner, c.d_model)
+        clamps = c.pre_norm and self.side == "encoder" and self.options.dtype == jnp.float16
         return Block(
             self.norm(),
             self.attention(),
@@ -276,6 +277,7 @@ class AbsoluteLayers:
             cross=self.attention() if self.has_cross else None,
             norm_last=not c.pre_norm,
             dropout_rate=c.dropout,
+            clamp=clamp_to_float16 if clamps else None,
         )
 
     def stack(self) -> Stack:

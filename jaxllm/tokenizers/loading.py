@@ -71,6 +71,6 @@ def load_tokenizer(folder: str | PathLike[str], **options: Any) -> Tokenizer | N
         f"{files.folder}: cannot read a {class_name or 'tokenizer'} from {', '.join(present)}:"
         " supported are tokenizer.json, LlamaTokenizer with tokenizer.model, T5Tokenizer with"
         f" spiece.model, {', '.join(CLASSES)} with vocab.json and merges.txt, ByT5Tokenizer,"
-        f" {', '.join(_BY_VOCABULARY)}, {', '.join(FAIRSEQ_CLASSES)};"
+        " those of translation models;"
         " save_pretrained of transformers 5's AutoTokenizer writes a tokenizer.json of others"
     )

@@ -45,15 +45,18 @@ CLASS_OPTIONS = SENTENCEPIECE_OPTIONS | {"src_lang", "tgt_lang"}
 CLASS_OF_MODEL = {
     "bart": "BartTokenizer",
     "gpt2": "GPT2Tokenizer",
+    "qwen2": "Qwen2Tokenizer",
+    "qwen3": "Qwen2Tokenizer",
+}
+"""transformers' classes of byte-level tokenizers by model type, for files that name no class."""
+OWN_CLASS_OF_MODEL = {
     "m2m_100": "M2M100Tokenizer",
     "marian": "MarianTokenizer",
     "mbart": "MBartTokenizer",
     "pegasus": "PegasusTokenizer",
-    "qwen2": "Qwen2Tokenizer",
-    "qwen3": "Qwen2Tokenizer",
     "xglm": "XGLMTokenizer",
 }
-"""transformers' classes of tokenizers by model type, for files that name no class."""
+"""The same of model types whose sentencepiece files no other class reads."""
 SENTENCEPIECE_MODELS = {
     *("llama", "mistral", "mixtral", "t5", "mt5", "umt5", "longt5", "switch_transformers"),
     *CLASS_OF_MODEL,
@@ -192,6 +195,8 @@ class TokenizerFiles:
         config = self._parsed("config.json", self._read(self.folder / "config.json"))
         name = config.get("tokenizer_class")
         model_type = config.get("model_type")
+        if name is None:
+            name = OWN_CLASS_OF_MODEL.get(str(model_type))
         if name is None and not {"tokenizer.model", "spiece.model"} & self.contents.keys():
             name = CLASS_OF_MODEL.get(str(model_type))
         elif name is None and model_type and str(model_type) not in SENTENCEPIECE_MODELS:

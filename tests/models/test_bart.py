@@ -17,7 +17,8 @@ import jaxllm
 from jaxllm.batch import BatchGenerator
 from jaxllm.common.errors import CheckpointError, ConfigError, InputError, UnsupportedError
 from jaxllm.flax_classes import FlaxBartForConditionalGeneration
-from jaxllm.models.weights import parameters
+from jaxllm.models.build_options import Options
+from jaxllm.models.weights import parameters, with_parameters
 from jaxllm.nn.positions import Sinusoids
 from jaxllm.training import OptimizerConfig, TrainState, loss_for, make_optimizer, make_train_step
 
@@ -204,6 +205,18 @@ def test_positions_beyond_the_context_of_m2m_100():
     model = tiny.cached("m2m_100")
     logits = model(tiny.ids(1, 70), decoder_input_ids=tiny.ids(1, 70)).logits
     assert logits.std() > 0.1
+
+
+@pytest.mark.parametrize("family", ["mbart", "m2m_100", "pegasus"])
+def test_the_encoder_stays_finite_in_float16(family):
+    """Its residual stream grows from layer to layer, and is clamped, as in the reference."""
+    options = Options(dtype=np.dtype(np.float16), param_dtype=np.dtype(np.float16))
+    model = tiny.make(family, options=options)
+    down = "encoder.blocks.0.mlp.down.weight"
+    model = with_parameters(model, {down: parameters(model)[down] * 2.0**15})
+    out = model.encode(tiny.ids(1, 6), output_hidden_states=True)
+    largest = max(float(np.abs(x).max()) for x in out.hidden_states)
+    assert 6e4 < largest < np.inf
 
 
 def test_mbart_begins_with_the_last_token_of_the_labels():

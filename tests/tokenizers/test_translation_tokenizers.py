@@ -164,3 +164,26 @@ def test_vocabularies_that_cannot_be(tmp_path):
     (folder / "target.spm").unlink()
     with pytest.raises(TokenizerError, match=r"a MarianTokenizer needs target\.spm"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [("marian", "marian"), ("mbart", "mbart"), ("m2m_100", "m2m_100"), ("pegasus", "pegasus")],
+)
+def test_the_class_of_a_model_type(tmp_path, name, model_type):
+    """Files of the Hub often name no class."""
+    folder = write(tmp_path / name, name, tokenizer_class=None)
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    assert type(tokenizer).__name__ == CASES[name]["config"]["tokenizer_class"]
+    assert {text: tokenizer.encode(text) for text in CASES[name]["ids"]} == CASES[name]["ids"]
+
+
+def test_the_language_in_a_text_for_marian(load):
+    tokenizer = load("marian")
+    hello = tokenizer.encode("Hello")
+    code = DATA["vocabularies"]["marian"][">>deu<<"]
+    assert tokenizer.encode(">>deu<< Hello") == tokenizer.encode(">>deu<<Hello") == [code, *hello]
+    assert tokenizer.encode(">>xyz<< Hello") == [tokenizer.unk_token_id, *hello]
+    assert tokenizer.encode(">>") == tokenizer.encode(" >>")
