@@ -13,15 +13,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxllm.cache.attention_view import AttentionView
+from jaxllm.models import absolute_encoder_decoder as absolute
 from jaxllm.models import config as cfg
 from jaxllm.models import config_checks as checks
-from jaxllm.models.absolute_encoder_decoder import (
-    AbsoluteLayers,
-    check_sinusoids,
-    layer_entries,
-    refuse_layerdrop,
-    sinusoid_tables,
-)
 from jaxllm.models.build_options import Options
 from jaxllm.models.decoder_only import Backbone, CausalLM, DecoderOnlyModel
 from jaxllm.models.outputs import BaseOutput
@@ -32,10 +26,7 @@ from jaxllm.nn.positions import Sinusoids
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class XGLMConfig(cfg.DecoderOnlyConfig):
-    """XGLM config, with the field names of config.json, where `initializer_range` is `init_std`.
-
-    Training a model with a `layerdrop` above 0 raises.
-    """
+    """XGLM config, with the names of config.json; `init_std` there is `initializer_range` here."""
 
     attribute_map: ClassVar[Mapping[str, str]] = {
         "hidden_size": "d_model",
@@ -44,8 +35,7 @@ class XGLMConfig(cfg.DecoderOnlyConfig):
         "num_hidden_layers": "num_layers",
     }
     pre_norm: ClassVar[bool] = True
-    embedding_norm: ClassVar[bool] = False
-    separate_embeddings: ClassVar[bool] = False
+    embedding_norm = separate_embeddings = False
     position_offset: ClassVar[int] = 2
 
     vocab_size: int = 256008
@@ -89,17 +79,13 @@ class XGLMConfig(cfg.DecoderOnlyConfig):
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> XGLMConfig:
-        """Reads and checks a config.json object.
-
-        Raises ConfigError or UnsupportedError, naming the field.
-        """
+        """Reads and checks a config.json object; the errors name the field."""
         config = cfg.read_config(cls, raw)
         config.check()
         cfg.check_token_ids(config)
         return config
 
     def forward_values(self) -> dict[str, Any]:
-        # The length is a default of generation: a longer text has further positions.
         return super().forward_values() | {"max_position_embeddings": 0}
 
     def to_json(self, model_type: str, architecture: str) -> dict[str, Any]:
@@ -111,14 +97,13 @@ class XGLMConfig(cfg.DecoderOnlyConfig):
         checks.check_size(self, "d_model", "ffn_dim", "attention_heads", "max_position_embeddings")
         checks.check_size(self, "num_layers", limit=checks.MAX_LAYERS)
         checks.check_divides(self, "d_model", "attention_heads")
-        check_sinusoids(self.d_model)
-        rates = ("dropout", "attention_dropout", "activation_dropout", "layerdrop")
-        checks.check_rate(self, *rates)
+        absolute.check_sinusoids(self.d_model)
+        checks.check_rate(self, "dropout", "attention_dropout", "activation_dropout", "layerdrop")
         checks.check_positive(self, "initializer_range")
         activation(self.activation_function, where="activation_function")
 
 
-class XGLMLayers(AbsoluteLayers):
+class XGLMLayers(absolute.AbsoluteLayers):
     """Builds the layers of XGLM."""
 
     @property
@@ -159,7 +144,7 @@ class XGLMForCausalLM(CausalLM):
     config_reads = ("pad_token_id",)
 
     def hidden(self, *args: Any, dropout_key: Array | None = None, **options: Any) -> BaseOutput:
-        refuse_layerdrop(self.config, ("layerdrop",), dropout_key)
+        absolute.refuse_layerdrop(self.config, ("layerdrop",), dropout_key)
         return super().hidden(*args, dropout_key=dropout_key, **options)
 
 
@@ -169,11 +154,11 @@ def xglm_table(config: XGLMConfig) -> Table:
     return Table(
         (
             *same("backbone.embed.weight", "model.embed_tokens.weight"),
-            *layer_entries("backbone.stack.blocks.{i}", "model.layers.{i}", parts),
+            *absolute.layer_entries("backbone.stack.blocks.{i}", "model.layers.{i}", parts),
             *norm("backbone.stack.norm", "model.layer_norm", bias=True),
             *same("lm_head.weight", "lm_head.weight"),
         ),
         prefix="model.",
         copies=((r"lm_head\.weight", "backbone.embed.weight"),),
-        constants=sinusoid_tables(config.sinusoids),
+        constants=absolute.sinusoid_tables(config.sinusoids),
     )
