@@ -28,12 +28,17 @@ from jaxllm.flax_classes.families import (
     FlaxGPTNeoModel,
     FlaxLlamaForCausalLM,
     FlaxLlamaModel,
+    FlaxMarianMTModel,
+    FlaxMBartForConditionalGeneration,
     FlaxMistralForCausalLM,
     FlaxMistralModel,
     FlaxOPTForCausalLM,
     FlaxOPTModel,
+    FlaxPegasusForConditionalGeneration,
     FlaxT5EncoderModel,
     FlaxT5ForConditionalGeneration,
+    FlaxXGLMForCausalLM,
+    FlaxXGLMModel,
 )
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models import (
@@ -43,18 +48,26 @@ from jaxllm.models import (
     GPTJConfig,
     GPTNeoConfig,
     LlamaConfig,
+    MarianConfig,
+    MBartConfig,
     MistralConfig,
     OPTConfig,
+    PegasusConfig,
     Qwen2Config,
     Qwen3Config,
     T5Config,
+    XGLMConfig,
     shift_tokens_right,
 )
 
 BartTokenizer = BartTokenizerFast = AutoTokenizer
 GPT2Tokenizer = GPT2TokenizerFast = AutoTokenizer
 LlamaTokenizer = LlamaTokenizerFast = AutoTokenizer
+MarianTokenizer = AutoTokenizer
+MBartTokenizer = MBartTokenizerFast = MBart50Tokenizer = MBart50TokenizerFast = AutoTokenizer
+PegasusTokenizer = PegasusTokenizerFast = AutoTokenizer
 T5Tokenizer = T5TokenizerFast = AutoTokenizer
+XGLMTokenizer = XGLMTokenizerFast = AutoTokenizer
 CONFIG_MAPPING: Mapping[str, Any] = {
     name: family.config for name, family in models.FAMILIES.items()
 }
@@ -82,13 +95,18 @@ __all__ = [
     "FlaxGPTNeoModel",
     "FlaxLlamaForCausalLM",
     "FlaxLlamaModel",
+    "FlaxMBartForConditionalGeneration",
+    "FlaxMarianMTModel",
     "FlaxMistralForCausalLM",
     "FlaxMistralModel",
     "FlaxOPTForCausalLM",
     "FlaxOPTModel",
+    "FlaxPegasusForConditionalGeneration",
     "FlaxPreTrainedModel",
     "FlaxT5EncoderModel",
     "FlaxT5ForConditionalGeneration",
+    "FlaxXGLMForCausalLM",
+    "FlaxXGLMModel",
     "GPT2Config",
     "GPT2Tokenizer",
     "GPT2TokenizerFast",
@@ -98,12 +116,25 @@ __all__ = [
     "LlamaConfig",
     "LlamaTokenizer",
     "LlamaTokenizerFast",
+    "MBart50Tokenizer",
+    "MBart50TokenizerFast",
+    "MBartConfig",
+    "MBartTokenizer",
+    "MBartTokenizerFast",
+    "MarianConfig",
+    "MarianTokenizer",
     "MistralConfig",
     "OPTConfig",
+    "PegasusConfig",
+    "PegasusTokenizer",
+    "PegasusTokenizerFast",
     "Qwen2Config",
     "Qwen3Config",
     "T5Config",
     "T5Tokenizer",
     "T5TokenizerFast",
+    "XGLMConfig",
+    "XGLMTokenizer",
+    "XGLMTokenizerFast",
     "shift_tokens_right",
 ]

@@ -124,6 +124,26 @@ class FlaxBartForConditionalGeneration(FlaxT5ForConditionalGeneration):
     model_class = models.BartForConditionalGeneration
 
 
+class FlaxMarianMTModel(FlaxT5ForConditionalGeneration):
+    model_class = models.MarianMTModel
+
+
+class FlaxMBartForConditionalGeneration(FlaxT5ForConditionalGeneration):
+    model_class = models.MBartForConditionalGeneration
+
+
+class FlaxPegasusForConditionalGeneration(FlaxT5ForConditionalGeneration):
+    model_class = models.PegasusForConditionalGeneration
+
+
+class FlaxXGLMModel(FlaxPreTrainedModel):
+    model_class = models.XGLMModel
+
+
+class FlaxXGLMForCausalLM(FlaxPreTrainedModel):
+    model_class = models.XGLMForCausalLM
+
+
 class _FlaxAuto:
     """Base of the Auto classes, which have no instances."""
 
@@ -183,11 +203,16 @@ __all__ = [
     "FlaxGPTNeoModel",
     "FlaxLlamaForCausalLM",
     "FlaxLlamaModel",
+    "FlaxMBartForConditionalGeneration",
+    "FlaxMarianMTModel",
     "FlaxMistralForCausalLM",
     "FlaxMistralModel",
     "FlaxOPTForCausalLM",
     "FlaxOPTModel",
+    "FlaxPegasusForConditionalGeneration",
     "FlaxT5EncoderModel",
     "FlaxT5ForConditionalGeneration",
+    "FlaxXGLMForCausalLM",
+    "FlaxXGLMModel",
     "shift_tokens_right",
 ]

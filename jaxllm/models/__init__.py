@@ -32,6 +32,9 @@ from jaxllm.models.llama import (
     LlamaForSequenceClassification,
     LlamaModel,
 )
+from jaxllm.models.m2m_100 import M2M100Config, M2M100ForConditionalGeneration
+from jaxllm.models.marian import MarianConfig, MarianMTModel
+from jaxllm.models.mbart import MBartConfig, MBartForConditionalGeneration
 from jaxllm.models.mistral import (
     MistralConfig,
     MistralForCausalLM,
@@ -40,6 +43,7 @@ from jaxllm.models.mistral import (
 )
 from jaxllm.models.model import Card
 from jaxllm.models.opt import OPTConfig, OPTForCausalLM, OPTForSequenceClassification, OPTModel
+from jaxllm.models.pegasus import PegasusConfig, PegasusForConditionalGeneration
 from jaxllm.models.phi3 import (
     Phi3Config,
     Phi3ForCausalLM,
@@ -61,6 +65,7 @@ from jaxllm.models.qwen3 import (
 )
 from jaxllm.models.registry import FAMILIES, ModelSpec, model_spec
 from jaxllm.models.t5 import T5Config, T5EncoderModel, T5ForConditionalGeneration
+from jaxllm.models.xglm import XGLMConfig, XGLMForCausalLM, XGLMModel
 
 __all__ = [
     "FAMILIES",
@@ -92,6 +97,12 @@ __all__ = [
     "LlamaForCausalLM",
     "LlamaForSequenceClassification",
     "LlamaModel",
+    "M2M100Config",
+    "M2M100ForConditionalGeneration",
+    "MBartConfig",
+    "MBartForConditionalGeneration",
+    "MarianConfig",
+    "MarianMTModel",
     "MistralConfig",
     "MistralForCausalLM",
     "MistralForSequenceClassification",
@@ -101,6 +112,8 @@ __all__ = [
     "OPTForCausalLM",
     "OPTForSequenceClassification",
     "OPTModel",
+    "PegasusConfig",
+    "PegasusForConditionalGeneration",
     "Phi3Config",
     "Phi3ForCausalLM",
     "Phi3ForSequenceClassification",
@@ -116,6 +129,9 @@ __all__ = [
     "T5Config",
     "T5EncoderModel",
     "T5ForConditionalGeneration",
+    "XGLMConfig",
+    "XGLMForCausalLM",
+    "XGLMModel",
     "model_spec",
     "quantize_model",
     "shift_tokens_right",

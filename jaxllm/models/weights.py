@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -118,7 +118,10 @@ class Table:
     `prefix`: start of the base model's tensor names in files of a model with a head; files of the
     base model alone lack it. `buffers`: regexes of tensors in old files that are not needed (masks,
     RoPE frequencies). `copies`: (regex, our path) of tensors that duplicate one of our parameters.
-    `zeros`: our paths of parameters that are zero if their tensor is absent.
+    `zeros`: our paths of parameters that are zero if their tensor is absent. `constants`: (regex,
+    function) of tensors that follow from the config, such as tables of sinusoidal positions; the
+    function makes the first rows of the tensor in float32. A file may hold them or not.
+    `new_constants`: (tensor name, rows) of those that the file of a new model holds.
     """
 
     entries: tuple[Entry, ...]
@@ -126,6 +129,8 @@ class Table:
     buffers: tuple[str, ...] = ()
     copies: tuple[tuple[str, str], ...] = ()
     zeros: frozenset[str] = frozenset()
+    constants: tuple[tuple[str, Callable[[int], np.ndarray]], ...] = ()
+    new_constants: tuple[tuple[str, int], ...] = ()
 
     def for_model(self, paths: Iterable[str]) -> list[Entry]:
         """Entries of a model with these parameters; each parameter is in exactly one."""
@@ -165,6 +170,10 @@ class Table:
     def copied_from(self, name: str) -> str | None:
         """Our path of the parameter that tensor `name` duplicates; None if it is no known copy."""
         return next((path for pattern, path in self.copies if re.fullmatch(pattern, name)), None)
+
+    def constant(self, name: str) -> Callable[[int], np.ndarray] | None:
+        """The function that makes rows of tensor `name`; None if it is no known constant."""
+        return next((make for pattern, make in self.constants if re.fullmatch(pattern, name)), None)
 
 
 def same(path: str, tensor: str) -> Iterator[Entry]:

@@ -39,6 +39,15 @@ def shallow_copy(module: M, **attributes: Any) -> M:
     return copied
 
 
+def clamp_to_float16(x: Array) -> Array:
+    """Clamps float16 activations to finite values, as in Hugging Face; keeps other dtypes."""
+    if x.dtype != jnp.float16:
+        return x
+    top = jnp.finfo(jnp.float16).max
+    limit = jnp.where(jnp.isinf(x).any(), top - 1000, top).astype(x.dtype)
+    return jnp.clip(x, -limit, limit)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:

@@ -34,6 +34,12 @@ OWN = {
     "own_bloom": ("bloom", {}),
     "own_t5": ("t5", {}),
     "own_t5_tied": ("t5", {"tie_word_embeddings": True}),
+    "own_bart": ("bart", {}),
+    "own_marian": ("marian", {"share_encoder_decoder_embeddings": False}),
+    "own_mbart": ("mbart", {}),
+    "own_m2m_100": ("m2m_100", {}),
+    "own_pegasus": ("pegasus", {}),
+    "own_xglm": ("xglm", {}),
     "own_umt5": ("t5", {"model_type": "umt5"}),
 }
 # Where the version computes otherwise, by its own design or fault: see parity/README.md.

@@ -39,6 +39,18 @@ WINDOWS = {
     "max_window_layers": 0,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+BART = {
+    "vocab_size": 60,
+    "d_model": 64,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 40,
+    "decoder_ffn_dim": 48,
+    "activation_function": "relu",
+    "scale_embedding": True,
+}
 # A change of each field that changes the logits.
 ACTS = {
     "llama": {**ROTARY, "attention_bias": True, "mlp_bias": True},
@@ -57,17 +69,19 @@ ACTS = {
         "final_logit_softcapping": 3.0,
     },
     "phi3": {**ROTARY, "sliding_window": 6},
-    "bart": {
+    **dict.fromkeys(("bart", *tiny.BART), BART),
+    "marian": {**BART, "share_encoder_decoder_embeddings": False},
+    "m2m_100": {**BART, "scale_embedding": False, "activation_function": "gelu", "pad_token_id": 7},
+    "xglm": {
         "vocab_size": 60,
         "d_model": 64,
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 40,
-        "decoder_ffn_dim": 48,
+        "num_layers": 1,
+        "attention_heads": 2,
+        "ffn_dim": 40,
         "activation_function": "relu",
-        "scale_embedding": True,
+        "scale_embedding": False,
+        "tie_word_embeddings": False,
+        "pad_token_id": 7,  # the position without a vector
     },
     "opt": {
         "vocab_size": 60,
@@ -143,15 +157,16 @@ ACTS = {
         "scale_decoder_outputs": True,
     },
 }
+BART_DROPOUT = {"dropout": 0.5, "attention_dropout": 0.5, "activation_dropout": 0.5}
 # Dropout: no effect without a key (inference), an effect with one.
 DROPOUT = {
     **{family: {"attention_dropout": 0.5} for family in ("llama", *tiny.ROTARY)},
     "phi3": {"attention_dropout": 0.5, "resid_pdrop": 0.5},
-    "bart": {"dropout": 0.5, "attention_dropout": 0.5, "activation_dropout": 0.5},
     "opt": {"dropout": 0.5, "attention_dropout": 0.5},
     "gpt_neo": {"resid_dropout": 0.5, "embed_dropout": 0.5, "attention_dropout": 0.5},
     "gptj": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5},
     "bloom": {"hidden_dropout": 0.5, "attention_dropout": 0.5},
+    **dict.fromkeys(("bart", *tiny.BART, "xglm"), BART_DROPOUT),
     "gpt2": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5},
     "t5": {"dropout_rate": 0.5},
 }
@@ -164,22 +179,37 @@ ROTARY_OTHERS = {
     "num_labels": 3,
     "problem_type": "regression",
 }
+BART_OTHERS = {
+    **TOKEN_IDS,
+    "decoder_start_token_id": 5,
+    "max_position_embeddings": 32,
+    "init_std": 0.5,
+    "num_labels": 4,
+    "problem_type": "regression",
+    "encoder_layerdrop": 0.1,  # skips layers in training, which raises
+    "decoder_layerdrop": 0.1,
+    "tie_word_embeddings": True,  # false raises, or needs sides that share no embedding (Marian)
+}
 OTHERS = {
     "llama": {**ROTARY_OTHERS, "pretraining_tp": 2},  # splits a product, with the same result
     **dict.fromkeys(tiny.ROTARY, ROTARY_OTHERS),
     # Only causal attention is implemented; true raises.
     "gemma2": {**ROTARY_OTHERS, "use_bidirectional_attention": False},
-    "bart": {
-        **TOKEN_IDS,
+    # The dropout is of a class that is not here.
+    "bart": {**BART_OTHERS, "classifier_dropout": 0.3},
+    "mbart": {**BART_OTHERS, "classifier_dropout": 0.3},
+    **dict.fromkeys(("marian", "pegasus"), BART_OTHERS),
+    "m2m_100": {name: x for name, x in BART_OTHERS.items() if name != "pad_token_id"},
+    "xglm": {
+        "bos_token_id": 8,
+        "eos_token_id": [2, 9],
         "decoder_start_token_id": 5,
         "max_position_embeddings": 32,
-        "init_std": 0.5,
-        "num_labels": 4,
+        "initializer_range": 0.5,
+        "num_labels": 3,
         "problem_type": "regression",
-        "classifier_dropout": 0.3,  # of a class that is not here
-        "encoder_layerdrop": 0.0,  # another value raises, as do the next two
-        "decoder_layerdrop": 0.0,
-        "tie_word_embeddings": True,
+        "layerdrop": 0.1,
+        "add_cross_attention": True,
     },
     "opt": {
         **TOKEN_IDS,
@@ -236,8 +266,8 @@ OTHERS = {
         "problem_type": "regression",
     },
 }
-DERIVED = {"bart": set(), "gpt2": set(), "t5": {"bias_per_layer"}}
-DERIVED |= {family: set() for family in tiny.GPT_RELATIVES}
+DERIVED = {"gpt2": set(), "t5": {"bias_per_layer"}}
+DERIVED |= {family: set() for family in ("bart", *tiny.BART, "xglm", *tiny.GPT_RELATIVES)}
 DERIVED |= {family: {"rope"} for family in ("llama", *tiny.ROTARY)}
 
 

@@ -71,6 +71,29 @@ CONFIGS["bart"] = {
     "max_position_embeddings": 64,
 }
 """Families that differ in kind; most tests run on these alone."""
+_TOKENS = {"pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+BART: dict[str, dict[str, Any]] = {
+    "marian": {**CONFIGS["bart"], **_TOKENS, "model_type": "marian"},
+    "mbart": {**CONFIGS["bart"], "model_type": "mbart", "decoder_start_token_id": 2},
+    "m2m_100": {
+        **CONFIGS["bart"],
+        "model_type": "m2m_100",
+        "encoder_layerdrop": 0.0,
+        "decoder_layerdrop": 0.0,
+    },
+    "pegasus": {**CONFIGS["bart"], **_TOKENS, "model_type": "pegasus"},
+}
+"""BART's relatives."""
+CONFIGS |= BART
+CONFIGS["xglm"] = {
+    "model_type": "xglm",
+    "vocab_size": 50,
+    "d_model": 32,
+    "num_layers": 2,
+    "attention_heads": 4,
+    "ffn_dim": 48,
+    "max_position_embeddings": 64,
+}
 ROTARY: dict[str, dict[str, Any]] = {
     "mistral": {**CONFIGS["llama"], "model_type": "mistral", "sliding_window": 4},
     "qwen2": {

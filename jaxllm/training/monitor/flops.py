@@ -30,7 +30,7 @@ from jaxllm.models.model import Model
 from jaxllm.models.weights import parameters
 from jaxllm.nn.block import Stack
 
-EMBEDDINGS = ("backbone.embed.weight", "shared.weight")
+EMBEDDINGS = ("backbone.embed.weight", "shared.weight", "decoder_input.embed.weight")
 ABOVE = (3, 0)
 """Depth of what comes after all blocks."""
 # Dense bfloat16 (V100, T4: float16) FLOP/s of one JAX device, from the vendors' data sheets, by a
@@ -225,6 +225,8 @@ def _is_looked_up(path: str, model: Model[Any]) -> bool:
     LM head's matrix."""
     if "positions" in path or "position_bias" in path or path.endswith("_bias"):
         return True
+    if path == "shared.weight" and isinstance(model, EncoderDecoderLM):
+        return model.lm_head is not None or model.decoder_embedding is not model.shared
     return path in EMBEDDINGS and getattr(model, "lm_head", model) is not None
 
 

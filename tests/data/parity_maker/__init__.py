@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parity_maker import bart, gpt2, gpt_relatives, llama, rotary, t5
+from parity_maker import bart, gpt2, gpt_relatives, llama, rotary, t5, xglm
 
-CASES = [*llama.CASES, *rotary.CASES, *gpt2.CASES, *t5.CASES, *bart.CASES]
+CASES = [*llama.CASES, *rotary.CASES, *gpt2.CASES, *t5.CASES, *bart.CASES, *xglm.CASES]
 CASES += gpt_relatives.CASES

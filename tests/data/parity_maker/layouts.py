@@ -8,6 +8,8 @@ import numpy as np
 
 from parity_maker.inputs import Weights
 
+SIDES = ("encoder", "decoder")
+
 
 def without_prefix(prefix: str) -> Callable[[Weights, dict], Weights]:
     """Saved from the base model: no `model.` / `transformer.` before the names."""
@@ -66,3 +68,12 @@ def old_t5(weights: Weights, config: dict) -> Weights:
         "decoder.embed_tokens.weight": weights["shared.weight"].copy(),
         bias: np.full(shape, 3.0, np.float32),
     }
+
+
+def with_sinusoids(weights: Weights, config: dict) -> Weights:
+    """Pegasus's files and Marian's old ones hold the tables of sinusoidal positions."""
+    width, rows = config["d_model"], config["max_position_embeddings"]
+    rates = np.power(10000, np.arange(0, width, 2) / width)
+    angles = np.arange(rows)[:, None] / rates
+    table = np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
+    return weights | {f"model.{side}.embed_positions.weight": table for side in SIDES}
