@@ -2,10 +2,11 @@
 
     python benchmarks/accelerator.py [MODEL] [--json FILE]
 
-MODEL is a folder with config.json of a decoder-only model; by default SmolLM2-135M's shape. Weights
-are random, so nothing is downloaded. Small models of every family are compared with the CPU; then
-decoding, prefill, the batch engine and a training step are measured in bfloat16 on one device, as
-shares of its bandwidth and FLOP/s. What would begin after --minutes is left out and listed.
+MODEL is a folder with config.json of a decoder-only model, or the name of a file in `shapes`, such
+as llama8b; by default SmolLM2-135M's shape. Weights are random, so nothing is downloaded. Small
+models of every family are compared with the CPU; then decoding, prefill, the batch engine and a
+training step are measured in bfloat16 on one device, as shares of its bandwidth and FLOP/s. What
+would begin after --minutes is left out and listed.
 
 Without an accelerator the same programs are planned for --topology by its own compiler
 (docs/plan.md); `--device cpu` measures the CPU itself. Where libtpu is installed and no TPU is
@@ -32,13 +33,16 @@ import jaxllm
 from jaxllm.errors import MissingExtraError
 from jaxllm.planning.abstract import read_source
 
+SHAPES = Path(__file__).parent / "shapes"
 TOPOLOGIES = ("h100", "v5e:2x2")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints figures, and writes them as JSON; 0 if there are any and all numbers agree."""
     args = parser().parse_args(argv)
-    config = SMOLLM2 if args.model is None else read_source(args.model)[0]
+    shape = None if args.model is None else SHAPES / f"{args.model}.json"
+    source = shape if shape is not None and shape.is_file() else args.model
+    config = SMOLLM2 if source is None else read_source(source)[0]
     sizes = Sizes(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Sizes)})
     clock = Clock(60 * args.minutes)
     device = jax.devices()[0]

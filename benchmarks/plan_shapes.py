@@ -2,7 +2,7 @@
 
     JAX_PLATFORMS=cpu python benchmarks/plan_shapes.py OUT.jsonl [--only NAME] [--platform tpu]
 
-Compiles programs for the models of `shapes/` with 2 and with 4 layers, on the meshes of `RUNS`, and
+Compiles programs for the models of `shapes/` with 1 and with 2 layers, on the meshes of `RUNS`, and
 writes one line of JSON for each; lines that are there already are kept, so that a run can go on.
 `table` prints the figures for all layers: every figure grows linearly with the number of equal
 layers. The compilers for TPU and GPU (`pip install 'jaxllm[plan-tpu]'`, `'jaxllm[plan-gpu]'`) are
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 SHAPES = Path(__file__).parent / "shapes"
-DEPTHS = (2, 4)
+DEPTHS = (1, 2)
 LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer")
 FIGURES = (
     "weight_bytes",

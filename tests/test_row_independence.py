@@ -71,10 +71,13 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3-longrope": ("qwen3", LONGROPE, {}),
     "gpt2": ("gpt2", {}, {}),
     "gpt2-ring": ("gpt2", {}, RING),
+    "bloom": ("bloom", {"seq_length": 16}, {}),
+    "bloom-ring": ("bloom", {"seq_length": 16}, RING),
     "t5": ("t5", {}, {}),
 }
 ONE_LAYER = {
     "gpt2": {"n_layer": 1},
+    "bloom": {"n_layer": 1},
     "t5": {"num_layers": 1, "num_decoder_layers": 1},
 }
 
@@ -146,7 +149,8 @@ def forward(name: str, rows: Rows, sides: list[bool]) -> None:
         ids, segments = packed(rows)
         positions = np.zeros_like(ids)  # from 0 on in each document, and large at pads
         positions[0] = np.concatenate([*map(np.arange, map(len, rows)), np.arange(99)])[: ids.size]
-        for own in ({}, {"position_ids": positions}):
+        given = {"position_ids": positions} if net.backbone.takes_position_ids else {}
+        for own in ({}, given):
             documents = np.asarray(run(net, input_ids=ids, segment_ids=segments, **own))
             close(documents[segments > 0], np.concatenate(together))
 
@@ -336,14 +340,15 @@ DECODING = (generate, batch_engine)
 """Checks that depend on the kind of KV cache, whose programs take the longest to compile."""
 BY_DEFAULT = ("llama-longrope-quantized", "mistral-window-dynamic", "t5")
 """Configurations of the decoding checks in the default run."""
-ANOTHER_CACHE = ("mistral-window-quantized", "gpt2-ring")
+ANOTHER_CACHE = ("mistral-window-quantized", "gpt2-ring", "bloom-ring")
 """Configurations whose model is that of another one."""
+CI = [pytest.mark.ci]
 CASES = [
     pytest.param(
         name,
         check,
         id=f"{name}-{check.__name__}",
-        marks=[pytest.mark.ci] if check in DECODING and name not in BY_DEFAULT else [],
+        marks=[] if name in BY_DEFAULT or not (check in DECODING or name == "bloom") else CI,
     )
     for name in CONFIGURATIONS
     for check in CHECKS.values()

@@ -28,6 +28,8 @@ class RowPrompt:
     messages: Annotated[list[Any], "a list of messages"] | None = None
     input_ids: Any = None
     """Token ids; any sequence of integers."""
+    src_lang: str | None = None
+    """Language of the prompt's text, for a translation model."""
 
     @property
     def prompt_key(self) -> str:
@@ -72,6 +74,10 @@ class PromptReader:
             JaxLLMError: it has none, or a wrong one.
         """
         key = row.prompt_key
+        if row.src_lang is not None and not self.is_text(row):
+            raise InputError(
+                f"src_lang: has no effect on {key}, which is not encoded as a text; leave it out"
+            )
         if row.input_ids is not None:
             return checked_ids(key, _id_array(row.input_ids)[None], self._vocab_size)[0]
         if self._tokenizer is None:
@@ -84,7 +90,8 @@ class PromptReader:
             messages = [*system, {"role": "user", "content": row.prompt}]
         if messages is None:
             text = row.prompt or ""
-            encode = self._tokenizer.encode if ends else self._tokenizer.encode_beginning
+            tokenizer = self._tokenizer.with_languages(row.src_lang)
+            encode = tokenizer.encode if ends else tokenizer.encode_beginning
             ids = [encode(text)]
         else:
             ids = [self._tokenizer.apply_chat_template(messages)]

@@ -44,6 +44,9 @@ class RowInput(RowPrompt):
     """The keys of a row that are not generation fields."""
 
     seed: int | None = None
+    tgt_lang: str | None = None
+    """Language of the new text, for a translation model: sets `forced_bos_token_id`, or for mBART
+    `decoder_start_token_id`, unless the row does."""
     schema: Annotated[dict[str, Any] | bool | None, "a JSON schema"] = None
     regex: str | None = None
     grammar: str | None = None
@@ -103,9 +106,12 @@ class RowReader:
         """
         raw = row.mapping()
         row_input = checked_row(RowInput, raw)
-        settings = self._read_settings(
-            {name: value for name, value in raw.items() if name not in ROW_KEYS}
-        )
+        fields = {name: value for name, value in raw.items() if name not in ROW_KEYS}
+        if row_input.tgt_lang is not None:
+            if self._tokenizer is None:
+                raise InputError("tgt_lang: needs a tokenizer, which this model does not have")
+            fields = self._tokenizer.target_fields(row_input.tgt_lang) | fields
+        settings = self._read_settings(fields)
         input_ids = self._prompts.ids(row_input)
         context = self._model.config.longest_prompt
         if context is not None and len(input_ids) > context:

@@ -84,7 +84,7 @@ class AttentionView:
     """Only the first `used_slots` cache slots hold tokens; None: any slot may."""
     query_index: Int[Array, "B T"] | None = None
     """Index of each query among the real tokens of its row, which is its position unless the caller
-    gave `position_ids`; None if no layer has a window."""
+    gave `position_ids`; None if no layer has a window or ALiBi."""
     key_index: Int[Array, "B S"] | None = None
     """Index of each key among the real tokens of its row."""
 

@@ -195,7 +195,7 @@ class Cache:
     token_type: Int[Array, " B"] | None = None
     """Token type of new tokens (GPT-2 with `token_type_ids`)."""
     positions: Int[Array, "B S"] | None = None
-    """Position of the token in each slot, arbitrary in free slots; for sliding windows only."""
+    """Position of the token in each slot, arbitrary in free slots; for windows and ALiBi only."""
 
     @staticmethod
     def empty(
@@ -206,10 +206,10 @@ class Cache:
         head_dim: int,
         dtype: DTypeLike,
         *,
-        windows: bool = False,
+        counts_tokens: bool = False,
         head_axis: bool = False,
     ) -> Cache:
-        """A cache without tokens. `windows`: some layers use sliding-window attention."""
+        """A cache without tokens. `counts_tokens`: attention needs the tokens' `positions`."""
         sizes = (batch, capacity, kv_heads, head_dim)
         return Cache(
             layers=tuple(KV.zeros(*sizes, dtype, head_axis=head_axis) for _ in range(layers)),
@@ -217,7 +217,7 @@ class Cache:
             length=jnp.zeros((), jnp.int32),
             next_position=constrain(jnp.zeros((batch,), jnp.int32), "rows"),
             positions=constrain(jnp.zeros((batch, capacity), jnp.int32), "rows")
-            if windows
+            if counts_tokens
             else None,
         )
 

@@ -176,6 +176,7 @@ def load_model(
     for name in zeros.values():
         del entries[name]
     copies = check_parameter_names(entries, expected, spec, source)
+    constants = check_constants(spec.table, source)
     check_shapes(entries, expected, spec, source)
     arrays, matrices = load_parameters(
         entries,
@@ -197,8 +198,14 @@ def load_model(
     named_class = {} if architecture is None else {"architectures": [spec.architecture]}
     origin = Origin(
         config=json.dumps(with_overrides(checkpoint, overrides) | named_class),
-        dtypes=tuple(sorted((n, source.info(n).dtype.name) for n in {*entries, *dict(copies)})),
+        dtypes=tuple(
+            sorted(
+                (name, source.info(name).dtype.name)
+                for name in {*entries, *dict(copies), *dict(constants)}
+            )
+        ),
         copies=copies,
+        constants=constants,
         stripped=stripped,
         file=str(checkpoint.path),
         quantized=checkpoint.gguf is not None,
@@ -387,7 +394,8 @@ def check_parameter_names(
     missing = [name for name in entries if name not in present]
     copies, unexpected = [], []
     for name in names:
-        if name in entries or table.is_buffer(name) or name.startswith(spec.unread):
+        is_ignored = table.is_buffer(name) or table.constant(name) is not None
+        if name in entries or is_ignored or name.startswith(spec.unread):
             continue
         path = table.copied_from(name)
         if path is None or path not in expected:
@@ -408,6 +416,35 @@ def check_parameter_names(
             + (_NEW_HEAD if "score.weight" in missing else "")
         )
     return tuple(copies)
+
+
+def check_constants(table: Table, source: WeightSource) -> tuple[tuple[str, int], ...]:
+    """Checks the tensors of the file that follow from the config; returns names and rows.
+
+    Raises:
+        CheckpointError: a tensor has other values.
+    """
+    found = []
+    for name in source.names():
+        make = table.constant(name)
+        if make is None:
+            continue
+        info = source.info(name)
+        rows = info.shape[0] if info.shape else 0
+        expected = make(rows)
+        is_equal = info.shape == expected.shape and np.allclose(
+            source.read(name).astype(np.float32),
+            expected,
+            rtol=0,
+            atol=max(1e-4, float(jnp.finfo(info.dtype).eps)) if info.dtype in FLOATS else 0,
+        )
+        if not is_equal:
+            raise CheckpointError(
+                f"{info.file}: {name}, {info.dtype.name}{list(info.shape)}, holds other values than"
+                " the sinusoidal positions of this architecture"
+            )
+        found.append((name, rows))
+    return tuple(found)
 
 
 def check_shapes(

@@ -254,7 +254,13 @@ class Tensor:
     allow_nonfinite: bool
 
     def read(self, index: Index) -> np.ndarray:
-        values = self.source.read(self.name, index)
+        """Reads a slice of the tensor, whose rows are in the order of our parameters' if `index`
+        is not empty."""
+        if index and self.entry.order:
+            rows, *rest = index
+            values = self.source.read(self.name)[np.asarray(self.entry.order[rows]), *rest]
+        else:
+            values = self.source.read(self.name, index)
         problem = None if self.allow_nonfinite else find_nonfinite(self.name, values)
         if problem:
             raise NonFiniteError(

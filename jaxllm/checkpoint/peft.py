@@ -295,7 +295,7 @@ def save_adapter(
     rslora, dropout_rate, dora = variants.pop()
     entries = weight_entries(model)
     adapters = {
-        name: fuse([module_at(model, path) for path in entry.modules])
+        name: fuse([module_at(model, path) for path in entry.modules], entry)
         for name, entry in entries.items()
         if any(path in layers for path in entry.modules)
     }
@@ -338,8 +338,9 @@ def adapter_fields(adapters: Mapping[str, Adapter], entries: Mapping[str, Entry]
     }
 
 
-def fuse(parts: Sequence[Linear]) -> Adapter:
-    """Fuses our layers into the adapter of one PEFT layer; see `jaxllm.checkpoint.peft`."""
+def fuse(parts: Sequence[Linear], entry: Entry) -> Adapter:
+    """Fuses our layers, whose weights have this entry, into the adapter of one PEFT layer; see
+    `jaxllm.checkpoint.peft`."""
     adapted = [part for part in parts if isinstance(part, LoraLinear)]
     first = adapted[0]
     a, b = np.asarray(first.lora_a[...]), [np.asarray(x.lora_b[...]) for x in adapted]
@@ -368,6 +369,8 @@ def fuse(parts: Sequence[Linear]) -> Adapter:
     if first.lora_magnitude is not None:
         # Rows of a part without LoRA keep their norms.
         magnitude = np.concatenate([np.asarray(dora_magnitude(part)) for part in parts])
+        magnitude = entry.whole(magnitude)
+    b = np.ascontiguousarray(entry.whole(b))
     return Adapter(a, b, magnitude, int(alpha) if alpha == int(alpha) else alpha)
 
 

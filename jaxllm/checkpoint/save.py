@@ -116,6 +116,12 @@ def hf_tensors(
     for name, ours in origin.copies if origin is not None else ():
         if ours in arrays:
             yield name, arrays[ours]
+    dtypes = {} if origin is None else dict(origin.dtypes)
+    for name, rows in table.new_constants if origin is None else origin.constants:
+        make = table.constant(name)
+        assert make is not None  # the table of this family named it
+        values = make(rows).astype(dtypes.get(name, np.float32))
+        yield name, LazyHostArray(values.shape, values.dtype, lambda values=values: values)
 
 
 def original_dtypes(model: Model[Any], tensors: Mapping[str, LazyHostArray]) -> dict[str, np.dtype]:

@@ -18,12 +18,18 @@ from jaxllm.common.arguments import checked_path
 from jaxllm.common.errors import RunError
 
 
-def default_folder() -> Path:
-    """``$JAXLLM_CACHE_DIR``, or else ``jaxllm/xla`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+def cache_folder() -> Path:
+    """``$JAXLLM_CACHE_DIR``, or else ``jaxllm`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     if own := os.environ.get("JAXLLM_CACHE_DIR"):
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "jaxllm" / "xla"
+    return Path(base) / "jaxllm"
+
+
+def default_folder() -> Path:
+    """``$JAXLLM_CACHE_DIR``, or else ``jaxllm/xla`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    folder = cache_folder()
+    return folder if os.environ.get("JAXLLM_CACHE_DIR") else folder / "xla"
 
 
 def enable_compile_cache(folder: str | PathLike[str] | None = None) -> Path:

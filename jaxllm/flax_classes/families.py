@@ -51,6 +51,38 @@ class FlaxGemmaForCausalLM(FlaxPreTrainedModel):
     model_class = models.GemmaForCausalLM
 
 
+class FlaxOPTModel(FlaxPreTrainedModel):
+    model_class = models.OPTModel
+
+
+class FlaxOPTForCausalLM(FlaxPreTrainedModel):
+    model_class = models.OPTForCausalLM
+
+
+class FlaxGPTNeoModel(FlaxPreTrainedModel):
+    model_class = models.GPTNeoModel
+
+
+class FlaxGPTNeoForCausalLM(FlaxPreTrainedModel):
+    model_class = models.GPTNeoForCausalLM
+
+
+class FlaxGPTJModel(FlaxPreTrainedModel):
+    model_class = models.GPTJModel
+
+
+class FlaxGPTJForCausalLM(FlaxPreTrainedModel):
+    model_class = models.GPTJForCausalLM
+
+
+class FlaxBloomModel(FlaxPreTrainedModel):
+    model_class = models.BloomModel
+
+
+class FlaxBloomForCausalLM(FlaxPreTrainedModel):
+    model_class = models.BloomForCausalLM
+
+
 class FlaxT5EncoderModel(FlaxPreTrainedModel):
     model_class = models.T5EncoderModel
     _positional = ("input_ids", "attention_mask")
@@ -98,6 +130,26 @@ class FlaxT5ForConditionalGeneration(FlaxPreTrainedModel):
 
 class FlaxBartForConditionalGeneration(FlaxT5ForConditionalGeneration):
     model_class = models.BartForConditionalGeneration
+
+
+class FlaxMarianMTModel(FlaxT5ForConditionalGeneration):
+    model_class = models.MarianMTModel
+
+
+class FlaxMBartForConditionalGeneration(FlaxT5ForConditionalGeneration):
+    model_class = models.MBartForConditionalGeneration
+
+
+class FlaxPegasusForConditionalGeneration(FlaxT5ForConditionalGeneration):
+    model_class = models.PegasusForConditionalGeneration
+
+
+class FlaxXGLMModel(FlaxPreTrainedModel):
+    model_class = models.XGLMModel
+
+
+class FlaxXGLMForCausalLM(FlaxPreTrainedModel):
+    model_class = models.XGLMForCausalLM
 
 
 class _FlaxAuto:
@@ -149,15 +201,28 @@ __all__ = [
     "FlaxAutoModelForCausalLM",
     "FlaxAutoModelForSeq2SeqLM",
     "FlaxBartForConditionalGeneration",
+    "FlaxBloomForCausalLM",
+    "FlaxBloomModel",
     "FlaxGPT2LMHeadModel",
     "FlaxGPT2Model",
+    "FlaxGPTJForCausalLM",
+    "FlaxGPTJModel",
+    "FlaxGPTNeoForCausalLM",
+    "FlaxGPTNeoModel",
     "FlaxGemmaForCausalLM",
     "FlaxGemmaModel",
     "FlaxLlamaForCausalLM",
     "FlaxLlamaModel",
+    "FlaxMBartForConditionalGeneration",
+    "FlaxMarianMTModel",
     "FlaxMistralForCausalLM",
     "FlaxMistralModel",
+    "FlaxOPTForCausalLM",
+    "FlaxOPTModel",
+    "FlaxPegasusForConditionalGeneration",
     "FlaxT5EncoderModel",
     "FlaxT5ForConditionalGeneration",
+    "FlaxXGLMForCausalLM",
+    "FlaxXGLMModel",
     "shift_tokens_right",
 ]

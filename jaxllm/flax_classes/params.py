@@ -107,7 +107,7 @@ def _is_dense(entry: Entry, ndim: int) -> bool:
 
 
 def _join(entry: Entry, values: list[Shaped[Array, " ..."]]) -> Shaped[Array, " ..."]:
-    whole = jnp.concatenate(values) if len(values) > 1 else values[0]
+    whole = entry.whole(jnp.concatenate(values) if len(values) > 1 else values[0])
     return whole.T if _is_dense(entry, whole.ndim) else whole
 
 

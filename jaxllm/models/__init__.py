@@ -4,6 +4,12 @@
 """
 
 from jaxllm.models.bart import BartConfig, BartForConditionalGeneration
+from jaxllm.models.bloom import (
+    BloomConfig,
+    BloomForCausalLM,
+    BloomForSequenceClassification,
+    BloomModel,
+)
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.encoder_decoder import shift_tokens_right
 from jaxllm.models.gemma import (
@@ -25,12 +31,22 @@ from jaxllm.models.gemma3 import (
     Gemma3TextModel,
 )
 from jaxllm.models.gpt2 import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, GPT2Model
+from jaxllm.models.gpt_neo import (
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    GPTNeoForSequenceClassification,
+    GPTNeoModel,
+)
+from jaxllm.models.gptj import GPTJConfig, GPTJForCausalLM, GPTJForSequenceClassification, GPTJModel
 from jaxllm.models.llama import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaModel,
 )
+from jaxllm.models.m2m_100 import M2M100Config, M2M100ForConditionalGeneration
+from jaxllm.models.marian import MarianConfig, MarianMTModel
+from jaxllm.models.mbart import MBartConfig, MBartForConditionalGeneration
 from jaxllm.models.mistral import (
     MistralConfig,
     MistralForCausalLM,
@@ -38,6 +54,8 @@ from jaxllm.models.mistral import (
     MistralModel,
 )
 from jaxllm.models.model import Card
+from jaxllm.models.opt import OPTConfig, OPTForCausalLM, OPTForSequenceClassification, OPTModel
+from jaxllm.models.pegasus import PegasusConfig, PegasusForConditionalGeneration
 from jaxllm.models.phi3 import (
     Phi3Config,
     Phi3ForCausalLM,
@@ -63,17 +81,30 @@ from jaxllm.models.t5gemma import (
     T5GemmaConfig,
     T5GemmaForConditionalGeneration,
 )
+from jaxllm.models.xglm import XGLMConfig, XGLMForCausalLM, XGLMModel
 
 __all__ = [
     "FAMILIES",
     "BartConfig",
     "BartForConditionalGeneration",
+    "BloomConfig",
+    "BloomForCausalLM",
+    "BloomForSequenceClassification",
+    "BloomModel",
     "Card",
     "Decoder",
     "GPT2Config",
     "GPT2ForSequenceClassification",
     "GPT2LMHeadModel",
     "GPT2Model",
+    "GPTJConfig",
+    "GPTJForCausalLM",
+    "GPTJForSequenceClassification",
+    "GPTJModel",
+    "GPTNeoConfig",
+    "GPTNeoForCausalLM",
+    "GPTNeoForSequenceClassification",
+    "GPTNeoModel",
     "Gemma2Config",
     "Gemma2ForCausalLM",
     "Gemma2ForSequenceClassification",
@@ -90,11 +121,23 @@ __all__ = [
     "LlamaForCausalLM",
     "LlamaForSequenceClassification",
     "LlamaModel",
+    "M2M100Config",
+    "M2M100ForConditionalGeneration",
+    "MBartConfig",
+    "MBartForConditionalGeneration",
+    "MarianConfig",
+    "MarianMTModel",
     "MistralConfig",
     "MistralForCausalLM",
     "MistralForSequenceClassification",
     "MistralModel",
     "ModelSpec",
+    "OPTConfig",
+    "OPTForCausalLM",
+    "OPTForSequenceClassification",
+    "OPTModel",
+    "PegasusConfig",
+    "PegasusForConditionalGeneration",
     "Phi3Config",
     "Phi3ForCausalLM",
     "Phi3ForSequenceClassification",
@@ -112,6 +155,9 @@ __all__ = [
     "T5ForConditionalGeneration",
     "T5GemmaConfig",
     "T5GemmaForConditionalGeneration",
+    "XGLMConfig",
+    "XGLMForCausalLM",
+    "XGLMModel",
     "model_spec",
     "quantize_model",
     "shift_tokens_right",

@@ -84,6 +84,17 @@ def check_positive(config: object, *names: str) -> None:
             raise ConfigError(f"{name}: expected a number > 0, found {quoted(value)}")
 
 
+def check_no_layerdrop(config: object, *names: str) -> None:
+    """Checks that LayerDrop, which is not implemented, is off."""
+    for name in names:
+        value = getattr(config, name)
+        if value:
+            raise UnsupportedError(
+                f"{name}: LayerDrop is not implemented, found {value}; it acts in training only, "
+                "so 0 gives the same answers"
+            )
+
+
 def check_divides(config: object, whole: str, part: str) -> None:
     a, b = getattr(config, whole), getattr(config, part)
     if a % b:

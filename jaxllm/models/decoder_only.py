@@ -47,6 +47,8 @@ class Backbone(nnx.Module, Generic[C]):
     stack: Stack
     max_positions: int | None = None
     """Positions that a table of them has."""
+    takes_position_ids: ClassVar[bool] = True
+    """False: the family has no positions, only distances (ALiBi)."""
 
     def embed_tokens(
         self,
@@ -56,7 +58,7 @@ class Backbone(nnx.Module, Generic[C]):
         token_type_ids: Int[Array, "B T"] | None,
     ) -> Float[Array, "B T D"]:
         if token_type_ids is not None:
-            raise InputError("token_type_ids: only GPT-2 has token types")
+            raise InputError("token_type_ids: only GPT-2, GPT-Neo and GPT-J have them")
         return self.embed.from_ids_or_embeds(input_ids, inputs_embeds)
 
     def run(
@@ -163,6 +165,11 @@ class DecoderOnly(Model[DecoderOnlyConfig]):
         self, inputs: check.SequenceInputs, cache: Cache | None, position_ids: object
     ) -> tuple[AttentionView, Cache | None]:
         """Attention view of a call, and the cache with the new columns reserved."""
+        if position_ids is not None and not self.backbone.takes_position_ids:
+            raise InputError(
+                "position_ids: this model has none, since its distances follow from the attention "
+                "mask; leave them out"
+            )
         mask, segments, limit = inputs.mask, inputs.segments, self.backbone.max_positions
         check.check_capacity(mask, cache, None if position_ids is not None else limit, segments)
         if cache is None:
@@ -234,6 +241,9 @@ class DecoderOnlyModel(DecoderOnly, BaseModel[DecoderOnlyConfig]):
 class CausalLM(DecoderOnly, LanguageModel[DecoderOnlyConfig]):
     """Decoder-only language model: backbone and LM head. `lm_head` None: tied embedding."""
 
+    head_bias: ClassVar[bool] = False
+    """True if the LM head has a bias."""
+
     def __init__(
         self, config: DecoderOnlyConfig, options: Options = FLOAT32, *, rngs: nnx.Rngs | None
     ):
@@ -242,7 +252,7 @@ class CausalLM(DecoderOnly, LanguageModel[DecoderOnlyConfig]):
         self.lm_head = (
             None
             if config.tie_word_embeddings
-            else Linear(*sizes, std=std, rngs=rngs, **options.dtypes)
+            else Linear(*sizes, use_bias=self.head_bias, std=std, rngs=rngs, **options.dtypes)
         )
 
     @model_call
@@ -266,12 +276,12 @@ class CausalLM(DecoderOnly, LanguageModel[DecoderOnlyConfig]):
             logits_to_keep: 0 for all columns, n for the last n, or the indices of columns.
             options: `segment_ids` [B, T] instead of the mask, for packed rows (0 at pads, a
                 document's number from 1 elsewhere), `position_ids` [B, T], `inputs_embeds`,
-                `token_type_ids` [B, T] (GPT-2), `encoder_hidden_states` [B, E, D] and
-                `encoder_attention_mask` [B, E] (GPT-2 with cross-attention), `cache` (a KV cache to
-                continue; the output has the updated one), `head_mask` [L, N], `rope_length`
-                ("batch" or "row": the sequence length that dynamic and longrope RoPE use, of the
-                longest row as in transformers, or of each row alone), `dropout_key` (training),
-                `output_hidden_states`, `output_attentions`.
+                `token_type_ids` [B, T] (GPT-2, GPT-Neo, GPT-J), `encoder_hidden_states` [B, E, D]
+                and `encoder_attention_mask` [B, E] (GPT-2 with cross-attention), `cache` (a KV
+                cache to continue; the output has the updated one), `head_mask` [L, N],
+                `rope_length` ("batch" or "row": the sequence length that dynamic and longrope RoPE
+                use, of the longest row as in transformers, or of each row alone), `dropout_key`
+                (training), `output_hidden_states`, `output_attentions`.
 
         Raises:
             InputError: token ids outside the vocabulary, or shapes that do not match.

@@ -88,13 +88,20 @@ class WithEncoder(Model[C]):
         ones = jnp.ones(x.shape[:2], bool)
         mask = ones if attention_mask is None else jnp.asarray(attention_mask).astype(bool)
         view = make_view(mask, causal=False, segments=segments)
-        x = self.embed_inputs(x, view, "encoder")
+        x = self.embed_inputs(x, view, "encoder", input_ids)
         return self.encoder(x, Context(view=view), **options)
 
     def embed_inputs(
-        self, x: Float[Array, "B T D"], view: AttentionView, side: Side
+        self,
+        x: Float[Array, "B T D"],
+        view: AttentionView,
+        side: Side,
+        ids: Int[Array, "B T"] | None,
     ) -> Float[Array, "B T D"]:
-        """Input of a stack, from token embeddings; a family may add positions."""
+        """Input of a stack, from token embeddings; a family may add positions.
+
+        `ids` are the tokens, None if the caller gave embeddings.
+        """
         return x
 
     def inputs(self, *arrays: Any, side: str = "") -> check.SequenceInputs:
@@ -247,9 +254,9 @@ class EncoderDecoderLM(WithEncoder[C], LanguageModel[C]):
         encoded = self._encoded(inputs, key=encoder_key, **records)
         decoder = self._decoder_inputs(inputs, encoded, labels)
         view = make_view(decoder.mask, segments=decoder.segments)
-        x = self.embedding.from_ids_or_embeds(decoder.input_ids, decoder.inputs_embeds)
+        x = self.decoder_embedding.from_ids_or_embeds(decoder.input_ids, decoder.inputs_embeds)
         out = self.decoder(
-            self.embed_inputs(x, view, "decoder"),
+            self.embed_inputs(x, view, "decoder", decoder.input_ids),
             Context(
                 view=view,
                 cross_visible=SequenceMask(
@@ -367,7 +374,7 @@ class EncoderDecoderLM(WithEncoder[C], LanguageModel[C]):
         assert cache.cross_mask is not None
         context = Context(view=view, cross_visible=SequenceMask(cache.cross_mask))
         caches = {"layers": cache.layers, "cross_kv": cache.cross}
-        x = self.embed_inputs(self.embed(tokens), view, "decoder")
+        x = self.embed_inputs(self.embed(tokens), view, "decoder", tokens)
         return self.decoder(x, context, **caches, **options)
 
     def early_exit(self, layers: int) -> Self:

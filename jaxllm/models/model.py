@@ -44,6 +44,8 @@ class Origin:
     """(tensor name, dtype) of every tensor in the file."""
     copies: tuple[tuple[str, str], ...] = ()
     """(tensor name, our path) of tensors that are copies of another parameter."""
+    constants: tuple[tuple[str, int], ...] = ()
+    """(tensor name, rows) of tensors that follow from the config."""
     stripped: bool = False
     """True if tensor names lack the base model's prefix."""
     file: str = ""
@@ -271,12 +273,12 @@ def model_shapes(make: Callable[..., Any], config: ModelConfig, options: Any) ->
     return shapes.with_card(Card(config))
 
 
-def _resized(x: Float[jax.Array, "V D"], old: int, size: int) -> Float[jax.Array, "W D"]:
+def _resized(x: Shaped[Array, " V *rest"], old: int, size: int) -> Shaped[Array, " W *rest"]:
     """Rows of the tokens that stay, then rows of new tokens."""
     if size <= old:
         return x[:size]
     mean = jnp.mean(x.astype(jnp.float32), 0, keepdims=True).astype(x.dtype)
-    return jnp.concatenate([x, jnp.broadcast_to(mean, (size - old, x.shape[1]))])
+    return jnp.concatenate([x, jnp.broadcast_to(mean, (size - old, *x.shape[1:]))])
 
 
 class BaseModel(Model[C]):
@@ -343,13 +345,18 @@ class LanguageModel(Generates, Model[C]):
     def tied_embedding(self) -> bool:
         return self.lm_head is None
 
+    @property
+    def decoder_embedding(self) -> Embedding:
+        """Token embedding of the decoder, which a tied head shares."""
+        return self.embedding
+
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        return self.embedding(tokens)
+        return self.decoder_embedding(tokens)
 
     @property
     def head(self) -> Head:
         """The LM head, with the tied embedding if it has no matrix of its own."""
-        layer = self.embedding if self.lm_head is None else self.lm_head
+        layer = self.decoder_embedding if self.lm_head is None else self.lm_head
         return Head(layer, softcap=self.config.logit_softcap)
 
     def scaled_for_head(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
@@ -388,7 +395,7 @@ class LanguageModel(Generates, Model[C]):
             attn.kv_heads,
             attn.head_dim,
             attn.k.dtype,
-            windows=stack.has_windows,
+            counts_tokens=stack.counts_tokens,
             head_axis=stack.cache_has_head_axis,
         )
 

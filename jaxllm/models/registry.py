@@ -8,8 +8,32 @@ from typing import Any
 
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import ConfigError, UnsupportedError, quoted
-from jaxllm.models import gemma, gemma2, gemma3, gpt2, llama, mistral, phi3, qwen2, qwen3
-from jaxllm.models.bart import BartConfig, BartForConditionalGeneration, bart_table
+from jaxllm.models import (
+    bloom,
+    gemma,
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_neo,
+    gptj,
+    llama,
+    m2m_100,
+    marian,
+    mbart,
+    mistral,
+    opt,
+    pegasus,
+    phi3,
+    qwen2,
+    qwen3,
+    xglm,
+)
+from jaxllm.models.absolute_encoder_decoder import (
+    AbsoluteConfig,
+    AbsoluteEncoderDecoderLM,
+    absolute_table,
+)
+from jaxllm.models.bart import BartConfig, BartForConditionalGeneration
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
@@ -51,7 +75,7 @@ def _decoder_only(
     structure: tuple[str, ...],
     *,
     language_model: type[CausalLM],
-    classifier: type[SequenceClassifier],
+    classifier: type[SequenceClassifier] | None = None,
     headless: type[DecoderOnlyModel],
     old_names: Sequence[str] = (),
 ) -> Family:
@@ -60,7 +84,7 @@ def _decoder_only(
     The weight table may depend on the config, such as on sizes of fused tensors.
     A checkpoint whose file names the class without a head is read as a language model.
     """
-    classes = (language_model, classifier, headless)
+    classes = filter(None, (language_model, classifier, headless))
     return Family(
         config=config,
         classes={cls.__name__: cls for cls in classes},
@@ -85,6 +109,23 @@ def _t5(prefix: str) -> Family:
             (f"{prefix}Model", f"{prefix}WithLMHeadModel"), f"{prefix}ForConditionalGeneration"
         ),
         parts={f"{prefix}EncoderModel": ("decoder.", "lm_head.")},
+    )
+
+
+def _absolute(
+    config: type[AbsoluteConfig],
+    language_model: type[AbsoluteEncoderDecoderLM[Any]],
+    headless: str,
+    table: Callable[[Any], Table] = absolute_table,
+    structure: tuple[str, ...] = (),
+) -> Family:
+    """BART or a relative; a file of the class without a head is read as a language model."""
+    return Family(
+        config=config,
+        classes={language_model.__name__: language_model},
+        table=table,
+        structure=("encoder_layers", "decoder_layers", *structure),
+        aliases={headless: language_model.__name__},
     )
 
 
@@ -162,12 +203,67 @@ FAMILIES: Mapping[str, Family] = {
         classifier=gpt2.GPT2ForSequenceClassification,
         headless=gpt2.GPT2Model,
     ),
-    "bart": Family(
-        config=BartConfig,
-        classes={"BartForConditionalGeneration": BartForConditionalGeneration},
-        table=lambda config: bart_table(),
-        structure=("encoder_layers", "decoder_layers"),
-        aliases={"BartModel": "BartForConditionalGeneration"},
+    "opt": _decoder_only(
+        opt.OPTConfig,
+        opt.OPT_TABLE,
+        (
+            "num_hidden_layers",
+            "enable_bias",
+            "layer_norm_elementwise_affine",
+            "word_embed_proj_dim",
+        ),
+        language_model=opt.OPTForCausalLM,
+        classifier=opt.OPTForSequenceClassification,
+        headless=opt.OPTModel,
+    ),
+    "gpt_neo": _decoder_only(
+        gpt_neo.GPTNeoConfig,
+        gpt_neo.GPT_NEO_TABLE,
+        ("num_layers",),
+        language_model=gpt_neo.GPTNeoForCausalLM,
+        classifier=gpt_neo.GPTNeoForSequenceClassification,
+        headless=gpt_neo.GPTNeoModel,
+    ),
+    "gptj": _decoder_only(
+        gptj.GPTJConfig,
+        gptj.gptj_table,
+        ("n_layer",),
+        language_model=gptj.GPTJForCausalLM,
+        classifier=gptj.GPTJForSequenceClassification,
+        headless=gptj.GPTJModel,
+    ),
+    "bloom": _decoder_only(
+        bloom.BloomConfig,
+        bloom.bloom_table,
+        ("n_layer",),
+        language_model=bloom.BloomForCausalLM,
+        classifier=bloom.BloomForSequenceClassification,
+        headless=bloom.BloomModel,
+    ),
+    "bart": _absolute(BartConfig, BartForConditionalGeneration, "BartModel"),
+    "marian": _absolute(
+        marian.MarianConfig,
+        marian.MarianMTModel,
+        "MarianModel",
+        marian.marian_table,
+        ("share_encoder_decoder_embeddings", "tie_word_embeddings"),
+    ),
+    "mbart": _absolute(mbart.MBartConfig, mbart.MBartForConditionalGeneration, "MBartModel"),
+    "m2m_100": _absolute(
+        m2m_100.M2M100Config, m2m_100.M2M100ForConditionalGeneration, "M2M100Model"
+    ),
+    "pegasus": _absolute(
+        pegasus.PegasusConfig,
+        pegasus.PegasusForConditionalGeneration,
+        "PegasusModel",
+        pegasus.pegasus_table,
+    ),
+    "xglm": _decoder_only(
+        xglm.XGLMConfig,
+        xglm.xglm_table,
+        ("num_layers", "add_cross_attention"),
+        language_model=xglm.XGLMForCausalLM,
+        headless=xglm.XGLMModel,
     ),
     "t5gemma": Family(
         config=T5GemmaConfig,

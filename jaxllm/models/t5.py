@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -19,7 +18,7 @@ from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.encoder_decoder import EncoderDecoderLM, EncoderModel, WithEncoder
 from jaxllm.models.weights import Entry, Table, linear, norm, same
 from jaxllm.nn.attention import Attention, Scores
-from jaxllm.nn.block import Block, Stack
+from jaxllm.nn.block import Block, Stack, clamp_to_float16
 from jaxllm.nn.linear import Embedding, Linear, RMSNorm
 from jaxllm.nn.mlp import MLP, GatedMLP, activation
 from jaxllm.nn.relative_bias import RelativeBias
@@ -194,18 +193,6 @@ def wo_dtypes(dtype: DTypeLike, param_dtype: DTypeLike) -> dict[str, DTypeLike]:
         "dtype": jnp.float32 if jnp.dtype(dtype) in half else dtype,
         "param_dtype": jnp.float32 if jnp.dtype(param_dtype) == jnp.float16 else param_dtype,
     }
-
-
-def clamp_to_float16(x: jax.Array) -> jax.Array:
-    """Clamps float16 activations to finite values, as in Hugging Face; other dtypes are unchanged.
-
-    As `wo` computes in float32, the residual stream is too, from the first feed-forward layer on.
-    """
-    if x.dtype != jnp.float16:
-        return x
-    top = jnp.finfo(jnp.float16).max
-    limit = jnp.where(jnp.isinf(x).any(), top - 1000, top).astype(x.dtype)
-    return jnp.clip(x, -limit, limit)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxllm.cache.attention_view import AttentionView
 from jaxllm.common.errors import ConfigError, JaxLLMError, UnsupportedError, quoted
@@ -169,7 +169,11 @@ class T5GemmaForConditionalGeneration(EncoderDecoderLM[T5GemmaConfig]):
         return self.decoder_input.embed
 
     def embed_inputs(
-        self, x: Float[Array, "B T D"], view: AttentionView, side: Side
+        self,
+        x: Float[Array, "B T D"],
+        view: AttentionView,
+        side: Side,
+        ids: Int[Array, "B T"] | None,
     ) -> Float[Array, "B T D"]:
         return x * jnp.asarray(x.shape[-1] ** 0.5, x.dtype)
 

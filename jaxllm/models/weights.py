@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -30,13 +30,15 @@ class Entry:
 
     Parameters are [out, in]. `transposed`: the tensor is [in, out] (GPT-2's Conv1D). With several
     `parameters` it is their concatenation along the output axis (GPT-2's fused q, k, v), of which
-    each has as many rows, or those of `rows` (grouped-query attention).
+    each has as many rows, or those of `rows` (grouped-query attention). With `order` our rows are
+    the tensor's rows of these numbers (BLOOM has q, k and v of each head together).
     """
 
     parameters: tuple[str, ...]
     tensor: str
     transposed: bool = False
     rows: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
 
     @property
     def modules(self) -> list[str]:
@@ -59,6 +61,7 @@ class Entry:
         >>> [len(part) for part in Entry(("q", "k"), "qk", rows=(8, 4)).parts(np.zeros(12))]
         [8, 4]
         """
+        whole = whole[np.asarray(self.order)] if self.order else whole
         if len(self.parameters) == 1:
             return [whole]
         sizes = self.rows or [len(whole) // len(self.parameters)] * len(self.parameters)
@@ -68,7 +71,8 @@ class Entry:
         return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
     def index(self, number: int, rows: int, index: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Index in the tensor of a slice of parameter `number`, which has `rows` rows.
+        """Index in the tensor, or in its rows in our `order`, of a slice of parameter `number`,
+        which has `rows` rows.
 
         >>> entry = Entry(("q", "k", "v"), "qkv", transposed=True)
         >>> entry.index(1, 4, (slice(0, 2), slice(2, 4)))
@@ -84,8 +88,17 @@ class Entry:
 
     def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Inverse of `split`; the result is contiguous."""
-        whole = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+        whole = self.whole(np.concatenate(arrays) if len(arrays) > 1 else arrays[0])
         return np.ascontiguousarray(whole.T if self.transposed else whole)
+
+    def whole(self, rows: A) -> A:
+        """Inverse of `parts`, for the concatenated parts.
+
+        >>> entry = Entry(("q", "k"), "qk", order=(0, 2, 1, 3))
+        >>> entry.whole(np.concatenate(entry.parts(np.arange(4)))).tolist()
+        [0, 1, 2, 3]
+        """
+        return rows[np.argsort(self.order)] if self.order else rows
 
     def for_layer(self, i: str) -> Entry:
         """The entry of layer i."""
@@ -94,6 +107,7 @@ class Entry:
             self.tensor.replace("{i}", i),
             self.transposed,
             self.rows,
+            self.order,
         )
 
 
@@ -104,7 +118,10 @@ class Table:
     `prefix`: start of the base model's tensor names in files of a model with a head; files of the
     base model alone lack it. `buffers`: regexes of tensors in old files that are not needed (masks,
     RoPE frequencies). `copies`: (regex, our path) of tensors that duplicate one of our parameters.
-    `zeros`: our paths of parameters that are zero if their tensor is absent.
+    `zeros`: our paths of parameters that are zero if their tensor is absent. `constants`: (regex,
+    function) of tensors that follow from the config, such as tables of sinusoidal positions; the
+    function makes the first rows of the tensor in float32. A file may hold them or not.
+    `new_constants`: (tensor name, rows) of those that the file of a new model holds.
     """
 
     entries: tuple[Entry, ...]
@@ -112,6 +129,8 @@ class Table:
     buffers: tuple[str, ...] = ()
     copies: tuple[tuple[str, str], ...] = ()
     zeros: frozenset[str] = frozenset()
+    constants: tuple[tuple[str, Callable[[int], np.ndarray]], ...] = ()
+    new_constants: tuple[tuple[str, int], ...] = ()
 
     def for_model(self, paths: Iterable[str]) -> list[Entry]:
         """Entries of a model with these parameters; each parameter is in exactly one."""
@@ -152,6 +171,10 @@ class Table:
         """Our path of the parameter that tensor `name` duplicates; None if it is no known copy."""
         return next((path for pattern, path in self.copies if re.fullmatch(pattern, name)), None)
 
+    def constant(self, name: str) -> Callable[[int], np.ndarray] | None:
+        """The function that makes rows of tensor `name`; None if it is no known constant."""
+        return next((make for pattern, make in self.constants if re.fullmatch(pattern, name)), None)
+
 
 def same(path: str, tensor: str) -> Iterator[Entry]:
     yield Entry((path,), tensor)
@@ -164,13 +187,24 @@ def linear(
     transposed: bool = False,
     bias: bool = True,
     rows: tuple[int, ...] = (),
+    order: tuple[int, ...] = (),
 ) -> Iterator[Entry]:
     """Entries for the weight and bias of a Linear, or of several fused in one tensor, each with
-    its `rows`."""
+    its `rows`; `order` as in `Entry`."""
     paths = (paths,) if isinstance(paths, str) else paths
-    yield Entry(tuple(f"{path}.weight" for path in paths), f"{tensor}.weight", transposed, rows)
+    weights = tuple(f"{path}.weight" for path in paths)
+    yield Entry(weights, f"{tensor}.weight", transposed, rows, order)
     if bias:
-        yield Entry(tuple(f"{path}.bias" for path in paths), f"{tensor}.bias", rows=rows)
+        biases = tuple(f"{path}.bias" for path in paths)
+        yield Entry(biases, f"{tensor}.bias", rows=rows, order=order)
+
+
+def projections(attention: str, tensors: str, *, rotated: tuple[int, ...] = ()) -> Iterator[Entry]:
+    """Entries for the four projections of an attention layer, whose tensors are called `q_proj`,
+    `k_proj`, `v_proj` and `out_proj`. `rotated`: order of the rows of q and k (`Entry`)."""
+    for ours, theirs in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj"), ("o", "out_proj")):
+        order = rotated if ours in "qk" else ()
+        yield from linear(f"{attention}.{ours}", f"{tensors}.{theirs}", order=order)
 
 
 def norm(path: str, tensor: str, *, bias: bool = False) -> Iterator[Entry]:

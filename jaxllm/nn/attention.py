@@ -161,10 +161,11 @@ def attend_fused(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ColumnBias:
-    """Attention bias that depends on the columns of query and key only (T5)."""
+    """Attention bias that depends on the columns of query and key only (T5), or on their indices
+    among the real tokens, which are in place of the columns (ALiBi)."""
 
     bias: Any
-    """``bias(query_columns, key_columns)`` is [#B, N, T, S]; `RelativeBias`."""
+    """``bias(query_columns, key_columns)`` is [#B, N, T, S]; `RelativeBias`, `Alibi`."""
     query_columns: Int[Array, " T"] | Int[Array, "B T"]
     key_columns: Int[Array, " S"] | Int[Array, "B S"]
 

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float
 from jaxllm.cache.attention_view import AttentionView, SequenceMask, mask_array
 from jaxllm.cache.kv_cache import KV
 from jaxllm.common.errors import InputError, quoted
+from jaxllm.nn.alibi import Alibi
 from jaxllm.nn.attention import BY_PARTS, Attention, ColumnBias
 from jaxllm.nn.linear import LayerNorm, RMSNorm, dropout, split_key
 from jaxllm.nn.mlp import MLP, GatedMLP
@@ -36,6 +37,15 @@ def shallow_copy(module: M, **attributes: Any) -> M:
         # nnx's own setter raises while an enclosing jit is traced.
         object.__setattr__(copied, name, value)
     return copied
+
+
+def clamp_to_float16(x: Array) -> Array:
+    """Clamps float16 activations to finite values, as in Hugging Face; keeps other dtypes."""
+    if x.dtype != jnp.float16:
+        return x
+    top = jnp.finfo(jnp.float16).max
+    limit = jnp.where(jnp.isinf(x).any(), top - 1000, top).astype(x.dtype)
+    return jnp.clip(x, -limit, limit)
 
 
 @jax.tree_util.register_dataclass
@@ -82,8 +92,10 @@ class Block(nnx.Module):
     """Transformer block: residual sublayers of self-attention, cross-attention if any, and MLP.
 
     Each sublayer is ``x += post_norm(part(norm(x)))``, where most families have no `post_norm`.
-    With `norm_last` it is ``x = norm(x + part(x))``, as in the original transformer (BART). `clamp`
-    is applied after each sublayer (T5 in float16 clamps there).
+    With `norm_last` it is ``x = norm(x + part(x))``, as in the original transformer (BART). With
+    `adds_to_norm` it is ``x = norm(x) + part(norm(x))``, an option of BLOOM. Without `mlp_norm` the
+    MLP reads what attention reads, ``x += attn(norm(x)) + mlp(norm(x))`` (GPT-J). `clamp` is
+    applied after each sublayer (T5 in float16 clamps there).
 
     The sublayers `attn`, `cross` and `mlp` are attributes with these names, and their norms with
     ``_norm`` and ``_post_norm`` after them, so that paths of parameters say what each is.
@@ -93,7 +105,7 @@ class Block(nnx.Module):
         self,
         attn_norm: Norm,
         attn: Attention,
-        mlp_norm: Norm,
+        mlp_norm: Norm | None,
         mlp: MLP | GatedMLP,
         cross_norm: Norm | None = None,
         cross: Attention | None = None,
@@ -102,13 +114,15 @@ class Block(nnx.Module):
         cross_post_norm: Norm | None = None,
         mlp_post_norm: Norm | None = None,
         norm_last: bool = False,
+        adds_to_norm: bool = False,
         dropout_rate: float = 0.0,
         clamp: Callable[[Array], Array] | None = None,
     ):
         self.attn_norm, self.attn, self.attn_post_norm = attn_norm, attn, attn_post_norm
         self.cross_norm, self.cross, self.cross_post_norm = cross_norm, cross, cross_post_norm
         self.mlp_norm, self.mlp, self.mlp_post_norm = mlp_norm, mlp, mlp_post_norm
-        self.norm_last, self.dropout_rate, self.clamp = norm_last, dropout_rate, clamp
+        self.norm_last, self.adds_to_norm = norm_last, adds_to_norm
+        self.dropout_rate, self.clamp = dropout_rate, clamp
 
     def __call__(
         self,
@@ -122,8 +136,8 @@ class Block(nnx.Module):
     ) -> BlockOutput:
         keys = split_key(options.key, 7)
         attn_key, attn_drop, cross_key, cross_drop, mlp_key, mlp_drop, kv_key = keys
-        y = self._input_of("attn", x)
-        k, v = self.attn.keys_values(y, context.rotary, kv_key)
+        read = self._input_of("attn", x)
+        k, v = self.attn.keys_values(read, context.rotary, kv_key)
         kv = used_slots = None
         if cache is not None and context.view.write_slots is not None:
             cache = kv = cache.write(k, v, context.view.write_slots)
@@ -131,7 +145,7 @@ class Block(nnx.Module):
         if kv is None or cache_is_empty:  # attend to the new positions only
             kv, used_slots = KV.from_sequence(k, v), None
         y, weights = self.attn(
-            y,
+            read,
             kv,
             visible=context.view.visible,
             rotary=context.rotary,
@@ -141,7 +155,7 @@ class Block(nnx.Module):
             want_weights=want_weights,
             used_slots=used_slots,
         )
-        x = self._add("attn", x, y, attn_drop)
+        x = self._add("attn", read if self.adds_to_norm else x, y, attn_drop)
         cross_weights = None
         if self.cross is not None and cross_kv is not None:
             assert context.cross_visible is not None
@@ -154,7 +168,9 @@ class Block(nnx.Module):
                 want_weights=want_weights,
             )
             x = self._add("cross", x, y, cross_drop)
-        x = self._add("mlp", x, self.mlp(self._input_of("mlp", x), key=mlp_key), mlp_drop)
+        read = read if self.mlp_norm is None else self._input_of("mlp", x)
+        y = self.mlp(read, key=mlp_key)
+        x = self._add("mlp", read if self.adds_to_norm else x, y, mlp_drop)
         return BlockOutput(x, cache, weights, cross_weights)
 
     def _input_of(self, sublayer: str, x: Array) -> Array:
@@ -177,8 +193,8 @@ class StackOutput:
     x: Float[Array, "B T D"]
     layers: tuple[KV, ...] | None
     """The layers' KV caches with the new positions written."""
-    hidden_states: tuple[Float[Array, "B T D"], ...] | None
-    """Input of each block, then `x`."""
+    hidden_states: tuple[Float[Array, "B T _"], ...] | None
+    """Input of each block, then `x`, which OPT-350M projects to another width."""
     attentions: tuple[Float[Array, "B N T S"], ...] | None
     cross_attentions: tuple[Float[Array, "B N T E"], ...] | None
 
@@ -252,7 +268,7 @@ def _layer_head_mask(head_mask: Array | None, i: int):
 class Stack(nnx.Module):
     """Transformer blocks in sequence, then the final norm, if there is one.
 
-    `position_bias` has no entry, one relative bias for all blocks (T5), or one per block (umT5).
+    `position_bias` has no entry, one bias for all blocks (T5, ALiBi), or one per block (umT5).
     `remat` names what the backward pass recomputes (`REMAT`). With `scan_layers` calls
     without a KV cache run equal blocks in a scan, which compiles one of them. `platform` decides
     the layout of the KV cache, and no number.
@@ -281,9 +297,10 @@ class Stack(nnx.Module):
         self.platform = platform
 
     @property
-    def has_windows(self) -> bool:
-        """True if any block uses sliding-window attention."""
-        return any(block.attn.window is not None for block in self.blocks)
+    def counts_tokens(self) -> bool:
+        """True if attention needs the indices of keys among the real tokens: windows, ALiBi."""
+        windows = any(block.attn.window is not None for block in self.blocks)
+        return windows or any(isinstance(bias, Alibi) for bias in self.position_bias)
 
     def with_rope_per_row(self) -> Stack:
         """A copy whose RoPE depends on the length of each row, not on the longest row of a call.
@@ -411,8 +428,7 @@ class Stack(nnx.Module):
             rope: None if rope is None else rope.angles(context.view.positions, length)
             for rope in ropes
         }
-        columns = (context.view.query_columns, context.view.key_columns)
-        biases: list[Any] = [ColumnBias(bias, *columns) for bias in self.position_bias]
+        biases: list[Any] = [self._bias(bias, context.view) for bias in self.position_bias]
         if self.blocks[0].attn.implementation not in BY_PARTS:
             # Masks and biases are computed once for all layers.
             views = {window: view.with_mask_array() for window, view in views.items()}
@@ -427,6 +443,14 @@ class Stack(nnx.Module):
             own = {"view": views[block.attn.window], "rotary": angles[block.attn.rope]}
             contexts.append(dataclasses.replace(context, bias=bias, **own))
         return contexts
+
+    def _bias(self, bias: nnx.Module, view: AttentionView) -> ColumnBias:
+        """A bias of the distances between columns, or for ALiBi between real tokens."""
+        if not isinstance(bias, Alibi):
+            return ColumnBias(bias, view.query_columns, view.key_columns)
+        assert view.query_index is not None
+        assert view.key_index is not None
+        return ColumnBias(bias, view.query_index, view.key_index)
 
 
 Inputs = TypeVar("Inputs")

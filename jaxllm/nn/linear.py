@@ -175,6 +175,8 @@ class Embedding(nnx.Module):
     """Token embedding; `attend` applies its matrix as LM head (tied embedding).
 
     With a `scale`, which is rounded to the compute dtype, embeddings are multiplied by it (Gemma).
+    Lookups of token `padding_id` have no gradient, as with torch's padding_idx: Marian's start
+    token, which is its pad token, stays as it is.
     """
 
     def __init__(
@@ -184,12 +186,13 @@ class Embedding(nnx.Module):
         *,
         std: float = 0.02,
         scale: float | None = None,
+        padding_id: int | None = None,
         dtype: DTypeLike,
         param_dtype: DTypeLike,
         rngs: nnx.Rngs | None,
     ):
         self.weight = normal(rngs, (rows, features), std, param_dtype)
-        self.dtype, self.scale = jnp.dtype(dtype), scale
+        self.dtype, self.scale, self.padding_id = jnp.dtype(dtype), scale, padding_id
 
     @property
     def features(self) -> int:
@@ -202,6 +205,8 @@ class Embedding(nnx.Module):
         if fsdp_axis(table.shape, ("vocab", "embed")) is not None:
             table = table.astype(self.dtype)
         x = self.rows(all_gather_fsdp(table, "vocab", "embed"), ids)
+        if self.padding_id is not None:
+            x = jnp.where((ids == self.padding_id)[..., None], jax.lax.stop_gradient(x), x)
         # Its gradient goes from shards of rows to shards of features (all-to-all), which the
         # table's gradient has: otherwise each device sums a whole table.
         x = constrain_gradient(x, "copies", None, "embed") if x.ndim == 3 else x
@@ -258,16 +263,28 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """LayerNorm ``(x - mean) / std * weight + bias`` (Ba et al. 2016, arXiv:1607.06450)."""
+    """LayerNorm ``(x - mean) / std * weight + bias`` (Ba et al. 2016, arXiv:1607.06450).
 
-    def __init__(self, features: int, *, eps: float, dtype: DTypeLike, param_dtype: DTypeLike):
-        self.weight = nnx.Param(jnp.ones((features,), param_dtype))
-        self.bias = nnx.Param(jnp.zeros((features,), param_dtype))
+    Without `affine` it has neither weight nor bias.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        eps: float,
+        affine: bool = True,
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
+    ):
+        self.weight = nnx.Param(jnp.ones((features,), param_dtype)) if affine else None
+        self.bias = nnx.Param(jnp.zeros((features,), param_dtype)) if affine else None
         self.eps, self.dtype = eps, jnp.dtype(dtype)
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         y = standardized(x.astype(jnp.float32), self.eps)
-        y = y * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        if self.weight is not None and self.bias is not None:
+            y = y * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
         return y.astype(self.dtype)
 
 

@@ -31,3 +31,18 @@ def in_all_processes(act: Callable[[], T], error: type[Exception]) -> T:
     if failure is not None:
         raise failure
     return result  # pyright: ignore[reportReturnType]
+
+
+def gather_rows(act: Callable[[], np.ndarray], error: type[Exception]) -> list[np.ndarray]:
+    """Runs `act` in every process and returns the arrays of all, which may differ in length.
+
+    If it fails in one process it raises in all, as `in_all_processes`.
+    """
+    rows = in_all_processes(act, error)
+    if jax.process_count() == 1:
+        return [rows]
+    counts = multihost_utils.process_allgather(np.int32(len(rows)))
+    padded = np.zeros((int(counts.max()), *rows.shape[1:]), rows.dtype)
+    padded[: len(rows)] = rows
+    gathered = np.asarray(multihost_utils.process_allgather(padded))
+    return [part[:count] for part, count in zip(gathered, counts, strict=True)]

@@ -160,7 +160,10 @@ each copy of the model, not sharded further."""
 
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(embed|shared|lm_head)\.weight", ("vocab", "embed")),
+    (r"lm_head\.bias", ("vocab",)),
     (r"positions\.weight", (None, "embed")),
+    (r"project_in\.weight", ("embed", None)),
+    (r"project_out\.weight", (None, "embed")),
     (r"final_logits_bias", (None, "vocab")),
     (r"position_bias\.\d+\.table\.weight", (None, "heads")),
     (r"(attn|cross)\.[qkv]\.weight", ("heads", "embed")),

@@ -8,12 +8,18 @@ from typing import Any
 
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.tokenizers.byte_level import ByT5Tokenizer
+from jaxllm.tokenizers.fairseq_tokenizers import CLASSES as FAIRSEQ_CLASSES
 from jaxllm.tokenizers.sentencepiece_tokenizers import LlamaTokenizer, T5Tokenizer
 from jaxllm.tokenizers.settings import TokenizerFiles, read_settings
 from jaxllm.tokenizers.tokenizer import Tokenizer
 from jaxllm.tokenizers.tokenizer_json import CLASSES, FastTokenizer
+from jaxllm.tokenizers.vocabulary_tokenizers import M2M100Tokenizer, MarianTokenizer
 
-_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "merges.txt")
+_VOCABULARIES = (
+    *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "source.spm"),
+    *("vocab.json", "merges.txt"),
+)
+_BY_VOCABULARY = {each.__name__: each for each in (MarianTokenizer, M2M100Tokenizer)}
 
 
 def load_tokenizer(folder: str | PathLike[str], **options: Any) -> Tokenizer | None:
@@ -23,7 +29,9 @@ def load_tokenizer(folder: str | PathLike[str], **options: Any) -> Tokenizer | N
     as in transformers. ``LlamaTokenizer`` and ``T5Tokenizer`` are read from their sentencepiece
     model if present, since it defines their ids; all others, and these two without a model, from
     tokenizer.json; without one, GPT-2's, RoBERTa's (BART's) and Qwen2's from vocab.json and
-    merges.txt. ``ByT5Tokenizer`` needs none. Without a class, the first of these files decides.
+    merges.txt. ``ByT5Tokenizer`` needs none. Marian's and M2M100's are read from vocab.json and
+    their sentencepiece models; mBART's, NLLB's, Pegasus's and XGLM's from tokenizer.json, or from
+    their sentencepiece model. Without a class, the first of these files decides.
 
     Args:
         folder: the folder.
@@ -32,7 +40,8 @@ def load_tokenizer(folder: str | PathLike[str], **options: Any) -> Tokenizer | N
             `split_special_tokens`, `additional_special_tokens`, `clean_up_tokenization_spaces`,
             and named tokens such as `pad_token`, as a string, an `AddedToken` or None; Llama's
             class also has `add_bos_token` and `add_eos_token`, GPT-2's `add_prefix_space`,
-            sentencepiece models `add_prefix_space` and `legacy`.
+            sentencepiece models `add_prefix_space` and `legacy`, translation models `src_lang` and
+            `tgt_lang`.
     """
     files = TokenizerFiles(Path(folder), options)
     files.add_class()
@@ -40,6 +49,11 @@ def load_tokenizer(folder: str | PathLike[str], **options: Any) -> Tokenizer | N
     class_name = (settings.tokenizer_class or "").removesuffix("Fast")
     if class_name == "ByT5Tokenizer":
         return ByT5Tokenizer.from_files(files, settings)
+    fairseq = FAIRSEQ_CLASSES.get(class_name)
+    if fairseq is not None and ("tokenizer.json" in files or fairseq.model_file in files):
+        return fairseq.from_files(files, settings)
+    if class_name in _BY_VOCABULARY and "vocab.json" in files:
+        return _BY_VOCABULARY[class_name].from_files(files, settings)
     present = [name for name in _VOCABULARIES if name in files]
     if not present:
         return None
@@ -56,6 +70,7 @@ def load_tokenizer(folder: str | PathLike[str], **options: Any) -> Tokenizer | N
     raise UnsupportedError(
         f"{files.folder}: cannot read a {class_name or 'tokenizer'} from {', '.join(present)}:"
         " supported are tokenizer.json, LlamaTokenizer with tokenizer.model, T5Tokenizer with"
-        f" spiece.model, {', '.join(CLASSES)} with vocab.json and merges.txt, ByT5Tokenizer;"
+        f" spiece.model, {', '.join(CLASSES)} with vocab.json and merges.txt, ByT5Tokenizer,"
+        " those of translation models;"
         " save_pretrained of transformers 5's AutoTokenizer writes a tokenizer.json of others"
     )

@@ -49,6 +49,9 @@ class DecodeRules:
             back until that token.
         space_after_first_special: put a space after a special token at the start.
         strip_text: strip white space around the text between separate tokens.
+        after_special: text after a special token.
+        unknown_has_spaces: ``▁`` is a space in tokens that the model lacks too (Marian's, which are
+            of two models).
     """
 
     model: SentencePieceModel
@@ -58,6 +61,8 @@ class DecodeRules:
     space_before_chunk: str
     space_after_first_special: bool
     strip_text: bool
+    after_special: str = ""
+    unknown_has_spaces: bool = False
 
     @cached_property
     def marks(self) -> tuple[str, str, str, str]:
@@ -79,7 +84,7 @@ class DecodeRules:
 
     def _inner_symbol(self, token: str) -> str:
         if token in self.special:
-            return f"{self.marks[0]}{token}{self.marks[0]}"
+            return f"{self.marks[0]}{token}{self.after_special}{self.marks[0]}"
         if token in self.model.bytes:
             byte = int(token[3:5], 16)
             return chr(0xDC00 + byte) if byte > 127 else self._kept(chr(byte))
@@ -88,7 +93,8 @@ class DecodeRules:
         if token == self.model.unk_piece:
             return self._kept(self.model.unk_text) or self.empty
         if token not in self.model.vocabulary:  # left of a piece without its ``▁``
-            return self._kept(token) or self.empty
+            text = token.replace(SPACE, " ") if self.unknown_has_spaces else token
+            return self._kept(text) or self.empty
         text = token.replace(SPACE, " ")
         return f" {self._kept(text[1:])}" if token.startswith(SPACE) else self._kept(text)
 

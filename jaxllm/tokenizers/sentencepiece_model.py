@@ -46,12 +46,14 @@ class PieceType(IntEnum):
 class NormalizerFlags:
     """Sentencepiece's options for spaces, with protobuf's defaults.
 
-    ``growth`` is the largest number of bytes that the normalizer can make of one byte.
+    ``growth`` is the largest number of bytes that the normalizer can make of one byte, and
+    ``charsmap`` its compiled rules.
     """
 
     add_dummy_prefix: bool = True
     remove_extra_whitespaces: bool = True
     growth: int = 1
+    charsmap: bytes = b""
 
 
 class SentencePieceModel:
@@ -65,11 +67,13 @@ class SentencePieceModel:
         control: control pieces, such as ``<s>``.
         bytes: byte pieces.
         flags: options of the normaliser for spaces.
+        model_type: sentencepiece's number of the algorithm, such as `UNIGRAM` and `BPE`.
     """
 
     def __init__(self, model: bytes, source: str) -> None:
         self._source = source
         self.flags = read_normalizer_flags(model, source)
+        self.model_type = read_model_type(model)
         if self.flags.growth > MAX_NORMALIZER_GROWTH:
             raise UnsupportedError(
                 f"{source}: the normalizer can make a text more than {MAX_NORMALIZER_GROWTH} times"
@@ -93,6 +97,12 @@ class SentencePieceModel:
             raise TokenizerError(f"{source}: unk_surface has more than {MAX_TOKEN_BYTES} bytes")
         self.control = frozenset(self.pieces[i] for i in ids if processor.is_control(i))
         self.bytes = frozenset(self.pieces[i] for i in ids if processor.is_byte(i))
+
+    @property
+    def scored_pieces(self) -> list[tuple[str, float]]:
+        """All pieces with their scores, by id."""
+        with self._library():
+            return [(piece, self._processor.get_score(i)) for i, piece in enumerate(self.pieces)]
 
     def encode(self, text: str) -> list[str]:
         """Splits text into pieces; a run of unknown characters is a piece without an id."""
@@ -147,7 +157,18 @@ def read_normalizer_flags(model: bytes, source: str) -> NormalizerFlags:
         raise TokenizerError(f"{source}: not a sentencepiece model") from failure
     # With escaped spaces, each space becomes the three bytes of "▁".
     growth = max(3, charsmap_growth(charsmap))
-    return NormalizerFlags(add_dummy_prefix, remove_extra_whitespaces, growth)
+    return NormalizerFlags(add_dummy_prefix, remove_extra_whitespaces, growth, charsmap)
+
+
+def read_model_type(model: bytes) -> int:
+    """Reads the number of the algorithm of a serialised ModelProto that has been checked."""
+    model_type = UNIGRAM  # protobuf's default
+    for field, message in _fields(model):
+        if field == 2 and isinstance(message, bytes):
+            for inner, value in _fields(message):
+                if inner == 3 and isinstance(value, int):
+                    model_type = value
+    return model_type
 
 
 def write_model(

@@ -18,8 +18,8 @@ from jaxllm.tokenizers.batch import PaddingSide
 from jaxllm.tokenizers.sentencepiece_decoding import SPACE, DecodeRules, SymbolsToText
 from jaxllm.tokenizers.sentencepiece_model import WITHOUT_DUMMY_PREFIX, SentencePieceModel
 from jaxllm.tokenizers.settings import (
-    CLASS_OPTIONS,
     LLAMA_TOKENS,
+    SENTENCEPIECE_OPTIONS,
     T5_TOKENS,
     AddedToken,
     TokenizerFiles,
@@ -207,7 +207,7 @@ class LlamaTokenizer(SentencePieceTokenizer):
     model_file = "tokenizer.model"
     default_tokens = LLAMA_TOKENS
     default_side = "left"
-    options = CLASS_OPTIONS
+    options = SENTENCEPIECE_OPTIONS
 
     def _around_texts(self) -> tuple[list[int], list[int]]:
         return self._marker("bos", default=True), self._marker("eos", default=False)

@@ -28,6 +28,7 @@ MAX_FILE_BYTES = 32 * 2**20
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 FILE_NAMES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "merges.txt"),
+    *("sentencepiece.bpe.model", "source.spm", "target.spm"),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     "chat_template.jinja",
 )
@@ -35,18 +36,33 @@ OPTIONS = (
     *("padding_side", "truncation_side", "model_max_length", "chat_template"),
     *("split_special_tokens", "additional_special_tokens", "extra_special_tokens"),
     *("clean_up_tokenization_spaces", *NAMED_TOKENS),
-    *("add_bos_token", "add_eos_token", "add_prefix_space", "legacy"),
+    *("add_bos_token", "add_eos_token", "add_prefix_space", "legacy", "src_lang", "tgt_lang"),
 )
 """Fields of tokenizer_config.json that a call of `load_tokenizer` may override."""
-CLASS_OPTIONS = frozenset({"add_bos_token", "add_eos_token", "add_prefix_space", "legacy"})
+SENTENCEPIECE_OPTIONS = frozenset({"add_bos_token", "add_eos_token", "add_prefix_space", "legacy"})
+CLASS_OPTIONS = SENTENCEPIECE_OPTIONS | {"src_lang", "tgt_lang"}
 """Those of them that act on some classes of tokenizers alone."""
 CLASS_OF_MODEL = {
     "bart": "BartTokenizer",
-    "gpt2": "GPT2Tokenizer",
+    **dict.fromkeys(("gpt2", "gpt_neo", "gptj", "opt"), "GPT2Tokenizer"),
     "qwen2": "Qwen2Tokenizer",
     "qwen3": "Qwen2Tokenizer",
 }
 """transformers' classes of byte-level tokenizers by model type, for files that name no class."""
+_END_OF_SENTENCE = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "</s>")
+DEFAULTS_OF_MODEL: Mapping[str, Mapping[str, Any]] = {
+    "opt": {**_END_OF_SENTENCE, "pad_token": "<pad>", "add_bos_token": True},
+}
+"""Settings of a model's own tokenizer that differ from those of its class, for folders that have
+vocab.json and merges.txt alone. transformers has the class's, with a token that OPT has not."""
+OWN_CLASS_OF_MODEL = {
+    "m2m_100": "M2M100Tokenizer",
+    "marian": "MarianTokenizer",
+    "mbart": "MBartTokenizer",
+    "pegasus": "PegasusTokenizer",
+    "xglm": "XGLMTokenizer",
+}
+"""The same of model types whose sentencepiece files no other class reads."""
 SENTENCEPIECE_MODELS = {
     *("llama", "mistral", "mixtral", "t5", "mt5", "umt5", "longt5", "switch_transformers"),
     *CLASS_OF_MODEL,
@@ -189,6 +205,8 @@ class TokenizerFiles:
         config = self._parsed("config.json", self._read(self.folder / "config.json"))
         name = config.get("tokenizer_class")
         model_type = config.get("model_type")
+        if name is None:
+            name = OWN_CLASS_OF_MODEL.get(str(model_type))
         if name is None and not {"tokenizer.model", "spiece.model"} & self.contents.keys():
             name = CLASS_OF_MODEL.get(str(model_type))
         elif name is None and model_type and str(model_type) not in SENTENCEPIECE_MODELS:
@@ -202,7 +220,8 @@ class TokenizerFiles:
                 f"{self.folder / 'config.json'}: tokenizer_class is {quoted(name)}, not a string"
             )
         if name is not None:
-            config = {**options, "tokenizer_class": name}
+            own = {} if "tokenizer.json" in self else DEFAULTS_OF_MODEL.get(str(model_type), {})
+            config = {**own, **options, "tokenizer_class": name}
             self.contents["tokenizer_config.json"] = config_json(config)
 
     def refuse_options(self, taken: Collection[str], kind: str) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, TypedDict, Unpack, cast, overload
+from typing import Any, Literal, Self, TypedDict, Unpack, cast, overload
 
 import numpy as np
 
@@ -64,6 +64,8 @@ class EncodingOptions(PaddingOptions, TextOptions, total=False):
 
     return_offsets_mapping: bool
     return_attention_mask: bool | None
+    src_lang: str | None
+    tgt_lang: str | None
     return_special_tokens_mask: bool
     return_length: bool
 
@@ -185,6 +187,7 @@ class Tokenizer(TextEncoder):
             return_special_tokens_mask: ``special_tokens_mask`` [B, T] too, 1 at tokens that were
                 added to the texts and at padding.
             return_length: ``length`` [B] too, the number of tokens with padding.
+            src_lang, tgt_lang: languages of this call's texts and targets, for translation models.
             add_special_tokens: add BOS and EOS as the model's tokenizer does.
             split_special_tokens: treat a special token in the text, such as ``</s>``, as plain
                 text. Off by default, as in transformers; turn it on for untrusted text.
@@ -194,6 +197,10 @@ class Tokenizer(TextEncoder):
         unsupported = sorted(name for name in unknown if not is_satisfied(name, options.get(name)))
         if unsupported:
             raise UnsupportedError(f"a tokenizer's call does not take {unsupported}")
+        languages: Any = {name: options.pop(name, None) for name in ("src_lang", "tgt_lang")}
+        if any(language is not None for language in languages.values()):
+            own = self.with_languages(**languages)
+            return own(text, text_pair, text_target, return_tensors=return_tensors, **options)
         if text_target is not None:
             return self._with_labels(text, text_pair, text_target, return_tensors, options)
         for name in (*_DETAILS, "return_attention_mask", "return_length"):
@@ -225,13 +232,37 @@ class Tokenizer(TextEncoder):
         self, text: Any, text_pair: Any, target: Any, return_tensors: Any, options: Any
     ) -> Any:
         """The encoding of texts, with the ids of their targets as labels."""
-        labels = self(target, return_tensors=return_tensors, **options)
+        labels = self.for_targets()(target, return_tensors=return_tensors, **options)
         if text is None:
             return labels
         if len(_text_list(target)) != len(_text_list(text)):
             raise InputError("text_target: expected one for each text")
         batch: Any = self(text, text_pair, return_tensors=return_tensors, **options)
         return replace(batch, labels=labels.input_ids)
+
+    def with_languages(self, src_lang: str | None = None, tgt_lang: str | None = None) -> Self:
+        """A copy for texts in `src_lang` and targets in `tgt_lang`; None: as it is.
+
+        Raises:
+            InputError: the tokenizer has no such language, or none at all.
+        """
+        for name, language in (("src_lang", src_lang), ("tgt_lang", tgt_lang)):
+            if language is not None:
+                raise InputError(f"{name}: a {type(self).__name__} has no languages; leave it out")
+        return self
+
+    def target_fields(self, tgt_lang: str) -> dict[str, int]:
+        """Generation settings with which a model writes in a language.
+
+        Raises:
+            InputError: as `with_languages`.
+        """
+        self.with_languages(tgt_lang=tgt_lang)
+        return {}
+
+    def for_targets(self) -> Self:
+        """The tokenizer of the texts that the model should write: itself, or a copy."""
+        return self
 
     @overload
     def pad(

@@ -113,7 +113,7 @@ class FastTokenizer(Tokenizer):
             }
 
     @classmethod
-    def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> FastTokenizer:
+    def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> Self:
         """Loads a folder with tokenizer.json, with the defaults of its ``tokenizer_class``.
 
         As in transformers 4.57, ``add_bos_token`` and ``add_eos_token`` apply to Llama's class,

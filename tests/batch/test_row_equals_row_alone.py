@@ -15,6 +15,7 @@ from jaxllm.batch import programs
 SMALL = {
     "llama": {"num_hidden_layers": 1},
     "gpt2": {"n_layer": 1},
+    "bloom": {"n_layer": 1},
     "t5": {"num_layers": 1, "num_decoder_layers": 1},
 }
 
@@ -49,7 +50,9 @@ def test_rows_with_four_steps_between_checks_equal_rows_alone(monkeypatch):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.slow), "t5"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt2", "bloom")), "t5"]
+)
 def test_sampled_rows_equal_rows_alone(family):
     """With numbers of their own, and keys from the job's seed or their own."""
     rows = uneven_rows(16, prompts=16, new=16, seed=1)

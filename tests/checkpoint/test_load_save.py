@@ -47,6 +47,7 @@ def is_buffer(name: str) -> bool:
     return name.endswith(
         (
             ".attn.bias",
+            ".attn.attention.bias",
             ".masked_bias",
             ".inv_freq",
             "EncDecAttention.relative_attention_bias.weight",

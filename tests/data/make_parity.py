@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import transformers
 from parity_maker import CASES
-from parity_maker.inputs import Case, Forward, Generate, Grad, Rope, random_state
+from parity_maker.inputs import Beams, Case, Forward, Generate, Grad, Rope, random_state
 from parity_maker.tables import tables
 from safetensors.torch import save_file
 
@@ -54,7 +54,8 @@ def draw(case: Case, name: str, shape: tuple[int, ...]) -> np.ndarray:
         return 1 + 0.2 * noise
     if leaf == "relative_attention_bias":
         return noise
-    if leaf in ("embed_tokens", "shared", "wte"):  # a large tied one only copies its input
+    # A large tied one only copies its input.
+    if leaf in ("embed_tokens", "shared", "wte", "word_embeddings"):
         return 0.3 * noise
     if leaf == "wpe":
         return 0.6 * noise
@@ -64,6 +65,8 @@ def draw(case: Case, name: str, shape: tuple[int, ...]) -> np.ndarray:
     gain = 1.3 if leaf not in ("lm_head", "score") else 1.0
     if case.family == "t5" and leaf == "q":  # T5 folds 1/sqrt(d_kv) into the weights
         gain /= case.config["d_kv"] ** 0.5
+    if case.family == "gpt_neo" and leaf == "q_proj":  # its products are not scaled
+        gain /= (case.config["hidden_size"] / case.config["num_heads"]) ** 0.5
     return gain * noise / fan_in**0.5
 
 
@@ -184,9 +187,36 @@ def run_generate(model, call: Generate) -> dict[str, np.ndarray]:
     }
 
 
+def run_beams(model, call: Beams) -> dict[str, np.ndarray]:
+    """The best two of three beams, with their scores."""
+    out = model.generate(
+        **tensors(call.inputs),
+        do_sample=False,
+        num_beams=3,
+        num_return_sequences=2,
+        length_penalty=0.7,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    return {"sequences": array(out.sequences), "sequences_scores": array(out.sequences_scores)}
+
+
+def choose_beams(case: Case, folder: Path, call: Beams) -> tuple[dict, dict]:
+    """Chooses the batch of sources whose best and second beams differ most in score."""
+    best, most = None, -1.0
+    for seed in range(12):
+        inputs = call.make(random_state(f"{case.name}:beams:{seed}"))
+        outputs = run_call(case, folder, replace(call, inputs=inputs))
+        gap = float(-np.diff(outputs["sequences_scores"].reshape(-1, 2)).max())
+        if gap > most:
+            best, most = (inputs, outputs), gap
+    return best
+
+
 def run_call(case: Case, folder: Path, call) -> dict[str, np.ndarray]:
     model = load(case, folder)
-    runners = {Forward: run_forward, Grad: run_grad, Rope: run_rope, Generate: run_generate}
+    runners = {Forward: run_forward, Grad: run_grad, Rope: run_rope}
+    runners |= {Generate: run_generate, Beams: run_beams}
     return runners[type(call)](model, call)
 
 
@@ -233,6 +263,8 @@ def make(case: Case) -> None:
     for name, call in case.calls.items():
         if isinstance(call, Generate):
             results[name] = choose_prompt(case, folder, call)
+        elif isinstance(call, Beams):
+            results[name] = choose_beams(case, folder, call)
         else:
             results[name] = call.inputs, run_call(case, folder, call)
     std = output_std(case, folder)
@@ -301,7 +333,7 @@ def check(names: list[str]) -> None:
             made_by = json.loads(str(stored["meta"]))["transformers"]
             for name, call in case.calls.items():
                 try:
-                    if isinstance(call, Generate):
+                    if isinstance(call, Generate | Beams):
                         keys = [k for k in stored if k.startswith(f"{name}/in/")]
                         inputs = {k.split("/in/")[1]: stored[k] for k in keys}
                         inputs["max_new_tokens"] = int(inputs["max_new_tokens"])

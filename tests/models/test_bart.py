@@ -1,11 +1,13 @@
-"""BART: limits of its positions, its constant of the logits, generation, and options that raise."""
+"""BART and its relatives: positions, constants, generation, and options that raise."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 import tiny
@@ -13,11 +15,14 @@ from safetensors.numpy import load_file, save_file
 
 import jaxllm
 from jaxllm.batch import BatchGenerator
-from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.errors import CheckpointError, ConfigError, InputError, UnsupportedError
 from jaxllm.flax_classes import FlaxBartForConditionalGeneration
-from jaxllm.models.weights import parameters
+from jaxllm.models.build_options import Options
+from jaxllm.models.weights import parameters, with_parameters
+from jaxllm.nn.positions import Sinusoids
 from jaxllm.training import OptimizerConfig, TrainState, loss_for, make_optimizer, make_train_step
 
+PEGASUS = Path(__file__).parents[1] / "data" / "parity" / "pegasus_full"
 FULL = Path(__file__).parents[1] / "data" / "parity" / "bart_full"
 
 
@@ -49,6 +54,17 @@ def test_inputs_beyond_the_positions():
 @pytest.mark.parametrize("family", ["bart", pytest.param("t5gemma", marks=pytest.mark.slow)])
 def test_a_row_is_what_it_is_alone(family, settings):
     """Left padding, right padding and none give the same tokens, in every strategy."""
+    check_rows(family, settings)
+
+
+@pytest.mark.parametrize(
+    "family", ["m2m_100", *(pytest.param(f, marks=pytest.mark.ci) for f in tiny.BART)]
+)
+def test_a_row_of_a_relative_is_what_it_is_alone(family):
+    check_rows(family, {"num_beams": 3})
+
+
+def check_rows(family, settings):
     model = tiny.cached(family)
     ids, lengths = tiny.ids(2, 9), (9, 5)
     results = {}
@@ -108,7 +124,6 @@ def test_the_constant_of_the_logits():
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"encoder_layerdrop": 0.1}, "encoder_layerdrop: LayerDrop is not implemented, found 0.1"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings: encoder, decoder and head share"),
         ({"normalize_before": True}, "normalize_before"),
         ({"normalize_embedding": False}, "normalize_embedding"),
@@ -117,6 +132,15 @@ def test_the_constant_of_the_logits():
 def test_what_is_not_implemented(changes, why):
     with pytest.raises(UnsupportedError, match=why):
         tiny.make("bart", **changes)
+
+
+def test_layerdrop_is_refused_in_training_alone():
+    model, plain = tiny.make("bart", decoder_layerdrop=0.1), tiny.cached("bart")
+    ids = tiny.ids(2, 5)
+    expected = plain(ids, labels=ids)
+    np.testing.assert_array_equal(model(ids, labels=ids).logits, expected.logits)
+    with pytest.raises(UnsupportedError, match=r"^decoder_layerdrop: training with LayerDrop is"):
+        model(ids, labels=ids, dropout_key=jax.random.key(0))
 
 
 def test_the_constant_has_no_weight_decay():
@@ -146,6 +170,85 @@ def test_a_file_of_the_base_model(tmp_path):
     assert again.keys() == tensors.keys()
     for name, x in tensors.items():
         np.testing.assert_array_equal(again[name], x)
+
+
+def test_positions_of_a_file_are_checked_and_saved_again(tmp_path):
+    """Pegasus's files hold the sinusoidal positions, here in bfloat16."""
+    tensors = {
+        name: x.astype(ml_dtypes.bfloat16)
+        for name, x in load_file(PEGASUS / "model.safetensors").items()
+    }
+    shutil.copy(PEGASUS / "config.json", tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.encoder.embed_positions.weight"
+    save_file(tensors, file, metadata={"format": "pt"})
+    jaxllm.save_hf(tmp_path / "again", jaxllm.load(tmp_path)[0])
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert {n: x.tobytes() for n, x in again.items()} == {
+        n: x.tobytes() for n, x in tensors.items()
+    }
+    tensors[name][3, 5] += 0.1
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{name}, bfloat16\[40, 24\], holds other values"):
+        jaxllm.load(tmp_path)
+
+
+@pytest.mark.parametrize("steps", [4, 3])
+def test_sinusoids_are_exact_at_large_positions(steps):
+    sinusoids = Sinusoids(8, steps=steps, zero_row=7)
+    rows = np.array([0, 1, 7, 100, 4095, 8191])
+    computed = np.asarray(sinusoids(rows[None]))[0]
+    np.testing.assert_allclose(computed, sinusoids.table(8192)[rows], atol=1e-6)
+    assert not computed[2].any()
+    angles = 8191 * 10000.0 ** (-np.arange(4) / steps)
+    np.testing.assert_allclose(computed[-1], [*np.sin(angles), *np.cos(angles)], atol=1e-6)
+
+
+def test_positions_beyond_the_context_of_m2m_100():
+    model = tiny.cached("m2m_100")
+    logits = model(tiny.ids(1, 70), decoder_input_ids=tiny.ids(1, 70)).logits
+    assert logits.std() > 0.1
+
+
+@pytest.mark.parametrize("family", ["mbart", "m2m_100", "pegasus"])
+def test_the_encoder_stays_finite_in_float16(family):
+    """Its residual stream grows from layer to layer, and is clamped, as in the reference."""
+    options = Options(dtype=np.dtype(np.float16), param_dtype=np.dtype(np.float16))
+    model = tiny.make(family, options=options)
+    down = "encoder.blocks.0.mlp.down.weight"
+    model = with_parameters(model, {down: parameters(model)[down] * 2.0**15})
+    out = model.encode(tiny.ids(1, 6), output_hidden_states=True)
+    largest = max(float(np.abs(x).max()) for x in out.hidden_states)
+    assert 6e4 < largest < np.inf
+
+
+def test_mbart_begins_with_the_last_token_of_the_labels():
+    """In each row, and in packed rows in each document."""
+    model = tiny.cached("mbart")  # pad is 1
+    labels = np.array([[5, 6, 2, 30], [7, 2, 31, -100]])
+    expected = [[30, 5, 6, 2], [31, 7, 2, 31]]
+    np.testing.assert_array_equal(model.shift_right(labels), expected)
+    packed = np.array([[5, 2, 30, 7, 8, 2, 31, -100]])
+    segments = np.array([[1, 1, 1, 2, 2, 2, 2, 0]])
+    np.testing.assert_array_equal(
+        model.shift_right(packed, segments)[:, :7], [[30, 5, 2, 31, 7, 8, 2]]
+    )
+
+
+def test_the_start_token_of_marian_keeps_its_embedding():
+    """Lookups of the pad token, with which it begins, have no gradient, as in the reference."""
+    model = tiny.make("marian", share_encoder_decoder_embeddings=False, tie_word_embeddings=False)
+    ids = tiny.ids(2, 5)
+    gradients = parameters(jax.grad(lambda model: model(ids, labels=ids).loss)(model))
+    gradient = np.asarray(gradients["decoder_input.embed.weight"])
+    assert not gradient[1].any()
+    assert gradient[ids[0, 0]].any()
+
+
+def test_vocabularies_of_different_sizes():
+    with pytest.raises(UnsupportedError, match=r"decoder_vocab_size: 60 differs from vocab_size"):
+        tiny.make("marian", decoder_vocab_size=60)
+    with pytest.raises(ConfigError, match="needs share_encoder_decoder_embeddings false"):
+        tiny.make("marian", tie_word_embeddings=False)
 
 
 def test_the_flax_class():

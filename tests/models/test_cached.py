@@ -46,10 +46,12 @@ def test_forward_with_a_cache(family):
     [
         *tiny.FAMILIES,
         "qwen3",
+        "bloom",
         *(
             pytest.param(f, marks=pytest.mark.slow)
             for f in ("mistral", "qwen2", "phi3", "gemma", "gemma3_text", "t5gemma")
         ),
+        *(pytest.param(f, marks=pytest.mark.slow) for f in ("opt", "gpt_neo", "gptj")),
     ],
 )
 def test_decode(family, cache_is_empty):

@@ -12,8 +12,8 @@ from jaxllm.common.errors import InputError
 from jaxllm.models.build_options import Options
 from jaxllm.models.losses import classification_loss, token_loss
 from jaxllm.models.outputs import BaseOutput
-from jaxllm.models.t5 import clamp_to_float16
 from jaxllm.models.weights import parameters
+from jaxllm.nn.block import clamp_to_float16
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 

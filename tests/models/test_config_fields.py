@@ -39,6 +39,18 @@ WINDOWS = {
     "max_window_layers": 0,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+BART = {
+    "vocab_size": 60,
+    "d_model": 64,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 40,
+    "decoder_ffn_dim": 48,
+    "activation_function": "relu",
+    "scale_embedding": True,
+}
 # A change of each field that changes the logits.
 ACTS = {
     "llama": {**ROTARY, "attention_bias": True, "mlp_bias": True},
@@ -76,17 +88,63 @@ ACTS = {
         "use_bidirectional_attention": True,
     },
     "phi3": {**ROTARY, "sliding_window": 6},
-    "bart": {
+    **dict.fromkeys(("bart", *tiny.BART), BART),
+    "marian": {**BART, "share_encoder_decoder_embeddings": False},
+    "m2m_100": {**BART, "scale_embedding": False, "activation_function": "gelu", "pad_token_id": 7},
+    "xglm": {
         "vocab_size": 60,
         "d_model": 64,
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 40,
-        "decoder_ffn_dim": 48,
+        "num_layers": 1,
+        "attention_heads": 2,
+        "ffn_dim": 40,
         "activation_function": "relu",
-        "scale_embedding": True,
+        "scale_embedding": False,
+        "tie_word_embeddings": False,
+        "pad_token_id": 7,  # the position without a vector
+    },
+    "opt": {
+        "vocab_size": 60,
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "ffn_dim": 40,
+        "activation_function": "gelu",
+        "do_layer_norm_before": False,
+        "_remove_final_layer_norm": True,
+        "word_embed_proj_dim": 32,
+        "enable_bias": False,
+        "layer_norm_elementwise_affine": False,
+        "tie_word_embeddings": False,
+    },
+    "gpt_neo": {
+        "vocab_size": 60,
+        "hidden_size": 64,
+        "attention_layers": ["local", "local"],
+        "num_heads": 2,
+        "intermediate_size": 40,
+        "window_size": 6,
+        "activation_function": "relu",
+        "layer_norm_epsilon": 1e-2,
+        "tie_word_embeddings": False,
+    },
+    "gptj": {
+        "vocab_size": 60,
+        "n_embd": 64,
+        "n_layer": 1,
+        "n_head": 2,
+        "rotary_dim": 4,
+        "n_inner": 64,
+        "activation_function": "relu",
+        "layer_norm_epsilon": 1e-2,
+    },
+    "bloom": {
+        "vocab_size": 60,
+        "hidden_size": 96,
+        "n_layer": 1,
+        "n_head": 4,
+        "layer_norm_epsilon": 1e-2,
+        "apply_residual_connection_post_layernorm": True,
+        "tie_word_embeddings": False,
     },
     "t5gemma": {
         "encoder": {**tiny.CONFIGS["t5gemma"]["encoder"], "query_pre_attn_scalar": 20},
@@ -123,11 +181,16 @@ ACTS = {
         "scale_decoder_outputs": True,
     },
 }
+BART_DROPOUT = {"dropout": 0.5, "attention_dropout": 0.5, "activation_dropout": 0.5}
 # Dropout: no effect without a key (inference), an effect with one.
 DROPOUT = {
     **{family: {"attention_dropout": 0.5} for family in ("llama", *tiny.ROTARY)},
     "phi3": {"attention_dropout": 0.5, "resid_pdrop": 0.5},
-    "bart": {"dropout": 0.5, "attention_dropout": 0.5, "activation_dropout": 0.5},
+    "opt": {"dropout": 0.5, "attention_dropout": 0.5},
+    "gpt_neo": {"resid_dropout": 0.5, "embed_dropout": 0.5, "attention_dropout": 0.5},
+    "gptj": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5},
+    "bloom": {"hidden_dropout": 0.5, "attention_dropout": 0.5},
+    **dict.fromkeys(("bart", *tiny.BART, "xglm"), BART_DROPOUT),
     "t5gemma": {"dropout_rate": 0.5, "attention_dropout": 0.5},
     "gpt2": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5},
     "t5": {"dropout_rate": 0.5},
@@ -141,6 +204,17 @@ ROTARY_OTHERS = {
     "num_labels": 3,
     "problem_type": "regression",
 }
+BART_OTHERS = {
+    **TOKEN_IDS,
+    "decoder_start_token_id": 5,
+    "max_position_embeddings": 32,
+    "init_std": 0.5,
+    "num_labels": 4,
+    "problem_type": "regression",
+    "encoder_layerdrop": 0.1,  # skips layers in training, which raises
+    "decoder_layerdrop": 0.1,
+    "tie_word_embeddings": True,  # false raises, or needs sides that share no embedding (Marian)
+}
 OTHERS = {
     "llama": {**ROTARY_OTHERS, "pretraining_tp": 2},  # splits a product, with the same result
     **dict.fromkeys(tiny.ROTARY, ROTARY_OTHERS),
@@ -149,17 +223,58 @@ OTHERS = {
     "gemma2": {**ROTARY_OTHERS, "use_bidirectional_attention": False},
     # transformers ignores a soft cap of scores, so that any number raises.
     "gemma3_text": {**ROTARY_OTHERS, "attn_logit_softcapping": None},
-    "bart": {
+    # The dropout is of a class that is not here.
+    "bart": {**BART_OTHERS, "classifier_dropout": 0.3},
+    "mbart": {**BART_OTHERS, "classifier_dropout": 0.3},
+    **dict.fromkeys(("marian", "pegasus"), BART_OTHERS),
+    "m2m_100": {name: x for name, x in BART_OTHERS.items() if name != "pad_token_id"},
+    "xglm": {
+        "bos_token_id": 8,
+        "eos_token_id": [2, 9],
+        "decoder_start_token_id": 5,
+        "max_position_embeddings": 32,
+        "initializer_range": 0.5,
+        "num_labels": 3,
+        "problem_type": "regression",
+        "layerdrop": 0.1,
+        "add_cross_attention": True,
+    },
+    "opt": {
         **TOKEN_IDS,
         "decoder_start_token_id": 5,
         "max_position_embeddings": 32,
         "init_std": 0.5,
-        "num_labels": 4,
+        "num_labels": 3,
         "problem_type": "regression",
-        "classifier_dropout": 0.3,  # of a class that is not here
-        "encoder_layerdrop": 0.0,  # another value raises, as do the next two
-        "decoder_layerdrop": 0.0,
-        "tie_word_embeddings": True,
+        "layerdrop": 0.0,  # another value raises
+    },
+    "gpt_neo": {
+        **TOKEN_IDS,
+        "num_layers": 2,  # the length of attention_layers; another number raises
+        "decoder_start_token_id": 5,
+        "max_position_embeddings": 32,
+        "initializer_range": 0.5,
+        "num_labels": 3,
+        "problem_type": "regression",
+    },
+    "gptj": {
+        **TOKEN_IDS,
+        "decoder_start_token_id": 5,
+        "n_positions": 32,  # a default length: RoPE has no table
+        "initializer_range": 0.5,
+        "num_labels": 3,
+        "problem_type": "regression",
+        "tie_word_embeddings": False,  # true raises
+    },
+    "bloom": {
+        **TOKEN_IDS,
+        "decoder_start_token_id": 5,
+        "initializer_range": 0.5,
+        "num_labels": 3,
+        "problem_type": "regression",
+        "pretraining_tp": 4,  # acts with slow_but_exact, where it raises
+        "slow_but_exact": True,
+        "seq_length": 32,  # a default length
     },
     "t5gemma": {
         **TOKEN_IDS,
@@ -186,7 +301,8 @@ OTHERS = {
         "problem_type": "regression",
     },
 }
-DERIVED = {"bart": set(), "gpt2": set(), "t5gemma": set(), "t5": {"bias_per_layer"}}
+DERIVED = {"gpt2": set(), "t5gemma": set(), "t5": {"bias_per_layer"}}
+DERIVED |= {family: set() for family in ("bart", *tiny.BART, "xglm", *tiny.GPT_RELATIVES)}
 DERIVED |= {family: {"rope"} for family in ("llama", *tiny.ROTARY)}
 
 
@@ -334,6 +450,33 @@ ROPE = {
             {"rope_scaling": {"type": "linear", "factor": 2.0}},
             "rope_type: expected default or",
         ),
+        ("opt", {"layerdrop": 0.1}, "layerdrop: LayerDrop is not implemented, found 0.1"),
+        ("opt", {"word_embed_proj_dim": 0}, "word_embed_proj_dim: expected 1 to"),
+        ("opt", {"hidden_size": 30}, "hidden_size: 30 is not a multiple of num_attention_heads, 4"),
+        ("opt", {"ffn_dim": 0}, "ffn_dim: expected 1 to"),
+        ("opt", {"dropout": 1.0}, "dropout: expected 0 <= rate < 1"),
+        ("opt", {"activation_function": "cube"}, "activation_function: unknown activation 'cube'"),
+        ("opt", {"activation_dropout": 0.1}, r"activation_dropout \(0.1\): unknown"),
+        (
+            "gpt_neo",
+            {"attention_layers": ["global", "far"]},
+            "attention_layers: expected global or",
+        ),
+        ("gpt_neo", {"attention_types": ["local"]}, "attention_types: expected .*, found"),
+        (
+            "gpt_neo",
+            {"attention_types": [[["local"], 2]]},
+            "attention_layers: .* contradicts attention_types",
+        ),
+        ("gpt_neo", {"num_layers": 3}, "attention_layers: expected .* 3 layers"),
+        ("gpt_neo", {"window_size": 0}, "window_size: expected 1 to"),
+        ("gptj", {"rotary_dim": 5}, "rotary_dim: expected an even part of a head, 8, found 5"),
+        ("gptj", {"rotary_dim": 10}, "rotary_dim: expected an even part of a head, 8, found 10"),
+        ("gptj", {"tie_word_embeddings": True}, "tie_word_embeddings: the head has a bias"),
+        ("gptj", {"scale_attn_weights": False}, r"scale_attn_weights \(False\): unknown"),
+        ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, "slow_but_exact: with pretrain"),
+        ("bloom", {"n_head": 7}, "hidden_size: 48 is not a multiple of n_head, 7"),
+        ("bloom", {"n_embed": 96}, "n_embed: 96 contradicts hidden_size, 48"),
         ("phi3", {"full_attn_mod": 2}, r"full_attn_mod \(2\): unknown"),
         (
             "gemma",

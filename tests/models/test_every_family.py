@@ -97,7 +97,8 @@ def test_every_matrix_is_sharded_and_quantized(family: str) -> None:
 def test_lora_on_every_projection(family: str, tmp_path: Path) -> None:
     model = model_of(family)
     adapted = add_lora(model, LoraConfig(rank=2))
-    matrix = re.compile(r".*\.(attn|cross|mlp)\.(q|k|v|o|gate|up|down)\.weight")
+    layer = r".*\.((attn|cross|mlp)\.(q|k|v|o|gate|up|down)|project_(in|out))"
+    matrix = re.compile(rf"{layer}\.weight")
     assert {f"{path}.weight" for path in lora_layers(adapted)} == {
         path for path in parameters(model) if matrix.fullmatch(path)
     }

@@ -82,5 +82,19 @@ def test_both_sides_of_t5gemma():
     assert [t5gemma.encoder.window(layer) for layer in (40, 41)] == [4096, None]
 
 
+def test_sizes_of_opt():
+    assert (config("opt-350m").width, config("opt-350m").hidden) == (512, 1024)
+    assert (config("opt-1.3b").width, config("opt-1.3b").inner) == (2048, 8192)
+    assert not config("galactica-30b").layer_norm_elementwise_affine
+
+
+def test_layers_of_gpt_neo_and_heads_of_bloom():
+    small = config("gpt-neo-125m")
+    assert [small.window(layer) for layer in (0, 1, 11)] == [None, 256, 256]
+    bloom, large = config("bloom-560m"), config("bloomz")
+    assert (bloom.width, bloom.heads, bloom.context_length) == (1024, 16, 2048)
+    assert (large.heads, large.size_per_head, large.pretraining_tp) == (112, 128, 4)
+
+
 def test_labels():
     assert (config("distilgpt2").num_labels, config("gpt2").num_labels) == (1, 2)

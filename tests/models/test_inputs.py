@@ -61,7 +61,7 @@ DECODER_ONLY = [
     ({"encoder_hidden_states": np.ones((2, 3, 32))}, "this model has no cross-attention"),
 ]
 ONE_FAMILY = [
-    ("llama", {"token_type_ids": ONES}, "token_type_ids: only GPT-2 has token types"),
+    ("llama", {"token_type_ids": ONES}, "token_type_ids: only GPT-2, GPT-Neo and GPT-J have them"),
     ("gpt2", {"token_type_ids": ONES * 50}, r"token_type_ids\[0, 0\]: id 50"),
     ("gpt2", {"token_type_ids": ONES[:, :8]}, "token_type_ids: expected"),
     ("gpt2", {"position_ids": ONES * 64}, "position_ids: expected 0 to 63"),

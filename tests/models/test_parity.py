@@ -20,11 +20,13 @@ QUICK = {"llama_bias", "llama_dynamic_v5", "llama_longrope_v5", "llama_yarn_v5",
 QUICK |= {"gpt2_base", "gpt2_cross", "gpt2_inverse_layer", "t5_v11"}
 QUICK |= {"mistral_window", "qwen2_window", "qwen3_window", "phi3_window", "gemma3_full"}
 QUICK |= {"t5gemma_published"}
+QUICK |= {"opt_full", "gpt_neo_full", "gptj_full", "bloom_full"}
 GENERATE = [
     pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
     for name in MODELS
     if "generate" in load_case(name).calls
 ]
+BEAMS = [name for name in MODELS if "generate_beams" in load_case(name).calls]
 GRADIENTS = [name for name in MODELS if "grad" in load_case(name).calls]
 
 
@@ -57,6 +59,24 @@ def test_greedy_tokens(name):
     logits = np.stack(out.logits, axis=1)
     expected = call.outputs["logits"]
     assert np.abs(logits - expected).max() < 1e-4 * max(1.0, expected.std())
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", BEAMS)
+def test_beams(name):
+    call = load_case(name).calls["generate_beams"]
+    inputs = {k: v for k, v in call.inputs.items() if k != "max_new_tokens"}
+    out = jaxllm.generate(
+        model_of(name),
+        **inputs,
+        max_new_tokens=int(call.inputs["max_new_tokens"]),
+        num_beams=3,
+        num_return_sequences=2,
+        length_penalty=0.7,
+    )
+    width = call.outputs["sequences"].shape[1]
+    np.testing.assert_array_equal(out.sequences[:, :width], call.outputs["sequences"])
+    np.testing.assert_allclose(out.sequences_scores, call.outputs["sequences_scores"], atol=1e-4)
 
 
 @pytest.mark.parametrize("name", GRADIENTS)

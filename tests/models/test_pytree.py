@@ -27,11 +27,17 @@ from jaxllm.nn.rope import ROPE_TYPES
 from jaxllm.training.lora import add_lora
 
 LLAMA = DATA / "reference" / "tiny-llama"
+LAYERDROP = {"encoder_layerdrop", "decoder_layerdrop"}  # they raise in training
+SHIFT = {"pad_token_id", "decoder_start_token_id"}  # read by the shift of labels
+LENGTH = {"max_position_embeddings"}  # rows of a table, or a limit
 READ = {  # of the fields that keep the logits
-    "t5": {"pad_token_id", "decoder_start_token_id"},  # by the shift of labels
-    "bart": {"pad_token_id", "decoder_start_token_id", "max_position_embeddings"},
+    "t5": SHIFT,
+    **dict.fromkeys(("bart", "marian", "pegasus"), SHIFT | LENGTH | LAYERDROP),
+    "mbart": {"pad_token_id"} | LENGTH | LAYERDROP,
+    "m2m_100": {"decoder_start_token_id"} | LAYERDROP,
     "t5gemma": {"pad_token_id"},
     "gpt2": {"n_positions", "add_cross_attention"},  # they have weights
+    "xglm": {"layerdrop", "add_cross_attention"},
 }
 CLASSIFIER_READS = {"num_labels", "pad_token_id", "problem_type"}
 

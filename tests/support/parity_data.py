@@ -42,7 +42,7 @@ class Call:
         decoder = [k for k in self.inputs if k.startswith(("decoder_input", "labels"))]
         if "decoder_attention_mask" in self.inputs:
             return self.inputs["decoder_attention_mask"].astype(bool)
-        if decoder and "position_ids" not in self.inputs:  # T5 without a decoder mask
+        if decoder and "encoder_last_hidden_state" in self.outputs:  # T5 without a decoder mask
             return None
         mask = self.inputs.get("attention_mask")
         return None if mask is None else mask.astype(bool)

@@ -71,6 +71,29 @@ CONFIGS["bart"] = {
     "max_position_embeddings": 64,
 }
 """Families that differ in kind; most tests run on these alone."""
+_TOKENS = {"pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+BART: dict[str, dict[str, Any]] = {
+    "marian": {**CONFIGS["bart"], **_TOKENS, "model_type": "marian"},
+    "mbart": {**CONFIGS["bart"], "model_type": "mbart", "decoder_start_token_id": 2},
+    "m2m_100": {
+        **CONFIGS["bart"],
+        "model_type": "m2m_100",
+        "encoder_layerdrop": 0.0,
+        "decoder_layerdrop": 0.0,
+    },
+    "pegasus": {**CONFIGS["bart"], **_TOKENS, "model_type": "pegasus"},
+}
+"""BART's relatives."""
+CONFIGS |= BART
+CONFIGS["xglm"] = {
+    "model_type": "xglm",
+    "vocab_size": 50,
+    "d_model": 32,
+    "num_layers": 2,
+    "attention_heads": 4,
+    "ffn_dim": 48,
+    "max_position_embeddings": 64,
+}
 ROTARY: dict[str, dict[str, Any]] = {
     "mistral": {**CONFIGS["llama"], "model_type": "mistral", "sliding_window": 4},
     "qwen2": {
@@ -120,6 +143,39 @@ CONFIGS["t5gemma"] = {
     "decoder": _MODULE,
     "vocab_size": 50,
 }
+CONFIGS["opt"] = {
+    "model_type": "opt",
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "ffn_dim": 48,
+    "max_position_embeddings": 64,
+    "word_embed_proj_dim": 24,
+}
+CONFIGS["gpt_neo"] = {
+    "model_type": "gpt_neo",
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "max_position_embeddings": 64,
+    "attention_layers": ["global", "local"],
+    "window_size": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CONFIGS["gptj"] = {**CONFIGS["gpt2"], "model_type": "gptj", "rotary_dim": 6}
+CONFIGS["bloom"] = {
+    "model_type": "bloom",
+    "vocab_size": 50,
+    "hidden_size": 48,
+    "n_layer": 2,
+    "n_head": 6,
+    "pad_token_id": 3,
+}
+GPT_RELATIVES = ("opt", "gpt_neo", "gptj", "bloom")
+"""GPT-2's relatives, one of them with ALiBi for a number of heads that is no power of two."""
 
 
 def mostly(family: str) -> list[Any]:

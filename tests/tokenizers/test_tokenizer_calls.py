@@ -96,19 +96,19 @@ def test_added_tokens_match_transformers(load_fast, case, tmp_path):
 
 @pytest.mark.parametrize("file", ["tokenizer.model", "spiece.model"])
 def test_the_sentencepiece_file_of_another_family_needs_a_class(file, tmp_path):
-    """Pegasus and Gemma have such files too, with other ids."""
+    """ALBERT and Gemma have such files too, with other ids."""
     model = {"tokenizer.model": "llama.model", "spiece.model": "t5.model"}[file]
     (tmp_path / file).write_bytes((DATA / model).read_bytes())
     for model_type in ("llama", "mt5", "gpt2", None):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
         assert load_tokenizer(tmp_path) is not None
-    (tmp_path / "config.json").write_text('{"model_type": "pegasus"}')
-    with pytest.raises(UnsupportedError, match=r"config\.json: the tokenizer of a 'pegasus' model"):
+    (tmp_path / "config.json").write_text('{"model_type": "albert"}')
+    with pytest.raises(UnsupportedError, match=r"config\.json: the tokenizer of a 'albert' model"):
         load_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text(
-        '{"model_type": "pegasus", "tokenizer_class": "PegasusTokenizer"}'
+        '{"model_type": "albert", "tokenizer_class": "AlbertTokenizer"}'
     )
-    with pytest.raises(UnsupportedError, match="cannot read a PegasusTokenizer"):
+    with pytest.raises(UnsupportedError, match="cannot read a AlbertTokenizer"):
         load_tokenizer(tmp_path)
     name = {"tokenizer.model": "LlamaTokenizer", "spiece.model": "T5Tokenizer"}[file]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))

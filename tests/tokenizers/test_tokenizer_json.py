@@ -119,6 +119,35 @@ def test_gpt2_from_vocab_and_merges(tmp_path, fast_cases):
     assert tokenizer.pad_token_id is None
 
 
+OPT_FILE = {
+    "add_bos_token": True,
+    "add_prefix_space": False,
+    **dict.fromkeys(("bos_token", "eos_token", "unk_token"), "</s>"),
+    "pad_token": "<pad>",
+    "tokenizer_class": "GPT2Tokenizer",
+}
+
+
+@pytest.mark.parametrize("options", [OPT_FILE, None], ids=["published", "vocabulary alone"])
+def test_opt_puts_its_end_token_before_a_text(tmp_path, fast_cases, options):
+    """As the published tokenizer_config.json has it, and without that file."""
+    model = spec("gpt2")["model"]
+    end = len(model["vocab"])
+    vocabulary = {**model["vocab"], "</s>": end, "<pad>": end + 1}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").write_text("\n".join(" ".join(pair) for pair in model["merges"]))
+    (tmp_path / "config.json").write_text('{"model_type": "opt"}')
+    if options is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
+    load_tokenizer(tmp_path).save(tmp_path / "saved")
+    for tokenizer in (load_tokenizer(tmp_path), load_tokenizer(tmp_path / "saved")):
+        ids = {text: ids for text, ids in fast_cases["gpt2"]["ids"].items() if "<" not in text}
+        assert {text: tokenizer.encode(text)[1:] for text in ids} == ids
+        assert tokenizer.encode("a", "b")[::2] == [end, end]
+        assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (end, end)
+        assert (tokenizer.unk_token, tokenizer.pad_token_id) == ("</s>", end + 1)
+
+
 VOCABULARY_CASES = json.loads((DATA / "vocabulary_cases.json").read_text(encoding="utf-8"))
 
 

@@ -94,10 +94,10 @@ def read_table(
         return DatasetTable(f"{dataset}/{split}", loaded)
     if dataset_name is not None or split is not None:
         raise InputError(f"--split, --dataset-name: {name} is no data set, but a file")
-    kind = "JSONL" if name == STDIN else _kind_of(path)
+    kind = "JSONL" if name == STDIN else kind_of(path)
     data = read_content(name)
     name = "stdin" if name == STDIN else name
-    _check_content(name, data, kind)
+    check_content(name, data, kind)
     if kind == "Parquet":
         return ParquetTable(name, data)
     if kind in ("CSV", "TSV"):
@@ -105,7 +105,7 @@ def read_table(
     return JsonLines(name, data)
 
 
-def _kind_of(path: Path) -> str:
+def kind_of(path: Path) -> str:
     """The kind of file that a name says."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     other_format = OTHER_FORMATS.get(suffixes[-1]) if suffixes else None
@@ -118,7 +118,7 @@ def _kind_of(path: Path) -> str:
     return KINDS.get(suffixes[-1], "JSONL") if suffixes else "JSONL"
 
 
-def _check_content(name: str, data: bytes, kind: str) -> None:
+def check_content(name: str, data: bytes, kind: str) -> None:
     """Raises DataError if the content is of another kind than the name says."""
     content = next((label for magic, label in _MAGIC.items() if data.startswith(magic)), None)
     if content is None and b"\0" in data[:4096]:

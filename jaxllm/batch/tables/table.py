@@ -12,7 +12,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -35,7 +35,7 @@ class Table(ABC):
         has_texts: every cell is a text.
     """
 
-    unit: ClassVar[str] = "row"
+    unit: str = "row"
     has_texts: ClassVar[bool] = False
     name: str
     repeated: frozenset[str] = frozenset()
@@ -88,7 +88,6 @@ class CsvTable(Table):
     unit, has_texts = "line", True
 
     def __init__(self, name: str, data: bytes, delimiter: str = ",") -> None:
-        csv.field_size_limit(MAX_ROW_BYTES)
         self.name, self._data, self._delimiter = name, data, delimiter
         # Positions of rows, since their cells would take many times the bytes of the file.
         self._numbers, self._starts, self._stops = array("Q"), array("Q"), array("Q")
@@ -104,41 +103,14 @@ class CsvTable(Table):
 
     def _find_rows(self, name: str) -> list[str]:
         """Finds where the rows stand, and returns the header."""
-        header: list[str] | None = None
-        number, start, position = 1, len(BOM) if self._data.startswith(BOM) else 0, 0
-
-        def lines() -> Iterator[str]:
-            nonlocal position
-            for count, match in enumerate(_LINE.finditer(self._data, start)):
-                position = match.end()
-                if position - start > MAX_ROW_BYTES:
-                    raise DataError(
-                        f"{name}: line {number}: a row of more than {MAX_ROW_BYTES} bytes; "
-                        "perhaps a quote is not closed"
-                    )
-                if count >= _MAX_LINES:
-                    raise DataError(f"{name}: has more than {_MAX_LINES} lines; split it")
-                yield match.group().decode("utf-8")
-
-        reader = csv.reader(lines(), delimiter=self._delimiter, strict=True)
-        try:
-            for cells in reader:
-                if cells and header is None:
-                    header = cells
-                elif cells:
-                    self._numbers.append(number)
-                    self._starts.append(start)
-                    self._stops.append(position)
-                    check_row_count(name, len(self._numbers))
-                number, start = reader.line_num + 1, position
-        except UnicodeDecodeError:
-            raise DataError(f"{name}: line {number}: not UTF-8; save it as UTF-8") from None
-        except csv.Error as failure:
-            raise DataError(
-                f"{name}: line {number}: {failure}; a cell with quotes needs them doubled"
-            ) from None
-        if header is None:
-            raise DataError(f"{name}: is empty; the first line names the columns")
+        lines = (match.group() for match in _LINE.finditer(self._data))
+        rows = csv_rows(name, lines, self._delimiter, max_lines=_MAX_LINES)
+        *_, header = next(rows)
+        for number, start, stop, _ in rows:
+            self._numbers.append(number)
+            self._starts.append(start)
+            self._stops.append(stop)
+            check_row_count(name, len(self._numbers))
         return header
 
     def __len__(self) -> int:
@@ -159,6 +131,53 @@ class CsvTable(Table):
                 f"{len(self._columns)}"
             )
         return dict(zip(self._columns, cells, strict=True))
+
+
+def csv_rows(
+    name: str, lines: Iterable[bytes], delimiter: str, max_lines: int | None = None
+) -> Iterator[tuple[int, int, int, list[str]]]:
+    """Number of the first line, first and last position, and cells of each row; the header first.
+
+    Args:
+        lines: the lines of the file, with their ends.
+
+    Raises:
+        DataError: the file is empty, malformed, or has more than `max_lines` lines.
+    """
+    csv.field_size_limit(MAX_ROW_BYTES)
+    has_header = False
+    number, start, position = 1, 0, 0
+
+    def decoded() -> Iterator[str]:
+        nonlocal start, position
+        for count, line in enumerate(lines):
+            position += len(line)
+            if count == 0 and line.startswith(BOM):
+                line, start = line[len(BOM) :], len(BOM)
+            if position - start > MAX_ROW_BYTES:
+                raise DataError(
+                    f"{name}: line {number}: a row of more than {MAX_ROW_BYTES} bytes; "
+                    "perhaps a quote is not closed"
+                )
+            if max_lines is not None and count >= max_lines:
+                raise DataError(f"{name}: has more than {max_lines} lines; split it")
+            yield line.decode("utf-8")
+
+    reader = csv.reader(decoded(), delimiter=delimiter, strict=True)
+    try:
+        for cells in reader:
+            if cells:
+                has_header = True
+                yield number, start, position, cells
+            number, start = reader.line_num + 1, position
+    except UnicodeDecodeError:
+        raise DataError(f"{name}: line {number}: not UTF-8; save it as UTF-8") from None
+    except csv.Error as failure:
+        raise DataError(
+            f"{name}: line {number}: {failure}; a cell with quotes needs them doubled"
+        ) from None
+    if not has_header:
+        raise DataError(f"{name}: is empty; the first line names the columns")
 
 
 class ArrowTable(Table):

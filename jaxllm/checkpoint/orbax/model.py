@@ -108,5 +108,9 @@ def compute_dtype(dtypes: Sequence[np.dtype], quantized: Mapping[str, Any] | Non
 
 
 def origin_of(fields: dict[str, Any]) -> Origin:
-    dtypes, copies = (tuple(map(tuple, fields[name])) for name in ("dtypes", "copies"))
-    return Origin(**{**fields, "dtypes": dtypes, "copies": copies})
+    pairs = {
+        name: tuple(map(tuple, fields[name]))
+        for name in ("dtypes", "copies", "constants")
+        if name in fields
+    }
+    return Origin(**{**fields, **pairs})

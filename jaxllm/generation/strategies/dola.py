@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.common.errors import InputError, quoted, warn
+from jaxllm.common.errors import InputError, UnsupportedError, quoted, warn
 from jaxllm.generation.strategies.sample import NextTokenLogits, Sample
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.model import take_column
@@ -47,6 +47,12 @@ class DoLa(Sample):
         """Logits, with differences of log-probabilities as input of the processors."""
         assert out.hidden_states is not None  # from `extra_decode_options`
         states = [out.hidden_states[i] for i in self.layers]
+        widths = {x.shape[-1] for x in (*states, out.last_hidden_state)}
+        if len(widths) > 1:
+            raise UnsupportedError(
+                f"dola_layers: the LM head reads {out.last_hidden_state.shape[-1]} features, but "
+                f"inner layers have {max(widths)} (word_embed_proj_dim); use another strategy"
+            )
         if last_column is not None:
             states = [take_column(x, last_column) for x in states]
         early = [model.logits(x[:, -1:])[:, 0] for x in states]  # no final norm, as in transformers

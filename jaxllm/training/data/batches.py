@@ -1,7 +1,8 @@
 """Batches over several epochs, with a position that can be saved and restored.
 
 Batch n of an epoch does not depend on the number of processes; each process reads its own rows.
-A position is an epoch and a batch number. Restoring it reads no earlier data.
+A position is an epoch, a window of it (for a `Stream`) and a batch number. Restoring it reads no
+earlier data.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from jaxllm.training.data.config import ModelInfo
 from jaxllm.training.data.example import Example, PreferenceExample
 from jaxllm.training.data.examples import Counts, Examples
 from jaxllm.training.data.plan import EpochPlan, Planner
+from jaxllm.training.data.stream import Stream
 
 PREFETCHED_BATCHES = 4
 """Number of batches that a thread prefetches."""
@@ -57,9 +59,12 @@ class Shard:
         return range(self.index * size, (self.index + 1) * size)
 
 
+Source = Examples | Stream
+
+
 @dataclass(frozen=True)
 class Epoch:
-    """Batches of one epoch by number; a random-access source for grain."""
+    """Batches of one epoch, or of a window of it, by number; a random-access source for grain."""
 
     examples: Examples
     model: ModelInfo
@@ -100,6 +105,10 @@ class Epoch:
         """Share of the epoch's positions that are padding, 0 to 1."""
         return self.plan.padding(self.examples.tokens)
 
+    def parts(self) -> Iterator[Epoch]:
+        """The epoch itself, as `StreamedEpoch.parts` gives the windows of a stream."""
+        yield self
+
     def __iter__(self) -> Iterator[HostBatch]:
         return self.iterate()
 
@@ -110,12 +119,51 @@ class Epoch:
         return iter(batches.to_iter_dataset(options)) if len(batches) else iter(())
 
 
+@dataclass(frozen=True)
+class StreamedEpoch:
+    """Batches of an epoch of a stream in the order of the rows; read again by each iteration."""
+
+    examples: Stream
+    model: ModelInfo
+    planner: Planner
+    rows: range
+
+    def parts(self) -> Iterator[Epoch]:
+        """The windows."""
+        return read_windows(self.examples, self.model, self.planner, self.rows)
+
+    def __iter__(self) -> Iterator[HostBatch]:
+        for part in self.parts():
+            yield from part
+
+
+EvalBatches = Epoch | StreamedEpoch
+"""Every example once, unshuffled."""
+
+
+def read_windows(
+    source: Source, model: ModelInfo, planner: Planner, rows: range, epoch: int = 0, start: int = 0
+) -> Iterator[Epoch]:
+    """The windows of an epoch from number `start` on; rows in memory are one window."""
+    for window, examples in enumerate(source.read(epoch, start), start):
+        plan = planner.plan(examples.lengths, epoch * source.windows + window)
+        yield Epoch(examples, model, plan, planner.packing, rows)
+
+
+def ordered_epoch(source: Source, model: ModelInfo, planner: Planner, shard: Shard) -> EvalBatches:
+    """Every example once, unshuffled."""
+    source, planner = source.in_order(), replace(planner, shuffle=False)
+    if isinstance(source, Stream):
+        return StreamedEpoch(source, model, planner, shard.rows)
+    return next(read_windows(source, model, planner, shard.rows))
+
+
 class Batches(Iterator[HostBatch]):
     """Iterates over one process's rows of each global batch, for several epochs.
 
     Attributes:
         examples: the encoded data; ``examples.counts`` counts kept and dropped rows.
-        epoch, batch: the position: numbers of the next batch.
+        epoch, window, batch: the position: numbers of the next batch.
 
     Args:
         epochs: number of epochs; None: unlimited.
@@ -123,7 +171,7 @@ class Batches(Iterator[HostBatch]):
 
     def __init__(
         self,
-        examples: Examples,
+        examples: Source,
         model: ModelInfo,
         planner: Planner,
         shard: Shard,
@@ -132,70 +180,115 @@ class Batches(Iterator[HostBatch]):
         if epochs is not None and epochs < 1:
             raise ConfigError(f"epochs: expected 1 or more, found {epochs}")
         self.examples = examples
-        self.epoch, self.batch = 0, 0
+        self.epoch, self.window, self.batch = 0, 0, 0
         self._model, self._planner, self._shard, self._epochs = model, planner, shard, epochs
-        self._open()
+        self._windows: Iterator[Epoch] = iter(())
+        self._iterator: Iterator[HostBatch] = iter(())
+        self._open_window: Epoch | None = None
 
-    def with_examples(self, examples: Examples) -> Batches:
+    def with_examples(self, examples: Source) -> Batches:
         """The same batches, from the start, of examples with the same lengths."""
         return Batches(examples, self._model, self._planner, self._shard, self._epochs)
 
-    def in_order(self, batch_size: int) -> Epoch:
+    def in_order(self, batch_size: int) -> EvalBatches:
         """Every example once, unshuffled, in batches of another size."""
-        planner = replace(self._planner, shuffle=False, batch_size=batch_size)
+        planner = replace(self._planner, batch_size=batch_size)
         shard = Shard(batch_size, self._shard.index, self._shard.count)
-        plan = planner.plan(self.examples.lengths, epoch=0)
-        return Epoch(self.examples, self._model, plan, planner.packing, shard.rows)
+        return ordered_epoch(self.examples, self._model, planner, shard)
 
     def next_tokens(self) -> Int64[np.ndarray, "N K"]:
         """`Epoch.tokens` of the next batch."""
-        self._start_epoch()
-        return self._current.tokens(self.batch)
+        return self._advance().tokens(self.batch)
 
-    def _open(self) -> None:
-        self._current = self.epoch_at(self.epoch)
-        self._iterator = self._current.iterate(self.batch)
+    @property
+    def _current(self) -> Epoch:
+        """The window of the position; opens it at its first use."""
+        if self._open_window is None:
+            self._open(self.epoch, self.window, self.batch)
+        assert self._open_window is not None
+        return self._open_window
 
-    def epoch_at(self, epoch: int) -> Epoch:
-        """The batches of an epoch. With packing their number may differ between epochs."""
-        plan = self._planner.plan(self.examples.lengths, epoch)
-        return Epoch(self.examples, self._model, plan, self._planner.packing, self._shard.rows)
+    def _open(self, epoch: int, window: int, batch: int) -> None:
+        """Moves to a position.
+
+        Raises:
+            DataError: the window has fewer batches; the position is unchanged.
+        """
+        source, rows = self.examples, self._shard.rows
+        windows = read_windows(source, self._model, self._planner, rows, epoch, window)
+        current = next(windows)
+        if batch > len(current):
+            raise DataError(f"data state: batch {batch} of epoch {epoch}, which has {len(current)}")
+        self.epoch, self.window, self.batch = epoch, window, batch
+        self._windows, self._open_window = windows, current
+        self._iterator = current.iterate(batch)
 
     @property
     def counts(self) -> Counts:
+        """Counts of rows, examples and tokens; those of a stream are estimated from a sample."""
         return self.examples.counts
 
     @property
     def batches_per_epoch(self) -> int:
-        """Number of batches of the current epoch."""
+        """Number of batches of the current epoch; that of a stream is estimated from a sample."""
+        if isinstance(self.examples, Stream):
+            return self.examples.batches_per_epoch(self._planner)
         return len(self._current)
 
     @property
+    def summary(self) -> str:
+        """Counts and steps per epoch as a text, which says if they are estimated."""
+        if not isinstance(self.examples, Stream):
+            return f"{self.counts}; steps per epoch: {self.batches_per_epoch}"
+        sample = self.examples.sample
+        longest = " and ".join(map(str, sample.lengths.max(axis=0)))
+        return (
+            f"streamed, about {self.counts}; steps per epoch: about {self.batches_per_epoch} "
+            f"(estimated from {sample.counts.rows} rows, the longest of {longest} tokens)"
+        )
+
+    @property
     def padding(self) -> float:
-        """Share of the current epoch's positions that are padding, 0 to 1."""
+        """Share of the positions of the current epoch, or window, that are padding, 0 to 1."""
         return self._current.padding
 
-    def _start_epoch(self) -> None:
-        """Opens the next epoch if the current one is over.
+    def _advance(self) -> Epoch:
+        """Opens the next window or epoch if the current one is over, and returns it.
 
         Raises:
             StopIteration: it was the last one.
+            DataError: all windows of an epoch are without examples.
         """
-        if self.batch == len(self._current):
-            if self._epochs is not None and self.epoch + 1 >= self._epochs:
+        current, empty = self._current, 0
+        while self.batch == len(current):
+            empty = 0 if len(current) else empty + 1
+            if empty == self.examples.windows:
+                raise DataError(f"{self.examples.windows} windows in a row have no examples")
+            if self.window + 1 < self.examples.windows:
+                # Opened again, should this fail.
+                self.window, self.batch, self._open_window = self.window + 1, 0, None
+                current = self._open_window = next(self._windows)
+                self._iterator = current.iterate()
+            elif self._epochs is not None and self.epoch + 1 >= self._epochs:
                 raise StopIteration
-            self.epoch, self.batch = self.epoch + 1, 0
-            self._open()
+            else:
+                self._open(self.epoch + 1, 0, 0)
+                current = self._current
+        return current
 
     def __next__(self) -> HostBatch:
-        self._start_epoch()
+        self._advance()
         batch = next(self._iterator)
         self.batch += 1
         return batch
 
     def state(self) -> dict[str, Any]:
         """The position, with digest and settings of the data, as JSON values."""
-        return {"epoch": self.epoch, "batch": self.batch, **self._identity()}
+        return {**self._position(), **self._identity()}
+
+    def _position(self) -> dict[str, int]:
+        window = {"window": self.window} if isinstance(self.examples, Stream) else {}
+        return {"epoch": self.epoch, **window, "batch": self.batch}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues from a `state()`, on any number of processes.
@@ -204,8 +297,14 @@ class Batches(Iterator[HostBatch]):
             DataError: the state was saved with other data or settings, or its position is out of
                 range.
         """
-        identity = self._identity()
-        names = {"epoch", "batch", *identity}
+        identity, position = self._identity(), self._position()
+        names = {*position, *identity}
+        if ("window" in state) != ("window" in names) and "epoch" in state:
+            before = "streamed" if "window" in state else "kept in memory"
+            raise DataError(
+                f"data state: the rows were {before} and are not now; set data.streaming to "
+                f"{str('window' in state).lower()}"
+            )
         if set(state) != names:
             raise DataError(
                 f"data state: expected the fields {', '.join(sorted(names))}, found "
@@ -217,28 +316,30 @@ class Batches(Iterator[HostBatch]):
                     f"data state: {name} was {state[name]!r} and is now {value!r}; a run resumes "
                     "only with the data, tokenizer and settings that it was started with"
                 )
-        epoch, batch = state["epoch"], state["batch"]
-        for name, value in (("epoch", epoch), ("batch", batch)):
-            if type(value) is not int or value < 0:
-                raise DataError(f"data state: {name} is {value!r}, not a number from 0 on")
+        for name in position:
+            if type(state[name]) is not int or state[name] < 0:
+                raise DataError(f"data state: {name} is {state[name]!r}, not a number from 0 on")
+        epoch, window, batch = state["epoch"], state.get("window", 0), state["batch"]
         if self._epochs is not None and epoch >= self._epochs:
             raise DataError(f"data state: epoch {epoch}, but there are {self._epochs} (0 first)")
-        count = len(self.epoch_at(epoch))
-        if batch > count:
-            raise DataError(f"data state: batch {batch} of epoch {epoch}, which has {count}")
-        self.epoch, self.batch = epoch, batch
-        self._open()
+        if window >= self.examples.windows:
+            raise DataError(
+                f"data state: window {window}, but an epoch has {self.examples.windows}"
+            )
+        self._open(epoch, window, batch)
 
     def _identity(self) -> dict[str, Any]:
-        planner, reference = self._planner, self.examples.reference_digest
+        planner, examples = self._planner, self.examples
+        reference = examples.reference_digest
         return {
-            "examples": self.examples.digest,
+            "examples": examples.digest,
             "batch_size": planner.batch_size,
             "max_length": list(planner.limits),
             "packing": planner.packing,
             "bucket": planner.bucket,
             "shuffle": planner.shuffle,
             "seed": planner.seed,
+            **({"window_rows": examples.window_rows} if isinstance(examples, Stream) else {}),
             **({} if reference is None else {"reference": reference}),
         }
 

@@ -49,6 +49,8 @@ _READ_BY: Mapping[str, tuple[str, ...]] = {
     "train_on": ("chat",),
     "source_field": ("seq2seq",),
     "target_field": ("seq2seq",),
+    "src_lang_field": ("seq2seq",),
+    "tgt_lang_field": ("seq2seq",),
     "source_prefix": ("seq2seq",),
     "max_target_length": ("seq2seq", "preference"),
     "label_field": ("classification",),
@@ -71,6 +73,8 @@ class DataConfig:
         text_field, prompt_field, completion_field: field names in the rows.
         chosen_field, rejected_field, messages_field: field names in the rows.
         source_field, target_field, label_field: field names in the rows.
+        src_lang_field, tgt_lang_field: fields with the languages of source and target, which the
+            tokenizer of a translation model reads if a row has them.
         templates: Jinja templates that make fields of other fields or columns, such as `{prompt:
             "Context: {{ context }} Question: {{ question }}"}`; in a recipe also files that hold
             one.
@@ -91,6 +95,8 @@ class DataConfig:
             this number; None pads every batch to `max_length`. Each length is compiled once.
         shuffle: use a new order in every epoch; false: the order of the files.
         seed: seed of the shuffling; None: the seed of the run.
+        streaming: read and encode the rows again in every epoch instead of keeping them in memory.
+            None: if there are more than a million rows or 256 MiB of files.
 
     Raises:
         ConfigError: a field has a wrong type or value, or no effect with the other fields.
@@ -112,6 +118,8 @@ class DataConfig:
     source_field: str = "source"
     target_field: str = "target"
     label_field: str = "label"
+    src_lang_field: str = "src_lang"
+    tgt_lang_field: str = "tgt_lang"
     templates: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     source_prefix: str = ""
     chat_template: str | None = None
@@ -124,6 +132,7 @@ class DataConfig:
     bucket: Bucket = "power_of_two"
     shuffle: bool = True
     seed: int | None = None
+    streaming: bool | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.path, list):

@@ -1,15 +1,13 @@
-"""Encodes all rows of a source once, in threads, and keeps them in memory (8 bytes per token).
-
-Plans need the lengths of all examples, and rendering a chat template takes a millisecond or more,
-so rows are not re-encoded in every epoch.
-"""
+"""Encodes rows in threads and keeps the examples in memory, those of a source or of a window."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import ClassVar
 
 import grain
 import numpy as np
@@ -26,7 +24,9 @@ EncodingProgress = Callable[[int, int], None]
 """Called as ``progress(done, total)``."""
 
 THREADS = 4
-PREFETCHED_EXAMPLES = 64
+CHUNK_ROWS = 32
+"""Rows that a thread encodes at a time, since handing one over takes as long as encoding it."""
+PREFETCHED_CHUNKS = 8
 
 
 @dataclass(frozen=True)
@@ -72,33 +72,54 @@ class Counts:
 
 @dataclass(frozen=True)
 class Examples:
-    """Encoded rows.
+    """Encoded rows: those of a whole source, or of a window of a `Stream`.
 
     Attributes:
         items: the examples in the order of the rows.
         counts: counts of rows, examples and tokens.
         sha256: hash of the source (the files), for the run card.
+        numbers: number in the source of each example's row; None: the items are the source.
+        sizes: `tokens`, if they are known without the items.
     """
 
-    items: tuple[EncodedRow, ...] = field(repr=False)
+    items: Sequence[EncodedRow] = field(repr=False)
     counts: Counts
     sha256: str
+    numbers: Int64[np.ndarray, " N"] | None = None
+    sizes: Int64[np.ndarray, "N S K"] | None = field(default=None, repr=False)
+    windows: ClassVar[int] = 1
+
+    @property
+    def total(self) -> int:
+        """Number of examples of the source."""
+        return len(self.items)
+
+    def read(self, epoch: int, start: int = 0) -> Iterator[Examples]:
+        """The only window of an epoch, as `Stream.read` gives those of a stream."""
+        return iter((self,)[start:])
+
+    def in_order(self) -> Examples:
+        return self
 
     @cached_property
     def lengths(self) -> Int64[np.ndarray, "N K"]:
         """Number of tokens of each example (of encoder and decoder for seq2seq; of the longer
         sequence of a pair)."""
-        return np.asarray([example.lengths for example in self.items], np.int64)
+        return self.tokens.max(axis=1)
 
     @cached_property
     def digest(self) -> str:
         """Hash of tokens and labels; equal for equal data, tokenizer, format and length limits."""
         sequences = (sequence for example in self.items for sequence in example.sequences)
-        return _digest(x for sequence in sequences for x in (sequence.input_ids, sequence.labels))
+        return digest_arrays(
+            x for sequence in sequences for x in (sequence.input_ids, sequence.labels)
+        )
 
     @cached_property
     def tokens(self) -> Int64[np.ndarray, "N S K"]:
         """Number of tokens of each sequence of each example, on each side."""
+        if self.sizes is not None:
+            return self.sizes
         lengths = [[sequence.lengths for sequence in x.sequences] for x in self.items]
         return np.asarray(lengths, np.int64)
 
@@ -107,7 +128,7 @@ class Examples:
         """Hash of the reference's log-probabilities; None if there are none."""
         references = [x.reference for x in self.items if isinstance(x, PreferenceExample)]
         values = [reference for reference in references if reference is not None]
-        return _digest(values) if values else None
+        return digest_arrays(values) if values else None
 
     def with_reference(self, logps: Float32[np.ndarray, "N 2"]) -> Examples:
         """The examples with the log-probabilities of the reference model.
@@ -123,7 +144,8 @@ class Examples:
         return replace(self, items=tuple(items))
 
 
-def _digest(arrays: Iterable[np.ndarray]) -> str:
+def digest_arrays(arrays: Iterable[np.ndarray]) -> str:
+    """Hash of the dtypes, shapes and values of arrays."""
     digest = hashlib.sha256()
     for values in arrays:
         digest.update(f"{values.dtype.str}{values.shape}".encode())
@@ -131,13 +153,50 @@ def _digest(arrays: Iterable[np.ndarray]) -> str:
     return digest.hexdigest()
 
 
+@dataclass(frozen=True)
+class RowEncoder:
+    """Encodes the rows of a source by their number.
+
+    Args:
+        limits, on_too_long: as `fit`.
+    """
+
+    rows: Rows
+    encode: Format
+    model: ModelInfo
+    limits: tuple[int, ...]
+    on_too_long: OnTooLong = "error"
+
+    def __call__(self, index: int) -> tuple[list[EncodedRow], Counts]:
+        """The examples of a row, and their counts.
+
+        Raises:
+            DataError: the row does not fit its format, is too long (if that is an error), or has
+                ids beyond the model's vocabulary.
+        """
+        try:
+            example = self.encode(self.rows[index])
+            _check_ids(example, self.model)
+            return fit(example, self.limits, self.on_too_long)
+        except JaxLLMError as failure:
+            where = self.rows.where(index)
+            text = str(failure)
+            raise DataError(text if text.startswith(where) else f"{where}: {text}") from failure
+
+    def several(self, indices: Sequence[int]) -> Iterator[tuple[list[EncodedRow], Counts]]:
+        """Encodes rows in threads; the results are in the order of `indices`."""
+        starts = range(0, len(indices), CHUNK_ROWS)
+        if not starts:
+            return iter(())
+        chunks = grain.MapDataset.source(starts).map(
+            lambda start: [self(index) for index in indices[start : start + CHUNK_ROWS]]
+        )
+        options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=PREFETCHED_CHUNKS)
+        return itertools.chain.from_iterable(chunks.to_iter_dataset(options))
+
+
 def encode_rows(
-    rows: Rows,
-    encode: Format,
-    model: ModelInfo,
-    limits: tuple[int, ...],
-    on_too_long: OnTooLong = "error",
-    progress: EncodingProgress = lambda done, total: None,
+    encoder: RowEncoder, progress: EncodingProgress = lambda done, total: None
 ) -> Examples:
     """Encodes every row of a source.
 
@@ -145,25 +204,12 @@ def encode_rows(
         progress: called as ``progress(done, total)`` after every row.
 
     Raises:
-        DataError: a row does not fit its format, is too long (if that is an error), or has ids
-            beyond the model's vocabulary; or no example is left.
+        DataError: as `RowEncoder`; or no example is left.
     """
-
-    def encoded(index: int) -> tuple[list[EncodedRow], Counts]:
-        try:
-            example = encode(rows[index])
-            _check_ids(example, model)
-            return fit(example, limits, on_too_long)
-        except JaxLLMError as failure:
-            where = rows.where(index)
-            text = str(failure)
-            raise DataError(text if text.startswith(where) else f"{where}: {text}") from failure
-
+    rows = encoder.rows
     items: list[EncodedRow] = []
     counts = Counts()
-    indices = grain.MapDataset.range(len(rows)).map(encoded)
-    options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=PREFETCHED_EXAMPLES)
-    for done, (row_examples, count) in enumerate(indices.to_iter_dataset(options), start=1):
+    for done, (row_examples, count) in enumerate(encoder.several(range(len(rows))), start=1):
         items += row_examples
         counts += count
         progress(done, len(rows))

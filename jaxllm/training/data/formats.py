@@ -26,6 +26,7 @@ from jaxllm.models.config_checks import is_float32_number
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.byte_level import ids_are_bytes
+from jaxllm.tokenizers.languages import WithLanguages
 from jaxllm.training.data.config import DataConfig, ModelInfo, eos_of
 from jaxllm.training.data.example import (
     CausalExample,
@@ -97,21 +98,49 @@ class PromptCompletionFormat:
 
 @dataclass(frozen=True)
 class Seq2SeqFormat:
-    """Encoder-decoder (T5): source for the encoder, target for the decoder; both end with EOS."""
+    """Encoder-decoder (T5): source for the encoder, target for the decoder; both end with EOS.
+
+    With a tokenizer that has language codes they have those of the row's languages, from the fields
+    `src_lang` and `tgt_lang`, or of the tokenizer's.
+    """
 
     tokenizer: Tokenizer
     eos: int
     source: str
     target: str
     prefix: str
+    src_lang: str = "src_lang"
+    tgt_lang: str = "tgt_lang"
 
     def __call__(self, row: Row) -> Example:
+        tokenizer = tokenizer_of(row, self.tokenizer, self.src_lang, self.tgt_lang)
         source = self.prefix + get(row, self.source, str)
         target = get(row, self.target, str)
-        source_ids, target_ids = (
-            int32(with_end(encode(self.tokenizer, text), self.eos)) for text in (source, target)
+        return Seq2SeqExample(
+            int32(encode_ended(tokenizer, source, self.eos)),
+            int32(encode_ended(tokenizer.for_targets(), target, self.eos)),
         )
-        return Seq2SeqExample(source_ids, target_ids)
+
+
+def tokenizer_of(
+    row: Row, tokenizer: Tokenizer, src_lang: str = "src_lang", tgt_lang: str = "tgt_lang"
+) -> Tokenizer:
+    """The tokenizer with the languages of a row.
+
+    Args:
+        src_lang, tgt_lang: names of their fields; a row need not have those of the default names.
+
+    Raises:
+        InputError: the tokenizer has no such language.
+    """
+    names = {"src_lang": src_lang, "tgt_lang": tgt_lang}
+    is_used = isinstance(tokenizer, WithLanguages)
+    languages = {
+        name: get(row, field, str)
+        for name, field in names.items()
+        if (field in row and is_used) or field != name
+    }
+    return tokenizer.with_languages(**languages)
 
 
 def get(row: Row, name: str, *types: type) -> Any:
@@ -147,6 +176,12 @@ def objects_of(value: Any) -> Any:
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Encodes a text with the tokenizer's special tokens (BOS, EOS)."""
     return tokenizer.encode(text, max_bytes=sys.maxsize)
+
+
+def encode_ended(tokenizer: Tokenizer, text: str, eos: int) -> list[int]:
+    """Encodes a text with the tokenizer's special tokens, and EOS if they have none."""
+    ids = encode(tokenizer, text)
+    return ids if isinstance(tokenizer, WithLanguages) else with_end(ids, eos)
 
 
 def plain(tokenizer: Tokenizer, text: str) -> list[int]:

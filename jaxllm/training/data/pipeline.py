@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 
 from jaxllm.batch.tables.templates import RowTemplate
 from jaxllm.common.errors import ConfigError, DataError, nearest
 from jaxllm.tokenizers import Tokenizer
-from jaxllm.training.data.batches import Batches, Epoch, Shard
+from jaxllm.tokenizers.languages import WithLanguages
+from jaxllm.training.data.batches import (
+    Batches,
+    EvalBatches,
+    Shard,
+    Source,
+    ordered_epoch,
+)
 from jaxllm.training.data.config import (
     DataConfig,
     ModelInfo,
@@ -17,7 +23,7 @@ from jaxllm.training.data.config import (
     eos_of,
     length_limits,
 )
-from jaxllm.training.data.examples import EncodingProgress, Examples, encode_rows
+from jaxllm.training.data.examples import EncodingProgress, Examples, RowEncoder, encode_rows
 from jaxllm.training.data.formats import (
     ChatFormat,
     ClassificationFormat,
@@ -38,6 +44,7 @@ from jaxllm.training.data.rows import (
     dataset_rows,
     open_rows,
 )
+from jaxllm.training.data.stream import ALONE, Peers, may_stream, open_stream
 
 CHECKED_ROWS = 100
 """Number of rows, from the first on, whose fields are checked before a model is loaded."""
@@ -128,13 +135,30 @@ def make_format(config: DataConfig, tokenizer: Tokenizer, model: ModelInfo) -> F
                 tokenizer, eos, config.prompt_field, config.completion_field
             )
         case "seq2seq":
-            return Seq2SeqFormat(
-                tokenizer,
-                eos_of(tokenizer, model),
-                config.source_field,
-                config.target_field,
-                config.source_prefix,
-            )
+            return seq2seq_format(config, tokenizer, model)
+
+
+def seq2seq_format(config: DataConfig, tokenizer: Tokenizer, model: ModelInfo) -> Seq2SeqFormat:
+    """The format of sources and targets.
+
+    Raises:
+        ConfigError: truncation would cut off what the decoder begins with.
+    """
+    ends_in_code = isinstance(tokenizer, WithLanguages) and not tokenizer.code_comes_first
+    if config.on_too_long == "truncate" and ends_in_code:
+        raise ConfigError(
+            "on_too_long: 'truncate' would cut off the language code at the end of a target; this "
+            "tokenizer takes 'error' and 'drop'"
+        )
+    return Seq2SeqFormat(
+        tokenizer,
+        eos_of(tokenizer, model),
+        config.source_field,
+        config.target_field,
+        config.source_prefix,
+        config.src_lang_field,
+        config.tgt_lang_field,
+    )
 
 
 def read_examples(
@@ -153,12 +177,34 @@ def read_examples(
         ConfigError: the config does not fit the model.
         DataError: a file or a row is malformed or does not fit; the message names it.
     """
+    return encode_rows(row_encoder(config, tokenizer, model, rows), progress)
+
+
+def row_encoder(
+    config: DataConfig, tokenizer: Tokenizer, model: ModelInfo, rows: Sequence[Row] | None = None
+) -> RowEncoder:
+    """Makes what encodes the rows of a config's source, or `rows` instead; raises as its parts."""
     encode = make_format(config, tokenizer, model)
     limits = length_limits(config, model)
     if rows is not None and (config.path is not None or config.dataset is not None):
         raise ConfigError("path, dataset: have no effect when rows are given")
     source = rows_of(config) if rows is None else with_templates(SequenceRows(rows), config)
-    return encode_rows(source, encode, model, limits, config.on_too_long, progress)
+    return RowEncoder(source, encode, model, limits, config.on_too_long)
+
+
+def read_source(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    planner: Planner,
+    encoder: RowEncoder,
+    peers: Peers,
+    progress: EncodingProgress,
+) -> Source:
+    """Opens the stream of a source, or reads and encodes all rows of a small one."""
+    stream = None
+    if may_stream(config, encoder.rows):
+        stream = open_stream(config, tokenizer, encoder, planner, peers)
+    return encode_rows(encoder, progress) if stream is None else stream
 
 
 def make_batches(
@@ -173,6 +219,7 @@ def make_batches(
     epochs: int | None = None,
     rows: Sequence[Row] | None = None,
     progress: EncodingProgress = lambda done, total: None,
+    peers: Peers = ALONE,
 ) -> Batches:
     """Makes the batches of a training run.
 
@@ -186,6 +233,7 @@ def make_batches(
         epochs: number of epochs; None: unlimited.
         rows: dicts in place of the config's source.
         progress: called as ``progress(done, total)`` after every encoded row.
+        peers: processes among which the encoding of a streamed set is divided.
 
     Raises:
         ConfigError, DataError: as `read_examples`.
@@ -199,8 +247,10 @@ def make_batches(
     [-100, -100, -100, -100, 50, 256, -100]
     """
     shard = Shard(batch_size, process_index, process_count)
-    examples = read_examples(config, tokenizer, model, rows, progress)
-    return Batches(examples, model, _planner(config, model, batch_size, seed), shard, epochs)
+    encoder = row_encoder(config, tokenizer, model, rows)
+    planner = _planner(config, model, batch_size, seed)
+    source = read_source(config, tokenizer, planner, encoder, peers, progress)
+    return Batches(source, model, planner, shard, epochs)
 
 
 def epoch_batches(
@@ -213,17 +263,18 @@ def epoch_batches(
     process_count: int = 1,
     rows: Sequence[Row] | None = None,
     progress: EncodingProgress = lambda done, total: None,
-) -> Epoch:
+    peers: Peers = ALONE,
+) -> EvalBatches:
     """Makes batches for evaluation: every example exactly once, in a fixed order.
 
     The last batch is filled with padding rows: labels are -100, or `weights` 0 for float
     labels. The result can be iterated over repeatedly. Arguments are those of `make_batches`.
     """
     shard = Shard(batch_size, process_index, process_count)
-    examples = read_examples(config, tokenizer, model, rows, progress)
-    planner = replace(_planner(config, model, batch_size, 0), shuffle=False)
-    plan = planner.plan(examples.lengths, epoch=0)
-    return Epoch(examples, model, plan, config.packing, shard.rows)
+    encoder = row_encoder(config, tokenizer, model, rows)
+    planner = _planner(config, model, batch_size, 0)
+    source = read_source(config, tokenizer, planner, encoder, peers, progress)
+    return ordered_epoch(source, model, planner, shard)
 
 
 def _planner(config: DataConfig, model: ModelInfo, batch_size: int, seed: int) -> Planner:

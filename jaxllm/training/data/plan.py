@@ -73,7 +73,10 @@ class Planner:
     seed: int = 0
 
     def plan(self, lengths: Int[np.ndarray, "N K"], epoch: int) -> EpochPlan:
-        """Plans an epoch (0, 1, ...). There must be at least one example."""
+        """Plans an epoch (0, 1, ...)."""
+        if not len(lengths):  # of a window whose rows are all dropped
+            nothing = np.zeros(0, np.int64)
+            return EpochPlan(nothing, np.zeros(1, np.int64), nothing.reshape(0, len(self.limits)))
         order = self._permutation(len(lengths), epoch, 0)
         if self.packing:
             rows = pack(lengths, order, self.limits)

@@ -13,35 +13,39 @@ from jaxtyping import Array, Float, Float32
 from jaxllm.models.model import Model
 from jaxllm.parallel.placement import put_batch
 from jaxllm.parallel.sharding import constrain, use_mesh
-from jaxllm.training.data.batches import Batches, Epoch
+from jaxllm.training.data.batches import Batches, EvalBatches
 from jaxllm.training.dpo import pair_logps
 from jaxllm.training.losses import Batch
 
 
 def reference_logps(
     model: Model[Any],
-    epoch: Epoch,
+    epoch: EvalBatches,
     mesh: Mesh | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Float32[np.ndarray, "N 2"]:
-    """Log-probabilities of all pairs under a model without dropout, in the order of the examples.
+    """Log-probabilities of all pairs under a model without dropout, in the order of the examples;
+    of a stream, in the order of the rows.
 
     Args:
         model: the reference: the model before training. With LoRA, the base model.
-        epoch: every pair once, such as `Batches.in_order`.
+        epoch: every pair once, such as those of `Batches.in_order`.
         mesh: devices of the model; None: one device.
         progress: called as ``progress(done, total)`` after every batch.
     """
-    total = len(epoch.examples.items)
+    total = epoch.examples.total
     result = np.zeros((total, 2), np.float32)
     several = mesh if mesh is not None and mesh.size > 1 else None
     done = 0
-    for members, batch in zip(epoch.members, epoch, strict=True):
-        with use_mesh(several):
-            logps = _pair_logps(model, batch if mesh is None else put_batch(batch, mesh))
-        result[members] = np.asarray(logps)[: len(members)]
-        done += len(members)
-        progress(done, total)
+    for part in epoch.parts():
+        numbers = part.examples.numbers
+        for members, batch in zip(part.members, part, strict=True):
+            with use_mesh(several):
+                logps = _pair_logps(model, batch if mesh is None else put_batch(batch, mesh))
+            places = members if numbers is None else numbers[members]
+            result[places] = np.asarray(logps)[: len(members)]
+            done += len(members)
+            progress(done, total)
     return result
 
 

@@ -7,25 +7,35 @@ file and the line.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import glob
 import hashlib
 import itertools
 import json
-from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
 
 from jaxllm.batch.tables.json_lines import JsonLines
 from jaxllm.batch.tables.read import read_table
-from jaxllm.batch.tables.table import Table
+from jaxllm.batch.tables.table import Table, csv_rows
 from jaxllm.batch.tables.templates import RowTemplate
 from jaxllm.common.errors import DataError, MissingFileError, naming_file
 from jaxllm.common.files import expanded
 from jaxllm.common.optional_packages import load_dataset
 from jaxllm.common.strict_json import parse_json
+from jaxllm.training.data.large_files import (
+    ArrowCopy,
+    are_large,
+    csv_blocks,
+    delimiter_of,
+    file_hash,
+    line_blocks,
+    row_places,
+    total_bytes,
+)
 
 Row = Mapping[str, Any]
 FileType = Literal["auto", "jsonl", "json", "table", "text", "bytes"]
@@ -59,8 +69,17 @@ class Rows(Protocol):
         """File and line of a row, for messages: ``train.jsonl:17``."""
         ...
 
+    @property
+    def size(self) -> int:
+        """Bytes of the source; 0 if its rows are in memory anyway."""
+        ...
+
     def sha256(self) -> str:
         """A hash of the whole source."""
+        ...
+
+    def digest(self) -> str:
+        """A hash of the whole source that large files have in their indexes."""
         ...
 
 
@@ -92,7 +111,9 @@ def open_rows(
         case "json":
             return JsonRows(files)
         case "table":
-            return TableRows(files)
+            names = {file.suffix.lower() for file in files}
+            is_large = are_large(files) and names <= {".csv", ".tsv"}
+            return CsvRows(files) if is_large else TableRows(files)
         case "text":
             return LineRows(files) if by_line else TextRows(files)
         case _:
@@ -164,6 +185,10 @@ class _Files:
         first, *others = self.files
         return f"{first} and {len(others)} more" if others else str(first)
 
+    @property
+    def size(self) -> int:
+        return total_bytes(self.files)
+
     def sha256(self) -> str:
         """Hash of the concatenated files, as ``cat FILES | sha256sum`` gives it."""
         digest = hashlib.sha256()
@@ -173,45 +198,56 @@ class _Files:
                     digest.update(block)
         return digest.hexdigest()
 
+    def digest(self) -> str:
+        """Hash of the file, or of the hashes of several."""
+        return hash_files(self.files)
+
+
+def hash_files(files: Sequence[Path]) -> str:
+    """Hash of a file, or of the hashes of several."""
+    text = "\n".join(map(file_hash, files))
+    return text if len(files) == 1 else hashlib.sha256(text.encode()).hexdigest()
+
 
 class _Lines(_Files):
-    """Non-blank lines. Only their offsets are kept: 24 bytes per line."""
+    """Rows that begin at a line. Only their places are kept: 16 bytes per row."""
+
+    find_places = staticmethod(line_blocks)
 
     def __init__(self, files: Sequence[Path]) -> None:
         super().__init__(files)
-        self._file = array("q")
-        self._number = array("q")
-        self._start = array("q")
-        for index, file in enumerate(self.files):
-            for number, start in _line_starts(file):
-                self._file.append(index)
-                self._number.append(number)
-                self._start.append(start)
+        keep = are_large(self.files)
+        self._places = [row_places(file, self.find_places, keep=keep) for file in self.files]
+        self._ends = list(itertools.accumulate(map(len, self._places)))
 
     def __len__(self) -> int:
-        return len(self._start)
+        return self._ends[-1]
 
     def where(self, index: int) -> str:
-        return f"{self.files[self._file[index]]}:{self._number[index]}"
+        file, position = find_part(self._ends, index)
+        return f"{self.files[file]}:{self._places[file][position, 1]}"
+
+    @contextlib.contextmanager
+    def at_row(self, index: int) -> Generator[BinaryIO]:
+        """The file of a row, from its first line on."""
+        file, position = find_part(self._ends, index)
+        with self.files[file].open("rb") as stream:
+            stream.seek(int(self._places[file][position, 0]))
+            yield stream
 
     def line(self, index: int) -> bytes:
-        with self.files[self._file[index]].open("rb") as stream:
-            stream.seek(self._start[index])
+        with self.at_row(index) as stream:
             return stream.readline()
 
 
-def _line_starts(file: Path) -> Iterator[tuple[int, int]]:
-    """Number (from 1) and offset (after a BOM) of every non-blank line."""
-    try:
-        with file.open("rb") as stream:
-            start = 0
-            for number, line in enumerate(stream, start=1):
-                mark = len(_BOM) if number == 1 and line.startswith(_BOM) else 0
-                if line[mark:].strip():
-                    yield number, start + mark
-                start += len(line)
-    except OSError as failure:
-        raise DataError(f"{file}: cannot be read ({failure.strerror})") from failure
+def find_part(ends: Sequence[int], index: int) -> tuple[int, int]:
+    """The part that an index falls into, and the index within it; `ends` are sums of lengths.
+
+    >>> find_part([3, 3, 5], 3)
+    (2, 0)
+    """
+    part = bisect.bisect_right(ends, index)
+    return part, index - (ends[part - 1] if part else 0)
 
 
 class JsonlRows(_Lines):
@@ -290,12 +326,33 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "null" if value is None else type(value).__name__)
 
 
+class CsvRows(_Lines):
+    """Large CSV or TSV files. The cells are texts."""
+
+    find_places = staticmethod(csv_blocks)
+
+    def __getitem__(self, index: int, /) -> Row:
+        file = self.files[find_part(self._ends, index)[0]]
+        with self.at_row(index) as stream:
+            *_, cells = next(csv_rows(str(file), stream, delimiter_of(file)))
+        return dict(zip(self._headers[file], cells, strict=True))
+
+    @cached_property
+    def _headers(self) -> dict[Path, list[str]]:
+        headers: dict[Path, list[str]] = {}
+        for file in self.files:
+            with file.open("rb") as stream:
+                *_, headers[file] = next(csv_rows(str(file), stream, delimiter_of(file)))
+        return headers
+
+
 class TableRows(_Files):
     """CSV, TSV or Parquet files. The cells of CSV are texts."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         super().__init__(files)
-        self._tables = [read_table(file) for file in self.files]
+        large = are_large(self.files) and self.files[0].suffix.lower() == ".parquet"
+        self._tables = [(ArrowCopy if large else read_table)(file) for file in self.files]
         for table in self._tables:
             if isinstance(table, JsonLines):
                 raise DataError(f"{table.name}: file_type 'table' reads CSV, TSV and Parquet files")
@@ -305,8 +362,8 @@ class TableRows(_Files):
         return self._ends[-1]
 
     def _find(self, index: int) -> tuple[Table, int]:
-        number = bisect.bisect_right(self._ends, index)
-        return self._tables[number], index - (self._ends[number - 1] if number else 0)
+        number, position = find_part(self._ends, index)
+        return self._tables[number], position
 
     def __getitem__(self, index: int, /) -> Row:
         table, position = self._find(index)
@@ -348,8 +405,15 @@ class TemplatedRows:
     def where(self, index: int) -> str:
         return self._rows.where(index)
 
+    @property
+    def size(self) -> int:
+        return self._rows.size
+
     def sha256(self) -> str:
         return self._rows.sha256()
+
+    def digest(self) -> str:
+        return self._rows.digest()
 
 
 class SequenceRows:
@@ -368,6 +432,10 @@ class SequenceRows:
     def where(self, index: int) -> str:
         return f"{self.name}[{index}]"
 
+    @property
+    def size(self) -> int:
+        return getattr(getattr(self._rows, "data", None), "nbytes", 0)
+
     @cached_property
     def _digest(self) -> str:
         return hash_rows(self._rows[index] for index in range(len(self)))
@@ -375,6 +443,13 @@ class SequenceRows:
     def sha256(self) -> str:
         """Hash of the rows as JSON lines; values that JSON lacks (dates) as their ``str``."""
         return self._digest
+
+    def digest(self) -> str:
+        """Hash of the Arrow files of a ``datasets.Dataset``; of the rows of another sequence."""
+        files = [Path(file["filename"]) for file in getattr(self._rows, "cache_files", ())]
+        if not files:
+            return self._digest
+        return hashlib.sha256(f"{len(self)}\n{hash_files(files)}".encode()).hexdigest()
 
 
 def hash_rows(rows: Iterable[Row]) -> str:

@@ -24,17 +24,18 @@ from jaxllm.generation.inputs.padded_batch import PaddedBatch
 from jaxllm.generation.settings.lengths import checked_lengths
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.tokenizers import Tokenizer
+from jaxllm.tokenizers.languages import WithLanguages
 from jaxllm.training.data import DataConfig, ModelInfo, rows_of
 from jaxllm.training.data.config import eos_of, length_limits
 from jaxllm.training.data.examples import fit
 from jaxllm.training.data.formats import (
     Message,
     conversations_of,
-    encode,
     encode_beginning,
+    encode_ended,
     get,
     messages_of,
-    with_end,
+    tokenizer_of,
 )
 from jaxllm.training.data.pipeline import make_format
 from jaxllm.training.data.rows import Row
@@ -52,6 +53,8 @@ class EvalPrompt:
     """Text, encoded with the tokenizer's special tokens; or token ids (from a chat template)."""
     reference: str | Sequence[str]
     """The expected answer, or several equally good ones."""
+    fields: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Generation settings of this row: those of its target language."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +120,15 @@ def generation_rows(
             check(ids)
         except JaxLLMError as error:
             raise DataError(f"{rows.where(number)}: {error}") from None
-        prompts.append(EvalPrompt(ids, reference))
+        prompts.append(EvalPrompt(ids, reference, language_fields(row, config, tokenizer)))
     return prompts
+
+
+def language_fields(row: Row, config: DataConfig, tokenizer: Tokenizer) -> dict[str, int]:
+    """Generation settings of a row's target language, if its tokenizer reads one."""
+    own = tokenizer_of(row, tokenizer, config.src_lang_field, config.tgt_lang_field)
+    language = own.tgt_lang if isinstance(own, WithLanguages) else None
+    return {} if language is None else own.target_fields(language)
 
 
 def prompt_of(
@@ -134,7 +144,8 @@ def prompt_of(
     if model.kind == "seq2seq":
         paired = config.format == "preference"
         source, target = (prompt, answer) if paired else (config.source_field, config.target_field)
-        ids = with_end(encode(tokenizer, config.source_prefix + get(row, source, str)), eos)
+        own = tokenizer_of(row, tokenizer, config.src_lang_field, config.tgt_lang_field)
+        ids = encode_ended(own, config.source_prefix + get(row, source, str), eos)
         return ids, get(row, target, str)
     if config.format == "chat":
         messages = messages_of(row, config.messages_field)
@@ -196,15 +207,23 @@ def generate_and_score(
     prompts = [row if isinstance(row, EvalPrompt) else EvalPrompt(*row) for row in rows]
     if not prompts:
         raise InputError("evaluation: no rows to generate for")
-    answers = generate_answers(
-        model,
-        tokenizer,
-        [encoded_prompt(row, tokenizer) for row in prompts],
-        batch_size=batch_size,
-        key=key,
-        before_batch=before_batch,
-        fields=fields,
-    )
+    answers = [""] * len(prompts)
+    groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    for number, row in enumerate(prompts):
+        groups.setdefault(tuple(sorted(row.fields.items())), []).append(number)
+    for own, numbers in groups.items():
+        texts = generate_answers(
+            model,
+            tokenizer,
+            [encoded_prompt(prompts[number], tokenizer) for number in numbers],
+            batch_size=batch_size,
+            key=key,
+            before_batch=before_batch,
+            fields={**dict(own), **fields},
+            row_numbers=numbers,
+        )
+        for number, text in zip(numbers, texts, strict=True):
+            answers[number] = text
     pairs = [(answer, row.reference) for answer, row in zip(answers, prompts, strict=True)]
     return GenerationResult(
         scores=score_texts(pairs, metrics),
@@ -225,8 +244,12 @@ def generate_answers(
     key: Any,
     before_batch: Callable[[], None],
     fields: Mapping[str, Any],
+    row_numbers: Sequence[int] | None = None,
 ) -> list[str]:
     """Generates a text for each prompt, without special tokens; see `generate_and_score`.
+
+    Args:
+        row_numbers: numbers of the prompts' rows, by which they sample; None: 0, 1, ...
 
     Raises:
         InputError: conflicting fields, or several sequences per prompt.
@@ -245,7 +268,8 @@ def generate_answers(
         batch = tokenizer.pad([prompts[i] for i in numbers], padding_side=side, return_tensors="np")
         ids: Any = batch.input_ids  # on the host, where generate() checks it
         mask: Any = batch.attention_mask
-        row_ids = np.array(numbers, np.int32)
+        own = numbers if row_numbers is None else [row_numbers[i] for i in numbers]
+        row_ids = np.array(own, np.int32)
         out = generate(model, ids, mask, key=key, row_ids=row_ids, **needs, **fields)
         start = 1 if model.is_encoder_decoder else ids.shape[1]
         return np.asarray(out.sequences)[:, start:].tolist()

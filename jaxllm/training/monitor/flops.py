@@ -26,7 +26,7 @@ from jaxtyping import Float64, Int
 from jaxllm.models.decoder_only import DecoderOnly
 from jaxllm.models.encoder_decoder import EncoderDecoderLM
 from jaxllm.models.input_checks import IGNORED
-from jaxllm.models.model import Model
+from jaxllm.models.model import LanguageModel, Model
 from jaxllm.models.weights import parameters
 from jaxllm.nn.block import Stack
 
@@ -225,9 +225,11 @@ def _is_looked_up(path: str, model: Model[Any]) -> bool:
     LM head's matrix."""
     if "positions" in path or "position_bias" in path or path.endswith("_bias"):
         return True
-    is_tied = getattr(model, "lm_head", model) is None
-    is_head = is_tied and parameters(model)[path] is jax.tree.leaves(model.embedding)[0]
-    return path in EMBEDDINGS and not is_head
+    if path not in EMBEDDINGS:
+        return False
+    if not isinstance(model, LanguageModel) or model.lm_head is not None:
+        return True
+    return parameters(model)[path] is not jax.tree.leaves(model.decoder_embedding)[0]
 
 
 def _reads_source(path: str) -> bool:

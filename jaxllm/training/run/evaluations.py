@@ -14,7 +14,7 @@ from jaxllm.generation.call.merging import merged_config
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import Model
 from jaxllm.tokenizers import Tokenizer
-from jaxllm.training.data import Epoch, ModelInfo
+from jaxllm.training.data import EvalBatches, ModelInfo
 from jaxllm.training.data.formats import problem_of
 from jaxllm.training.dpo import METRICS
 from jaxllm.training.evaluation.evaluate import EvalResult, Predicted
@@ -93,7 +93,7 @@ def check_metric(recipe: Recipe, info: ModelInfo) -> None:
         )
 
 
-def measured_on(recipe: Recipe, eval_batches: Epoch | None, metric: str) -> str | None:
+def measured_on(recipe: Recipe, eval_batches: EvalBatches | None, metric: str) -> str | None:
     """Hash of all that an evaluation metric depends on besides the weights: the rows, and how
     answers are generated; None without `eval_data`. Values of two hashes are not compared."""
     if eval_batches is None:

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 import jaxllm
-from jaxllm.common.compiling import default_folder
+from jaxllm.common.compiling import cache_folder
 from jaxllm.common.errors import MissingFileError, RunError, naming_file
 from jaxllm.common.files import write_whole
 
@@ -69,8 +69,7 @@ def _unpacked(recipe: Path) -> Path:
     """A copy of the recipe in the cache folder, beside its data."""
     script = recipe.with_name(DATA_SCRIPT)
     version = hashlib.sha256(script.read_bytes()).hexdigest()[:12]
-    own = os.environ.get("JAXLLM_CACHE_DIR")
-    folder = (Path(own) if own else default_folder().parent) / "recipes" / version
+    folder = cache_folder() / "recipes" / version
     copy, data = folder / recipe.name, folder / "data"
     with naming_file(folder, RunError, "written"):
         folder.mkdir(parents=True, exist_ok=True)

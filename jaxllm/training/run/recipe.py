@@ -32,6 +32,7 @@ CHANGEABLE = (
     *("checkpoints.every", "checkpoints.keep", "mesh", "log_every", "tensorboard", "wandb"),
     "skip_limit",
     *("model.path", "data.path", "data.dataset"),  # digests of their contents are compared
+    "data.streaming",  # as is the way in which the data are read
 )
 """Fields that may change when a run resumes. The others determine the weights or the best
 checkpoint."""

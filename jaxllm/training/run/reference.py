@@ -15,8 +15,7 @@ from jaxtyping import Float32
 
 from jaxllm.common.errors import RunError
 from jaxllm.parallel.processes import in_all_processes
-from jaxllm.training.data.batches import Epoch
-from jaxllm.training.data.examples import Examples
+from jaxllm.training.data import EvalBatches, Source
 from jaxllm.training.data.reference import reference_logps
 from jaxllm.training.output_files import replacing_file
 from jaxllm.training.run.evaluations import eval_batch_size
@@ -47,17 +46,18 @@ def with_reference(
     train = setup.batches.in_order(eval_batch_size(setup.recipe))
     results: dict[str, Float32[np.ndarray, "N 2"]] = {}
 
-    def examples_of(name: str, epoch: Epoch) -> Examples:
+    def with_logps(name: str, source: Source, epoch: EvalBatches) -> Source:
         digest = epoch.examples.digest
         if digest not in earlier:
             earlier[digest] = computed(setup, epoch, f"reference of the {name} data", say)
         results[digest] = earlier[digest]
-        return epoch.examples.with_reference(earlier[digest])
+        return source.with_reference(earlier[digest])
 
-    batches = setup.batches.with_examples(examples_of("training", train))
+    examples = with_logps("training", setup.batches.examples, train)
+    batches = setup.batches.with_examples(examples)
     eval_batches = setup.eval_batches
     if eval_batches is not None:
-        examples = examples_of("evaluation", eval_batches)
+        examples = with_logps("evaluation", eval_batches.examples, eval_batches)
         eval_batches = dataclasses.replace(eval_batches, examples=examples)
     in_all_processes(
         lambda: write_logps(path, results) if jax.process_index() == 0 else None, RunError
@@ -66,7 +66,7 @@ def with_reference(
 
 
 def computed(
-    setup: Setup, epoch: Epoch, what: str, say: Callable[[str], None]
+    setup: Setup, epoch: EvalBatches, what: str, say: Callable[[str], None]
 ) -> Float32[np.ndarray, "N 2"]:
     """Computes the log-probabilities of an epoch, and reports how long it took."""
     start = time.perf_counter()

@@ -23,7 +23,7 @@ from jaxllm.models.model import Model
 from jaxllm.parallel.environment import changed_environment
 from jaxllm.parallel.processes import in_all_processes
 from jaxllm.tokenizers import Tokenizer
-from jaxllm.training.data.examples import Examples
+from jaxllm.training.data import Source
 from jaxllm.training.data.rows import find_files
 from jaxllm.training.evaluation.generation import EvalSample
 from jaxllm.training.monitor.flops import Peak, peak_flops
@@ -292,7 +292,7 @@ def card_of(setup: Setup, resumed_at: int | None) -> RunCard:
     )
 
 
-def file_of(config: DataConfig, examples: Examples) -> DataFile:
+def file_of(config: DataConfig, examples: Source) -> DataFile:
     """Path, hash and size of the data files; for a Hub data set only name and hash."""
     if config.path is None:
         return DataFile(str(config.dataset), examples.sha256, 0)

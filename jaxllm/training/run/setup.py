@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -15,18 +16,26 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm.auto import AutoTokenizer
-from jaxllm.common.errors import ConfigError, InputError, MissingFileError
+from jaxllm.common.errors import ConfigError, DataError, InputError, MissingFileError
 from jaxllm.loading import load
 from jaxllm.models.build_options import Options
 from jaxllm.models.model import Card, Model
 from jaxllm.models.registry import model_spec
 from jaxllm.models.weights import parameters
 from jaxllm.parallel.placement import put_tree, row_share
+from jaxllm.parallel.processes import gather_rows
 from jaxllm.parallel.sharding import check_heads, make_mesh, row_shards, tree_shardings
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.classifier import with_classifier
-from jaxllm.training.data import Batches, Epoch, ModelInfo, epoch_batches, make_batches
+from jaxllm.training.data import (
+    Batches,
+    EvalBatches,
+    ModelInfo,
+    Peers,
+    epoch_batches,
+    make_batches,
+)
 from jaxllm.training.data.pipeline import check_fields
 from jaxllm.training.data.rows import find_files
 from jaxllm.training.dpo import DPOLoss
@@ -162,7 +171,7 @@ class Setup:
     batches: Batches
     eval_loss: Loss
     """Loss without label smoothing and z-loss, which would distort the perplexity; DPO's own."""
-    eval_batches: Epoch | None
+    eval_batches: EvalBatches | None
     last_step: int
     """The step at which the run ends."""
     prompts: list[EvalPrompt]
@@ -269,10 +278,17 @@ def load_data(
     info: ModelInfo,
     mesh: Mesh,
     say: Callable[[str], None],
-) -> tuple[Batches, Epoch | None]:
+) -> tuple[Batches, EvalBatches | None]:
     """Loads the training batches, and the evaluation batches if the recipe has any."""
     part, parts = row_share(mesh)
-    shared: dict[str, Any] = {"model": info, "process_index": part, "process_count": parts}
+    gather = functools.partial(gather_rows, error=DataError)
+    peers = Peers(jax.process_index(), jax.process_count(), gather)
+    shared: dict[str, Any] = {
+        "model": info,
+        "process_index": part,
+        "process_count": parts,
+        "peers": peers,
+    }
     with section("data"):
         batches = make_batches(
             recipe.data,
@@ -282,7 +298,7 @@ def load_data(
             progress=rows_progress(say, "training data"),
             **shared,
         )
-    say(f"training data: {batches.counts}; steps per epoch: {batches.batches_per_epoch}")
+    say(f"training data: {batches.summary}")
     if recipe.eval_data is None:
         return batches, None
     with section("eval_data"):

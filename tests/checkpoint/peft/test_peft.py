@@ -40,6 +40,7 @@ from jaxllm.common.errors import (
 )
 from jaxllm.models.llama import LlamaForSequenceClassification
 from jaxllm.models.lora import LoraConfig, add_lora, lora_layers, merge_lora
+from jaxllm.models.registry import FAMILIES, architecture_of
 from jaxllm.models.weights import parameters, with_parameters
 
 CASES = sorted(path.name for path in (DATA / "peft").iterdir() if path.is_dir())
@@ -212,6 +213,39 @@ def test_fused_layer_whose_parts_differ_in_size(dora, tmp_path):
     rows = [layers[f"backbone.stack.blocks.1.attn.{x}"].lora_b[...] for x in "qkv"]
     np.testing.assert_array_equal(np.concatenate(rows), b)
     assert [len(x) for x in rows] == [32, 16, 16]
+
+
+@pytest.mark.by_default("bloom-False")
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("family", ["bloom", "gptj"])
+def test_rows_of_an_adapter_are_in_the_order_of_the_file(family, dora, tmp_path):
+    """A merged tensor of the file is the base's plus B times A, both as they are in files."""
+    base = tiny.cached(family)
+    model = trained(add_lora(base, LoraConfig(rank=2, alpha=6, dora=dora, targets="attn.(q|k|v)")))
+    save_adapter(tmp_path, model)
+    saved = tensors_of(tmp_path)
+    names = ("q_proj", "k_proj") if family == "gptj" else ("query_key_value",)
+    for name in names:
+        layer = "attn" if family == "gptj" else "self_attention"
+        path = f"transformer.h.1.{layer}.{name}"
+        a, b = (saved[f"{PREFIX}{path}.{x}"] for x in (A, B))
+        weight, merged = (file_tensor(x, f"{path}.weight") for x in (base, merge_lora(model)))
+        updated = weight + 3 * b @ a
+        if dora:
+            magnitude = saved[f"{PREFIX}{path}.{MAGNITUDE}"]
+            updated *= (magnitude / np.linalg.norm(updated, axis=1))[:, None]
+        np.testing.assert_allclose(merged, updated, atol=1e-5)
+    again = load_adapter(base, tmp_path)
+    np.testing.assert_allclose(tiny.logits(again), tiny.logits(model), atol=1e-4)
+
+
+def file_tensor(model: Any, name: str) -> np.ndarray:
+    """A tensor as it is written to a file."""
+    model_type, _ = architecture_of(model)
+    own = parameters(model)
+    entries = FAMILIES[model_type].table(model.config).for_model(own)
+    entry = next(entry for entry in entries if entry.tensor == name)
+    return entry.join([np.asarray(own[path]) for path in entry.parameters])
 
 
 @pytest.mark.ci

@@ -24,6 +24,10 @@ MODELS = {
     "tiny-llama": ["FlaxLlamaForCausalLM", "FlaxLlamaModel"],
     "tiny-t5": ["FlaxT5ForConditionalGeneration", "FlaxT5EncoderModel"],
     "tiny-t5-v1_1": ["FlaxT5ForConditionalGeneration"],
+    "../parity/opt_norm_last": ["FlaxOPTForCausalLM", "FlaxOPTModel"],
+    "../parity/gpt_neo_published": ["FlaxGPTNeoForCausalLM", "FlaxGPTNeoModel"],
+    "../parity/gptj_whole": ["FlaxGPTJForCausalLM"],
+    "../parity/bloom_published": ["FlaxBloomForCausalLM", "FlaxBloomModel"],
 }
 IDS = np.array([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]])
 

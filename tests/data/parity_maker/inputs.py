@@ -49,6 +49,14 @@ class Generate:
     use_cache: bool = True
 
 
+@dataclass(frozen=True)
+class Beams:
+    """Beam search; `make` draws sources until the best two of each row have different scores."""
+
+    make: Callable[[np.random.RandomState], Inputs]
+    inputs: Inputs = field(default_factory=dict)
+
+
 ABSENT = object()  # a field that config.json does not hold
 
 
@@ -63,7 +71,7 @@ class Case:
     covers: str
     architecture: str
     config: dict
-    calls: dict[str, Forward | Grad | Rope | Generate]
+    calls: dict[str, Forward | Grad | Rope | Generate | Beams]
     final_norm: tuple[str, ...]
     absent: tuple[str, ...] = ()  # tied tensors that the file does not hold
     layout: Callable[[Weights, dict], Weights] = lambda weights, config: weights

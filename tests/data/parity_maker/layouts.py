@@ -8,6 +8,8 @@ import numpy as np
 
 from parity_maker.inputs import Weights
 
+SIDES = ("encoder", "decoder")
+
 
 def without_prefix(prefix: str) -> Callable[[Weights, dict], Weights]:
     """Saved from the base model: no `model.` / `transformer.` before the names."""
@@ -33,6 +35,25 @@ def old_gpt2(weights: Weights, config: dict) -> Weights:
     return weights
 
 
+def old_gpt_neo(weights: Weights, config: dict) -> Weights:
+    """EleutherAI/gpt-neo: no prefix, and each block's causal mask and its fill value."""
+    weights = without_prefix("transformer.")(weights, config)
+    return with_masks(weights, config["max_position_embeddings"], "h.{}.attn.attention")
+
+
+def old_gptj(weights: Weights, config: dict) -> Weights:
+    """EleutherAI/gpt-j-6b: each block's causal mask and its fill value."""
+    return with_masks(weights, config["n_positions"], "transformer.h.{}.attn")
+
+
+def with_masks(weights: Weights, n: int, name: str) -> Weights:
+    """The two layers' causal masks of n positions, and their fill values."""
+    for i in range(2):
+        weights[f"{name.format(i)}.bias"] = np.tril(np.ones((1, 1, n, n), np.uint8))
+        weights[f"{name.format(i)}.masked_bias"] = np.array(-1e9, np.float32)
+    return weights
+
+
 def with_tied_head(head: str, embedding: str) -> Callable[[Weights, dict], Weights]:
     """The tied head is in the file as well, equal to the embedding."""
     return lambda weights, config: {**weights, head: weights[embedding].copy()}
@@ -47,3 +68,12 @@ def old_t5(weights: Weights, config: dict) -> Weights:
         "decoder.embed_tokens.weight": weights["shared.weight"].copy(),
         bias: np.full(shape, 3.0, np.float32),
     }
+
+
+def with_sinusoids(weights: Weights, config: dict) -> Weights:
+    """Pegasus's files and Marian's old ones hold the tables of sinusoidal positions."""
+    width, rows = config["d_model"], config["max_position_embeddings"]
+    rates = np.power(10000, np.arange(0, width, 2) / width)
+    angles = np.arange(rows)[:, None] / rates
+    table = np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
+    return weights | {f"model.{side}.embed_positions.weight": table for side in SIDES}

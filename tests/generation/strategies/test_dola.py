@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from conformance_runs import cases, model, problems, run
 from generation_tools import compilations, prompts
 
 import jaxllm
-from jaxllm.common.errors import InputError
+from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.strategies.dola import contrast, farthest, layers_to_contrast
 
 CASES = [case for case in cases().values() if case["mode"] == "dola"]
@@ -175,6 +176,13 @@ def test_bad_values_are_named(value):
 def test_decoder_only():
     with pytest.raises(InputError, match="only available for decoder-only"):
         generate("s_t5_gated", [[5, 1]])
+
+
+@pytest.mark.ci
+def test_layers_wider_than_the_head_are_refused():
+    """As those of OPT-350M."""
+    with pytest.raises(UnsupportedError, match="dola_layers: the LM head reads 24 features, but"):
+        jaxllm.generate(tiny.cached("opt"), [[5]], dola_layers="high", max_new_tokens=2)
 
 
 @pytest.mark.ci

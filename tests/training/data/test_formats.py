@@ -7,16 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from small_tokenizers import small_tokenizer
+from translation_tools import write
 
-from jaxllm.common.errors import DataError
+from jaxllm.common.errors import ConfigError, DataError, InputError
 from jaxllm.tokenizers import load_tokenizer
 from jaxllm.tokenizers.byte_level import byte_tokenizer, ids_are_bytes
+from jaxllm.training.data import DataConfig, ModelInfo
 from jaxllm.training.data.formats import (
     PromptCompletionFormat,
     Seq2SeqFormat,
     TextFormat,
     encode_document,
 )
+from jaxllm.training.data.pipeline import make_format
 
 BYTES = byte_tokenizer()
 END = 256
@@ -129,3 +132,37 @@ def test_seq2seq_ends_both_sides():
 def test_wrong_rows(row, message):
     with pytest.raises(DataError, match=message):
         PromptCompletionFormat(BYTES, END, "q", "a")(row)
+
+
+def test_sources_and_targets_have_the_languages_of_their_rows(tmp_path):
+    tokenizer = load_tokenizer(write(tmp_path / "nllb", "nllb"))
+    assert tokenizer is not None
+    encode = Seq2SeqFormat(tokenizer, 2, "source", "target", "")
+    row = {"source": "Hello", "target": "Hello", "src_lang": "deu_Latn", "tgt_lang": "zul_Latn"}
+    example = encode(row)
+    deu, zul, fra = map(tokenizer.token_to_id, ("deu_Latn", "zul_Latn", "fra_Latn"))
+    assert (example.input_ids[0], example.labels[0]) == (deu, zul)
+    assert (example.input_ids[-1], example.labels[-1]) == (2, 2)
+    plain = encode({"source": "Hello", "target": "Hello"})  # in the languages of the file
+    assert (plain.input_ids[0], plain.labels[0]) == (fra, fra)
+    np.testing.assert_array_equal(plain.input_ids[1:], example.input_ids[1:])
+    with pytest.raises(InputError, match="'en': no language of this tokenizer"):
+        encode({**row, "src_lang": "en"})
+    named = Seq2SeqFormat(tokenizer, 2, "source", "target", "", "from", "to")
+    with pytest.raises(DataError, match="from: no such field"):
+        named(row)
+    assert named({**row, "from": "fra_Latn", "to": "deu_Latn"}).labels[0] == deu
+    # Other tokenizers take such fields for what they are: columns without effect.
+    ids = Seq2SeqFormat(BYTES, END, "source", "target", "")(row).labels
+    assert ids.tolist() == [*b"Hello", END]
+
+
+def test_targets_of_mbart_end_in_their_language(tmp_path):
+    tokenizer = load_tokenizer(write(tmp_path / "mbart", "mbart"))
+    assert tokenizer is not None
+    row = {"source": "Hello", "target": "Hello", "tgt_lang": "de_DE"}
+    example = Seq2SeqFormat(tokenizer, 2, "source", "target", "")(row)
+    assert example.labels[-2:].tolist() == [2, tokenizer.token_to_id("de_DE")]
+    model = ModelInfo(kind="seq2seq", vocab_size=len(tokenizer), context_length=64)
+    with pytest.raises(ConfigError, match="'truncate' would cut off the language code"):
+        make_format(DataConfig(format="seq2seq", on_too_long="truncate"), tokenizer, model)

@@ -1,0 +1,395 @@
+"""Encoder-decoders with absolute positions: what BART and its relatives have in common.
+
+A family's config says where the norms are and which positions it has. Its class and its weight
+table are then built here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxllm.cache.attention_view import AttentionView
+from jaxllm.common.errors import UnsupportedError
+from jaxllm.models import config as cfg
+from jaxllm.models import config_checks as checks
+from jaxllm.models.build_options import FLOAT32, Options
+from jaxllm.models.encoder_decoder import Encoded, EncoderDecoderLM, Seq2SeqInputs, Side
+from jaxllm.models.model import Head
+from jaxllm.models.weights import Entry, Table, linear, norm, same
+from jaxllm.nn.attention import Attention, Scores
+from jaxllm.nn.block import Block, Stack, StackOutput, clamp_to_float16
+from jaxllm.nn.linear import Embedding, LayerNorm, Linear
+from jaxllm.nn.mlp import MLP, activation
+from jaxllm.nn.positions import Sinusoids
+
+C = TypeVar("C", bound="AbsoluteConfig")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AbsoluteConfig(cfg.ModelConfig):
+    """Config fields common to BART and its relatives, with the names of config.json.
+
+    LayerDrop (`encoder_layerdrop`, `decoder_layerdrop`), which skips layers in training, is not
+    implemented: training a model with a rate above 0 raises.
+    """
+
+    attribute_map: ClassVar[Mapping[str, str]] = {
+        "hidden_size": "d_model",
+        "num_attention_heads": "encoder_attention_heads",
+        "num_hidden_layers": "encoder_layers",
+    }
+    is_encoder_decoder: ClassVar[bool] = True
+    pre_norm: ClassVar[bool] = False
+    """True: norms before each sublayer and at the end of each side. False: after each sublayer."""
+    embedding_norm: ClassVar[bool] = False
+    """True: a norm of the sum of token embeddings and positions."""
+    scales_decoder_embeds: ClassVar[bool] = False
+    """True: `scale_embedding` multiplies the caller's `decoder_inputs_embeds` too."""
+
+    vocab_size: int = 50265
+    max_position_embeddings: int = 1024
+    encoder_layers: int = 12
+    encoder_ffn_dim: int = 4096
+    encoder_attention_heads: int = 16
+    decoder_layers: int = 12
+    decoder_ffn_dim: int = 4096
+    decoder_attention_heads: int = 16
+    encoder_layerdrop: float = 0.0
+    decoder_layerdrop: float = 0.0
+    activation_function: str = "gelu"
+    d_model: int = 1024
+    dropout: float = 0.1
+    attention_dropout: float = 0.0
+    activation_dropout: float = 0.0
+    init_std: float = 0.02
+    scale_embedding: bool = False
+    tie_word_embeddings: bool = True
+
+    @property
+    def sinusoids(self) -> Sinusoids | None:
+        """Sinusoidal positions; None: the positions are learned."""
+        return None
+
+    @property
+    def position_offset(self) -> int:
+        """Number of the first token's position, before which a table may have other rows."""
+        return 0
+
+    @property
+    def separate_embeddings(self) -> bool:
+        """True if encoder and decoder have a token embedding each."""
+        return False
+
+    @property
+    def width(self) -> int:
+        return self.d_model
+
+    @property
+    def max_positions(self) -> int | None:
+        return self.max_position_embeddings
+
+    @property
+    def context_length(self) -> int | None:
+        return self.max_position_embeddings
+
+    @property
+    def head_counts(self) -> dict[str, int]:
+        names = ("encoder_attention_heads", "decoder_attention_heads")
+        return {name: getattr(self, name) for name in names}
+
+    def forward_values(self) -> dict[str, Any]:
+        return super().forward_values() | {"init_std": 0.0}
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        """Reads and checks a config.json object.
+
+        Raises ConfigError or UnsupportedError, naming the field.
+        """
+        config = cfg.read_config(cls, raw, handled=cls.handled_keys(raw))
+        config.check()
+        cfg.check_token_ids(config)
+        return config
+
+    @classmethod
+    def handled_keys(cls, raw: Mapping[str, Any]) -> frozenset[str]:
+        """Keys of old files that say what the family is in any case, or that change nothing."""
+        implied = {
+            "normalize_before": cls.pre_norm,
+            "add_final_layer_norm": cls.pre_norm,
+            "normalize_embedding": cls.embedding_norm,
+            "static_position_embeddings": cls.sinusoids is not AbsoluteConfig.sinusoids,
+            "add_bias_logits": False,
+        }
+        handled = {key for key, value in implied.items() if raw.get(key) in (None, value)}
+        if not raw.get("force_bos_token_to_be_generated") or "forced_bos_token_id" in raw:
+            handled |= {"force_bos_token_to_be_generated"}  # the old name of forced_bos_token_id
+        # Of classifiers, and of the training of distilled models.
+        return frozenset(handled | {"classif_dropout", "replacing_rate", "save_step"})
+
+    def to_json(self, model_type: str, architecture: str) -> dict[str, Any]:
+        return super().to_json(model_type, architecture) | {"is_encoder_decoder": True}
+
+    def check(self) -> None:
+        super().check()
+        for side in ("encoder", "decoder"):
+            checks.check_size(self, f"{side}_ffn_dim", f"{side}_attention_heads")
+            checks.check_size(self, f"{side}_layers", limit=checks.MAX_LAYERS)
+            checks.check_divides(self, "d_model", f"{side}_attention_heads")
+            checks.check_rate(self, f"{side}_layerdrop")
+        self.check_tying()
+        checks.check_size(self, "d_model", "max_position_embeddings")
+        if self.sinusoids is not None:
+            check_sinusoids(self.d_model)
+        checks.check_rate(self, "dropout", "attention_dropout", "activation_dropout")
+        checks.check_positive(self, "init_std")
+        activation(self.activation_function, where="activation_function")
+
+    def check_tying(self) -> None:
+        if not self.tie_word_embeddings:
+            raise UnsupportedError(
+                "tie_word_embeddings: encoder, decoder and head share one matrix here, found false"
+            )
+
+
+def check_sinusoids(width: int) -> None:
+    """Raises UnsupportedError for a width that sinusoidal positions are not implemented for."""
+    if width % 2 or width < 4:
+        raise UnsupportedError(
+            "d_model: sinusoidal positions are implemented for even widths of 4 or more, found "
+            f"{width}"
+        )
+
+
+def refuse_layerdrop(config: Any, names: Sequence[str], key: Array | None) -> None:
+    """Raises UnsupportedError in training, which has a dropout key, if a rate is above 0."""
+    for name in names:
+        rate = getattr(config, name)
+        if rate and key is not None:
+            raise UnsupportedError(
+                f"{name}: training with LayerDrop is not implemented, found {rate}; to train "
+                f'without it: load(..., config={{"{name}": 0}}) or --config {name}=0'
+            )
+
+
+class Positions(nnx.Module):
+    """Adds positions to token embeddings, and normalises the sums if the family has a norm.
+
+    `embed` is the token embedding of this side, if the sides have one each (Marian).
+    """
+
+    def __init__(
+        self,
+        positions: Embedding | Sinusoids,
+        offset: int,
+        norm: LayerNorm | None,
+        embed: Embedding | None,
+    ):
+        self.positions, self.offset, self.norm, self.embed = positions, offset, norm, embed
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        view: AttentionView,
+        ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        positions = view.positions + self.offset
+        # M2M100 gives no position to a pad token, even to one that no mask hides.
+        pad = self.positions.zero_row if isinstance(self.positions, Sinusoids) else None
+        if ids is not None and pad is not None:
+            positions = jnp.where(ids == pad, pad, positions)
+        x = x + self.positions(positions).astype(x.dtype)
+        return x if self.norm is None else self.norm(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class AbsoluteLayers:
+    """Builds the layers of one side with the sizes and dtypes of one model."""
+
+    config: Any
+    options: Options
+    rngs: nnx.Rngs | None
+    side: Side
+
+    @property
+    def has_cross(self) -> bool:
+        return self.side == "decoder"
+
+    def size(self, name: str) -> int:
+        return getattr(self.config, f"{self.side}_{name}")
+
+    def linear(self, inputs: int, outputs: int) -> Linear:
+        std, dtypes = self.config.init_std, self.options.dtypes
+        return Linear(inputs, outputs, use_bias=True, std=std, rngs=self.rngs, **dtypes)
+
+    def norm(self) -> LayerNorm:
+        return LayerNorm(self.config.d_model, eps=1e-5, **self.options.dtypes)
+
+    def embedding(self, rows: int, **options: Any) -> Embedding:
+        c, options = self.config, options | self.options.dtypes
+        return Embedding(rows, c.d_model, std=c.init_std, rngs=self.rngs, **options)
+
+    def tokens(self) -> Embedding:
+        c = self.config
+        scale = c.d_model**0.5 if c.scale_embedding else None
+        return self.embedding(c.vocab_size, scale=scale, padding_id=c.pad_token_id)
+
+    def positions(self) -> Positions:
+        c = self.config
+        table = c.sinusoids or self.embedding(c.max_position_embeddings + c.position_offset)
+        embed = self.tokens() if self.side == "decoder" and c.separate_embeddings else None
+        return Positions(table, c.position_offset, self.norm() if c.embedding_norm else None, embed)
+
+    def attention(self) -> Attention:
+        c, heads = self.config, self.size("attention_heads")
+        q, k, v, o = (self.linear(c.d_model, c.d_model) for _ in range(4))
+        return Attention(
+            q,
+            k,
+            v,
+            o,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=c.d_model // heads,
+            scores=Scores((c.d_model // heads) ** -0.5),
+            dropout_rate=c.attention_dropout,
+            implementation=self.options.attn_implementation,
+        )
+
+    def block(self) -> Block:
+        c, inner = self.config, self.size("ffn_dim")
+        act = activation(c.activation_function, where="activation_function")
+        up, down = self.linear(c.d_model, inner), self.linear(inner, c.d_model)
+        clamps = c.pre_norm and self.side == "encoder" and self.options.dtype == jnp.float16
+        return Block(
+            self.norm(),
+            self.attention(),
+            self.norm(),
+            MLP(up, down, act, dropout_rate=c.activation_dropout),
+            cross_norm=self.norm() if self.has_cross else None,
+            cross=self.attention() if self.has_cross else None,
+            norm_last=not c.pre_norm,
+            dropout_rate=c.dropout,
+            clamp=clamp_to_float16 if clamps else None,
+        )
+
+    def stack(self) -> Stack:
+        blocks = [self.block() for _ in range(self.size("layers"))]
+        final = self.norm() if self.config.pre_norm else None
+        return Stack(blocks, final, embedding_dropout=self.config.dropout, **self.options.stack)
+
+
+class AbsoluteEncoderDecoderLM(EncoderDecoderLM[C]):
+    """Encoder-decoder with absolute positions and LM head."""
+
+    has_logits_bias: ClassVar[bool] = True
+    """True: `final_logits_bias`, a constant that is not trained, is added to the logits."""
+
+    def __init__(self, config: C, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
+        super().__init__(config)
+        make = {
+            side: AbsoluteLayers(config, options, rngs, side) for side in ("encoder", "decoder")
+        }
+        self.shared = make["encoder"].tokens()
+        self.encoder_input = make["encoder"].positions()
+        self.decoder_input = make["decoder"].positions()
+        self.encoder, self.decoder = make["encoder"].stack(), make["decoder"].stack()
+        sizes, std = (config.d_model, config.vocab_size), config.init_std
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else Linear(*sizes, std=std, rngs=rngs, **options.dtypes)
+        )
+        bias = jnp.zeros((1, config.vocab_size), options.param_dtype)
+        self.final_logits_bias = nnx.Param(bias) if self.has_logits_bias else None
+
+    @property
+    def decoder_embedding(self) -> Embedding:
+        embed = self.decoder_input.embed
+        return self.shared if embed is None else embed
+
+    def embed_inputs(
+        self,
+        x: Float[Array, "B T D"],
+        view: AttentionView,
+        side: Side,
+        ids: Int[Array, "B T"] | None,
+    ) -> Float[Array, "B T D"]:
+        return (self.encoder_input if side == "encoder" else self.decoder_input)(x, view, ids)
+
+    def _states(
+        self, inputs: Seq2SeqInputs, labels: object, keys: Sequence[Array | None], **records: Any
+    ) -> tuple[Encoded, StackOutput]:
+        refuse_layerdrop(self.config, ("encoder_layerdrop", "decoder_layerdrop"), keys[0])
+        embeds, scale = inputs.decoder_inputs_embeds, self.decoder_embedding.scale
+        if embeds is not None and scale is not None and self.config.scales_decoder_embeds:
+            inputs = dataclasses.replace(inputs, decoder_inputs_embeds=jnp.asarray(embeds) * scale)
+        return super()._states(inputs, labels, keys, **records)
+
+    def resized_constants(self, size: int) -> dict[str, jax.Array]:
+        if self.final_logits_bias is None:
+            return {}
+        old = self.final_logits_bias[...]
+        new = jnp.zeros((1, max(0, size - old.shape[1])), old.dtype)
+        return {"final_logits_bias": jnp.concatenate([old[:, :size], new], axis=1)}
+
+    @property
+    def head(self) -> Head:
+        bias = self.final_logits_bias
+        return dataclasses.replace(super().head, bias=None if bias is None else bias[...])
+
+
+def absolute_table(config: AbsoluteConfig) -> Table:
+    """Weight table of BART and its relatives."""
+    return Table(
+        (
+            *same("shared.weight", "model.shared.weight"),
+            *_side("encoder"),
+            *_side("decoder"),
+            *same("final_logits_bias", "final_logits_bias"),
+        ),
+        prefix="model.",
+        buffers=(r"(model\.)?(encoder|decoder)\.version",),
+        zeros=frozenset({"final_logits_bias"}),
+        copies=(
+            (r"(model\.)?(encoder|decoder)\.embed_tokens\.weight", "shared.weight"),
+            (r"lm_head\.weight", "shared.weight"),
+        ),
+        constants=() if config.sinusoids is None else sinusoid_tables(config.sinusoids),
+    )
+
+
+def sinusoid_tables(sinusoids: Sinusoids) -> tuple[tuple[str, Any], ...]:
+    """`Table.constants` of the positions, which old files hold, and Pegasus's do today."""
+    return ((r"(model\.)?((encoder|decoder)\.)?embed_positions\.weights?", sinusoids.table),)
+
+
+def _side(side: Side) -> Iterator[Entry]:
+    parts = {"attn": "self_attn", **({"cross": "encoder_attn"} if side == "decoder" else {})}
+    yield from same(f"{side}_input.positions.weight", f"model.{side}.embed_positions.weight")
+    yield from norm(f"{side}_input.norm", f"model.{side}.layernorm_embedding", bias=True)
+    yield from layer_entries(f"{side}.blocks.{{i}}", f"model.{side}.layers.{{i}}", parts)
+    yield from norm(f"{side}.norm", f"model.{side}.layer_norm", bias=True)
+
+
+def layer_entries(layer: str, hf: str, attention: Mapping[str, str]) -> Iterator[Entry]:
+    """Entries of the layers of a stack.
+
+    Args:
+        layer, hf: path and name of layer {i}.
+        attention: our names of the attention sublayers, and those of the file.
+    """
+    for ours, theirs in attention.items():
+        for x, name in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj"), ("o", "out_proj")):
+            yield from linear(f"{layer}.{ours}.{x}", f"{hf}.{theirs}.{name}")
+        yield from norm(f"{layer}.{ours}_norm", f"{hf}.{theirs}_layer_norm", bias=True)
+    yield from linear(f"{layer}.mlp.up", f"{hf}.fc1")
+    yield from linear(f"{layer}.mlp.down", f"{hf}.fc2")
+    yield from norm(f"{layer}.mlp_norm", f"{hf}.final_layer_norm", bias=True)

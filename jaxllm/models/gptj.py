@@ -1,0 +1,133 @@
+"""GPT-J (Wang and Komatsuzaki 2021, https://github.com/kingoflolz/mesh-transformer-jax).
+
+Blocks whose attention and feed-forward layer read the same norm, RoPE on a part of each head, and
+an LM head with a bias.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from jaxllm.common.errors import ConfigError, UnsupportedError
+from jaxllm.models.classifier import SequenceClassifier
+from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
+from jaxllm.models.layernorm_decoder import LayerFactory, LayerNormConfig, LayerNormDecoder
+from jaxllm.models.weights import Table, linear, norm, projections, same
+from jaxllm.nn.block import Block
+from jaxllm.nn.rope import Rope
+
+OFF = (("rotary", True), ("scale_attn_weights", True))
+"""Keys of the published files that change nothing with these values."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTJConfig(LayerNormConfig):
+    """GPT-J config, with the field names of config.json."""
+
+    attribute_map: ClassVar[Mapping[str, str]] = {
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    }
+
+    vocab_size: int = 50400
+    n_positions: int = 2048
+    n_embd: int = 4096
+    n_layer: int = 28
+    n_head: int = 16
+    rotary_dim: int = 64
+    n_inner: int | None = None
+    activation_function: str = "gelu_new"
+    resid_pdrop: float = 0.0
+    embd_pdrop: float = 0.0
+    attn_pdrop: float = 0.0
+    layer_norm_epsilon: float = 1e-5
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = 50256
+    eos_token_id: int | tuple[int, ...] | None = 50256
+
+    @property
+    def model_type(self) -> str:
+        return "gptj"
+
+    @property
+    def max_positions(self) -> None:  # RoPE has no table
+        return None
+
+    def forward_values(self) -> dict[str, Any]:
+        return super().forward_values() | {"n_positions": 0}
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        return super().from_dict({key: x for key, x in raw.items() if (key, x) not in OFF})
+
+    def check(self) -> None:
+        super().check()
+        size = self.rotary_dim
+        if size % 2 or not 2 <= size <= self.size_per_head:
+            raise ConfigError(
+                f"rotary_dim: expected an even part of a head, {self.size_per_head}, found {size}"
+            )
+        if self.tie_word_embeddings:
+            raise UnsupportedError(
+                "tie_word_embeddings: the head has a bias and its own matrix here, found true"
+            )
+
+
+class GPTJBackbone(LayerNormDecoder[GPTJConfig]):
+    """GPT-J backbone: parallel attention and feed-forward layers, RoPE."""
+
+    token_types = True
+
+    def block(self, make: LayerFactory, layer: int) -> Block:
+        rope = Rope(head_dim=self.config.rotary_dim)
+        attn = make.attention(bias=False, output_bias=False, rope=rope)
+        return Block(make.norm(), attn, None, make.mlp(), dropout_rate=self.config.resid_pdrop)
+
+
+class GPTJModel(DecoderOnlyModel):
+    backbone_class = GPTJBackbone
+
+
+class GPTJForCausalLM(CausalLM):
+    backbone_class = GPTJBackbone
+    head_bias = True
+
+
+class GPTJForSequenceClassification(SequenceClassifier):
+    backbone_class = GPTJBackbone
+
+
+LAYER, HF_LAYER = "backbone.stack.blocks.{i}", "transformer.h.{i}"
+
+
+def gptj_table(config: GPTJConfig) -> Table:
+    """Weight table, in which the rows of q and k depend on the sizes of heads.
+
+    GPT-J rotates pairs of neighbours. With the first features of all pairs before the second ones,
+    as here, the pairs are those of the other families, and the scores are the same.
+    """
+    R, heads = config.rotary_dim, np.arange(config.n_embd).reshape(config.n_head, -1)
+    order = np.concatenate([heads[:, :R:2], heads[:, 1:R:2], heads[:, R:]], axis=1)
+    return Table(
+        prefix="transformer.",
+        entries=(
+            *same("backbone.embed.weight", "transformer.wte.weight"),
+            *norm(f"{LAYER}.attn_norm", f"{HF_LAYER}.ln_1", bias=True),
+            *projections(
+                f"{LAYER}.attn", f"{HF_LAYER}.attn", rotated=tuple(order.flatten().tolist())
+            ),
+            *linear(f"{LAYER}.mlp.up", f"{HF_LAYER}.mlp.fc_in"),
+            *linear(f"{LAYER}.mlp.down", f"{HF_LAYER}.mlp.fc_out"),
+            *norm("backbone.stack.norm", "transformer.ln_f", bias=True),
+            *linear("lm_head", "lm_head"),
+            *same("score.weight", "score.weight"),
+        ),
+        # Causal masks, which old files store as tensors.
+        buffers=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
+    )

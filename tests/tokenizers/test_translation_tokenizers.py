@@ -1,0 +1,189 @@
+"""Tokenizers of translation models: ids, languages and texts of transformers 5.23's classes."""
+
+import base64
+import json
+
+import pytest
+from translation_tools import CASES, DATA, write
+
+from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError
+from jaxllm.tokenizers import Tokenizer, load_tokenizer
+
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+@pytest.fixture
+def load(tmp_path):
+    def loaded(name: str, **config) -> Tokenizer:
+        tokenizer = load_tokenizer(write(tmp_path / name, name, **config))
+        assert tokenizer is not None
+        return tokenizer
+
+    return loaded
+
+
+@every_case
+def test_ids(load, name):
+    tokenizer, case = load(name), CASES[name]
+    assert {text: tokenizer.encode(text) for text in case["ids"]} == case["ids"]
+    first, second, pair = case["pair"]
+    assert tokenizer.encode(first, second) == pair
+    targets = {text: tokenizer(text_target=text).input_ids for text in case["targets"]}
+    assert targets == case["targets"]
+    both = tokenizer([first, second], text_target=[second, first])
+    assert both.labels == tokenizer(text_target=[second, first]).input_ids
+
+
+@every_case
+def test_languages(load, name):
+    """Of one call, and of all calls after they are set."""
+    tokenizer = load(name)
+    before = tokenizer("Hello.").input_ids
+    for source, target, text, ids, target_ids, code in CASES[name]["languages"]:
+        languages = {"src_lang": source, "tgt_lang": target}
+        assert tokenizer(text, **languages).input_ids == ids
+        batch = tokenizer(text, text_target=text, **languages)
+        assert (batch.input_ids, batch.labels) == (ids, target_ids)
+        assert tokenizer("Hello.").input_ids == before
+        assert tokenizer.get_lang_id(target) == tokenizer.lang_code_to_id[target] == code
+        other = tokenizer.with_languages()
+        other.src_lang, other.tgt_lang = source, target
+        assert other(text).input_ids == ids
+        with other.as_target_tokenizer():
+            assert other(text).input_ids == target_ids
+        assert other(text).input_ids == ids
+
+
+@every_case
+def test_texts(load, name):
+    tokenizer = load(name)
+    for ids, shown, skipped in CASES[name]["decoded"]:
+        assert tokenizer.decode(ids) == shown, ids
+        assert tokenizer.decode(ids, skip_special_tokens=True) == skipped, ids
+        stream = tokenizer.stream_decoder(skip_special_tokens=False)
+        pieces = [stream.put(index) for index in ids]
+        assert "".join(pieces) + stream.end() == shown, ids
+
+
+@every_case
+def test_saved_files_are_the_originals(load, name, tmp_path):
+    load(name).save(tmp_path / "saved")
+    files = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()} == files
+
+
+@pytest.mark.parametrize(("name", "model"), [("nllb", "bpe"), ("xglm", "unigram")])
+def test_a_sentencepiece_model_alone_gives_the_ids_of_tokenizer_json(load, tmp_path, name, model):
+    expected = load(name)
+    folder = write(tmp_path / "model", name)
+    (folder / "tokenizer.json").unlink()
+    file = folder / "sentencepiece.bpe.model"
+    file.write_bytes(base64.b64decode(DATA["models"][model]))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    assert tokenizer.get_vocab() == expected.get_vocab()
+    assert {text: tokenizer.encode(text) for text in CASES[name]["ids"]} == CASES[name]["ids"]
+    other = base64.b64decode(DATA["models"][{"bpe": "unigram", "unigram": "bpe"}[model]])
+    file.write_bytes(other)
+    with pytest.raises(TokenizerError, match=r"sentencepiece.bpe.model: expected a sentencepiece"):
+        load_tokenizer(folder)
+
+
+def test_mbart_normalizes_as_its_sentencepiece_model(load):
+    """transformers 5.23 does not, and reads the ligature as an unknown character."""
+    tokenizer = load("mbart")
+    assert tokenizer.encode("ﬁne\u00a0word") == tokenizer.encode("fine word")
+
+
+@every_case
+def test_added_tokens_keep_the_languages(load, tmp_path, name):
+    tokenizer = load(name)
+    before = {text: tokenizer.encode(text) for text in ("Hello.", "")}
+    size = len(tokenizer)
+    assert tokenizer.add_tokens(["<new>"]) == 1
+    tokenizer.save(tmp_path / "more")
+    again = load_tokenizer(tmp_path / "more")
+    assert again is not None
+    assert type(again) is type(tokenizer)
+    assert again.token_to_id("<new>") == size
+    for each in (tokenizer, again):
+        assert {text: each.encode(text) for text in before} == before
+        assert size in each.encode("Hello <new>")
+
+
+def test_languages_that_a_tokenizer_lacks(load, tmp_path):
+    tokenizer = load("nllb")
+    message = r"'fr': no language of this tokenizer, which has ace_Arab, deu_Latn, eng_Latn"
+    for wrong in (
+        lambda: tokenizer("Hello", src_lang="fr"),
+        lambda: tokenizer.with_languages(tgt_lang="fr"),
+        lambda: setattr(tokenizer, "src_lang", "fr"),
+    ):
+        with pytest.raises(InputError, match=message):
+            wrong()
+    with pytest.raises(InputError, match=r"tgt_lang: a MarianTokenizer has no languages"):
+        load("marian")("Hello", tgt_lang="de")
+    folder = write(tmp_path / "pegasus", "pegasus")
+    with pytest.raises(UnsupportedError, match=r"src_lang: without effect on a PegasusTokenizer"):
+        load_tokenizer(folder, src_lang="en")
+
+
+def test_languages_from_the_call_that_loads(tmp_path):
+    """They are saved, too."""
+    tokenizer = load_tokenizer(write(tmp_path / "a", "nllb"), src_lang="deu_Latn")
+    assert tokenizer is not None
+    tokenizer.save(tmp_path / "b")
+    again = load_tokenizer(tmp_path / "b")
+    assert again is not None
+    assert again.encode("Hello")[0] == tokenizer.token_to_id("deu_Latn")
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        ("marian", {"separate_vocabs": True}, "separate_vocabs: source and target with different"),
+        ("marian", {"sp_model_kwargs": {"alpha": 1}}, "sp_model_kwargs: sampling"),
+        ("m2m_100", {"language_codes": "m3m"}, "language_codes: expected one of m2m100, wmt21"),
+        ("m2m_100", {"src_lang": "xx"}, "'xx': no language of this tokenizer"),
+        ("nllb", {"src_lang": 3}, "src_lang is 3, not a language"),
+        ("pegasus", {"offset": "many"}, "offset is 'many', not a count"),
+    ],
+)
+def test_settings_that_cannot_be(load, name, config, message):
+    with pytest.raises((TokenizerError, UnsupportedError, InputError), match=message):
+        load(name, **config).encode("Hello")
+
+
+def test_vocabularies_that_cannot_be(tmp_path):
+    folder = write(tmp_path / "marian", "marian")
+    vocab = DATA["vocabularies"]["marian"]
+    (folder / "vocab.json").write_text(json.dumps({**vocab, "</s>": 900}))
+    with pytest.raises(TokenizerError, match=r"vocab.json: '</s>' has the id 900; 176 tokens have"):
+        load_tokenizer(folder)
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    (folder / "target.spm").unlink()
+    with pytest.raises(TokenizerError, match=r"a MarianTokenizer needs target\.spm"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [("marian", "marian"), ("mbart", "mbart"), ("m2m_100", "m2m_100"), ("pegasus", "pegasus")],
+)
+def test_the_class_of_a_model_type(tmp_path, name, model_type):
+    """Files of the Hub often name no class."""
+    folder = write(tmp_path / name, name, tokenizer_class=None)
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    assert type(tokenizer).__name__ == CASES[name]["config"]["tokenizer_class"]
+    assert {text: tokenizer.encode(text) for text in CASES[name]["ids"]} == CASES[name]["ids"]
+
+
+def test_the_language_in_a_text_for_marian(load):
+    tokenizer = load("marian")
+    hello = tokenizer.encode("Hello")
+    code = DATA["vocabularies"]["marian"][">>deu<<"]
+    assert tokenizer.encode(">>deu<< Hello") == tokenizer.encode(">>deu<<Hello") == [code, *hello]
+    assert tokenizer.encode(">>xyz<< Hello") == [tokenizer.unk_token_id, *hello]
+    assert tokenizer.encode(">>") == tokenizer.encode(" >>")
