@@ -183,16 +183,13 @@ class T5Config(cfg.ModelConfig):
 
 
 def wo_dtypes(dtype: DTypeLike, param_dtype: DTypeLike) -> dict[str, DTypeLike]:
-    """Dtypes of `wo`, which computes in float32 where the other layers compute in half precision.
+    """Dtypes of `wo`: float32 in place of float16, where T5's activations overflow.
 
-    Its weights are float32 in place of float16, where they overflow; bfloat16 ones stay, as in
-    Hugging Face.
+    Its products stay in bfloat16, as in Hugging Face. In float32 they would take six passes on a
+    TPU: two thirds of the time of a training step.
     """
-    half = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
-    return {
-        "dtype": jnp.float32 if jnp.dtype(dtype) in half else dtype,
-        "param_dtype": jnp.float32 if jnp.dtype(param_dtype) == jnp.float16 else param_dtype,
-    }
+    dtypes = {"dtype": dtype, "param_dtype": param_dtype}
+    return {name: jnp.float32 if jnp.dtype(x) == jnp.float16 else x for name, x in dtypes.items()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -79,38 +79,44 @@ class Linear(nnx.Module):
         return y if self.bias is None else plus_bias(y, self.bias[...].astype(self.dtype))
 
     def product(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
-        """``x W^T``; on a mesh with fsdp a product of many tokens gathers W first."""
-        w = self.weight[...].astype(self.dtype)
-        many = x.ndim == 3 and x.shape[1] > 1 and len(x) % row_shards(context_mesh()) == 0
-        if many and fsdp_axis(w.shape, self.axes) is not None:
-            return times_gathered(x, w, self.axes)
-        return times_transposed(x, w)
+        """``x W^T`` in the layer's dtype."""
+        return product(x, self.weight[...].astype(self.dtype), self.axes)
+
+
+def product(
+    x: Float[Array, "... I"], w: Float[Array, "O I"], axes: tuple[str | None, ...]
+) -> Float[Array, "... O"]:
+    """``x W^T``; on a mesh with fsdp a product of many tokens gathers W first.
+
+    Args:
+        axes: logical axes of the weight.
+    """
+    axis = fsdp_axis(w.shape, axes)
+    many = x.ndim == 3 and x.shape[1] > 1 and len(x) % row_shards(context_mesh()) == 0
+    return times_gathered(x, w, axis) if many and axis is not None else times_transposed(x, w)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def times_gathered(
-    x: Float[Array, "B T I"], w: Float[Array, "O I"], axes: tuple[str | None, ...]
+    x: Float[Array, "B T I"], w: Float[Array, "O I"], axis: int
 ) -> Float[Array, "B T O"]:
-    """``x W^T`` of a weight whose fsdp shards are all-gathered before the product (FSDP).
+    """``x W^T`` of a weight whose fsdp shards along `axis` are all-gathered first (FSDP).
 
     The backward pass gathers them again, and reduces the gradient into shards. XLA's own ways with
     such a product, loops over the shards, take several times as long.
     """
 
     def local(x: Float[Array, "b T I"], w: Float[Array, "o i"]) -> Array:
-        return times_transposed(
-            x, jax.lax.all_gather(w, FSDP, axis=axes.index("embed"), tiled=True)
-        )
+        return times_transposed(x, jax.lax.all_gather(w, FSDP, axis=axis, tiled=True))
 
-    return by_rows(local, (x,), (w,), axes, sums=False)
+    return by_rows(local, (x,), (w,), axis, sums=False)
 
 
 def _times_gathered_backward(
-    axes: tuple[str | None, ...],
+    axis: int,
     kept: tuple[Float[Array, "B T I"], Float[Array, "O I"]],
     gradient: Float[Array, "B T O"],
 ) -> tuple[Float[Array, "B T I"], Float[Array, "O I"]]:
-    axis = axes.index("embed")
 
     def of_x(gradient: Float[Array, "b T O"], w: Float[Array, "o i"]) -> Array:
         whole = jax.lax.all_gather(w, FSDP, axis=axis, tiled=True)
@@ -127,13 +133,13 @@ def _times_gathered_backward(
     # to keep until now.
     (x, w), gradient = jax.lax.optimization_barrier((kept, gradient))
     return (
-        by_rows(of_x, (gradient,), (w,), axes, sums=False),
-        by_rows(of_w, (x, gradient), (), axes, sums=True),
+        by_rows(of_x, (gradient,), (w,), axis, sums=False),
+        by_rows(of_w, (x, gradient), (), axis, sums=True),
     )
 
 
 times_gathered.defvjp(
-    lambda x, w, axes: (times_gathered(x, w, axes), (x, w)), _times_gathered_backward
+    lambda x, w, axis: (times_gathered(x, w, axis), (x, w)), _times_gathered_backward
 )
 
 
@@ -141,19 +147,19 @@ def by_rows(
     function: Callable[..., Array],
     rows: tuple[Array, ...],
     weights: tuple[Array, ...],
-    axes: tuple[str | None, ...],
+    axis: int,
     *,
     sums: bool,
 ) -> Array:
     """The function of each device's rows and fsdp shards of weights; `tensor` is left to XLA.
 
     Args:
-        axes: logical axes of a weight.
+        axis: the dimension of a weight that is sharded over fsdp.
         sums: the result is the shards of a weight, not rows.
     """
     mesh = context_mesh()
     assert mesh is not None
-    shard = PartitionSpec(*(FSDP if name == "embed" else None for name in axes))
+    shard = PartitionSpec(*(FSDP if i == axis else None for i in range(2)))
     run = jax.shard_map(
         function,
         mesh=mesh,

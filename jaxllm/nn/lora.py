@@ -10,8 +10,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxllm.common.precision import precision_of
-from jaxllm.nn.linear import Linear, dropout
-from jaxllm.nn.platform.products import times_transposed
+from jaxllm.nn.linear import Linear, dropout, product
+from jaxllm.parallel.sharding import part_axes
 
 
 class LoraLinear(Linear):
@@ -59,7 +59,8 @@ class LoraLinear(Linear):
         y = super().__call__(x)
         x = dropout(x.astype(self.dtype), self.dropout_rate, key)
         a, b = (p[...].astype(self.dtype) for p in (self.lora_a, self.lora_b))
-        change = times_transposed(times_transposed(x, a), b) * self.scale
+        lowered = product(x, a, part_axes("lora_a", self.axes))
+        change = product(lowered, b, part_axes("lora_b", self.axes)) * self.scale
         if self.lora_magnitude is None:
             return y + change
         ratio = self._ratio(jax.lax.stop_gradient(row_norms(self._sum())))

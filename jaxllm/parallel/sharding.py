@@ -193,10 +193,9 @@ def logical_axes(path: str) -> tuple[str | None, ...]:
     >>> logical_axes("backbone.stack.blocks.0.attn.q.lora_b")
     ('heads', 'rank')
     """
-    for part, axes_of in _AXES_OF_PARTS.items():
+    for part in _AXES_OF_PARTS:
         if path.endswith(part):
-            axes = logical_axes(f"{path.removesuffix(part)}.weight")
-            return axes_of(axes) if len(axes) == 2 else ()
+            return part_axes(part[1:], logical_axes(f"{path.removesuffix(part)}.weight"))
     return next((axes for rule, axes in _RULES if rule.fullmatch(path)), ())
 
 
@@ -366,6 +365,11 @@ def fsdp_axis(shape: Sequence[int], axes: Sequence[str | None]) -> int | None:
         return None
     found = (i for i, name in enumerate(axes) if MESH_AXIS.get(name or "") == FSDP)
     return next((i for i in found if shape[i] % mesh.shape[FSDP] == 0), None)
+
+
+def part_axes(part: str, axes: tuple[str | None, ...]) -> tuple[str | None, ...]:
+    """Logical axes of a part of a layer, such as ``lora_a``, from those of the layer's weight."""
+    return _AXES_OF_PARTS[f".{part}"](axes) if len(axes) == 2 else ()
 
 
 def shard_count(shape: Sequence[int], *axes: str | None) -> int:
