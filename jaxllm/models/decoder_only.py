@@ -47,6 +47,8 @@ class Backbone(nnx.Module, Generic[C]):
     stack: Stack
     max_positions: int | None = None
     """Positions that a table of them has."""
+    is_causal: bool = True
+    """False: tokens attend to both sides."""
     takes_position_ids: ClassVar[bool] = True
     """False: the family has no positions, only distances (ALiBi)."""
 
@@ -173,7 +175,7 @@ class DecoderOnly(Model[DecoderOnlyConfig]):
         mask, segments, limit = inputs.mask, inputs.segments, self.backbone.max_positions
         check.check_capacity(mask, cache, None if position_ids is not None else limit, segments)
         if cache is None:
-            view = make_view(mask, causal=self.config.is_causal, segments=segments)
+            view = make_view(mask, causal=self.backbone.is_causal, segments=segments)
         else:
             view, cache = cache.make_view(mask)
         if position_ids is not None:

@@ -260,7 +260,7 @@ class RotaryModel(Backbone[C]):
         self.embed = make.embedding()
         blocks = [self.block(make, layer) for layer in range(config.num_hidden_layers)]
         self.stack = Stack(blocks, make.norm(), **options.stack)
-        self.config = config.forward_part()
+        self.config, self.is_causal = config.forward_part(), config.is_causal
 
     @staticmethod
     def layer_factory(config: Any, options: Options, rngs: nnx.Rngs | None) -> LayerFactory:
