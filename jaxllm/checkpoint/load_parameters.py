@@ -258,7 +258,9 @@ class Tensor:
         is not empty."""
         if index and self.entry.order:
             rows, *rest = index
-            values = self.source.read(self.name)[np.asarray(self.entry.order[rows]), *rest]
+            whole = self.source.read(self.name)
+            whole = whole.reshape(-1) if self.entry.columns else whole
+            values = whole[np.asarray(self.entry.order[rows]), *rest]
         else:
             values = self.source.read(self.name, index)
         problem = None if self.allow_nonfinite else find_nonfinite(self.name, values)

@@ -10,6 +10,7 @@ from jaxllm.models.bloom import (
     BloomForSequenceClassification,
     BloomModel,
 )
+from jaxllm.models.cohere import CohereConfig, CohereForCausalLM, CohereModel
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.encoder_decoder import shift_tokens_right
 from jaxllm.models.gemma import (
@@ -92,6 +93,9 @@ __all__ = [
     "BloomForSequenceClassification",
     "BloomModel",
     "Card",
+    "CohereConfig",
+    "CohereForCausalLM",
+    "CohereModel",
     "Decoder",
     "GPT2Config",
     "GPT2ForSequenceClassification",

@@ -10,6 +10,7 @@ from jaxllm.common.arguments import checked
 from jaxllm.common.errors import ConfigError, UnsupportedError, quoted
 from jaxllm.models import (
     bloom,
+    cohere,
     gemma,
     gemma2,
     gemma3,
@@ -194,6 +195,13 @@ FAMILIES: Mapping[str, Family] = {
         language_model=phi3.Phi3ForCausalLM,
         classifier=phi3.Phi3ForSequenceClassification,
         headless=phi3.Phi3Model,
+    ),
+    "cohere": _decoder_only(
+        cohere.CohereConfig,
+        cohere.cohere_table,
+        ("num_hidden_layers", "attention_bias", "use_qk_norm"),
+        language_model=cohere.CohereForCausalLM,
+        headless=cohere.CohereModel,
     ),
     "gpt2": _decoder_only(
         gpt2.GPT2Config,

@@ -31,7 +31,9 @@ class Entry:
     Parameters are [out, in]. `transposed`: the tensor is [in, out] (GPT-2's Conv1D). With several
     `parameters` it is their concatenation along the output axis (GPT-2's fused q, k, v), of which
     each has as many rows, or those of `rows` (grouped-query attention). With `order` our rows are
-    the tensor's rows of these numbers (BLOOM has q, k and v of each head together).
+    the tensor's rows of these numbers (BLOOM has q, k and v of each head together). With `columns`
+    the tensor is a matrix of so many columns, and our parameter the vector of its rows, one after
+    the other, whose elements `order` names (Cohere's norms have weights for each head).
     """
 
     parameters: tuple[str, ...]
@@ -39,6 +41,7 @@ class Entry:
     transposed: bool = False
     rows: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
+    columns: int = 0
 
     @property
     def modules(self) -> list[str]:
@@ -47,13 +50,19 @@ class Entry:
 
     def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the tensor, from that of one of its parameters."""
+        if self.columns:
+            return (shape[0] // self.columns, self.columns)
         rows = sum(self.rows) or shape[0] * len(self.parameters)
         whole = (rows, *shape[1:])
         return whole[::-1] if self.transposed else whole
 
     def split(self, tensor: np.ndarray) -> list[np.ndarray]:
         """Splits a tensor into our parameters; the parts are [out, in] views."""
-        return self.parts(tensor.T if self.transposed else tensor)
+        return self.parts(self.in_rows(tensor))
+
+    def in_rows(self, tensor: np.ndarray) -> np.ndarray:
+        """The tensor with its rows as the first axis; with `columns`, as a vector."""
+        return tensor.reshape(-1) if self.columns else tensor.T if self.transposed else tensor
 
     def parts(self, whole: A) -> list[A]:
         """Splits an array of the tensor's rows, or of a number for each row, into our parameters'.
@@ -89,6 +98,7 @@ class Entry:
     def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Inverse of `split`; the result is contiguous."""
         whole = self.whole(np.concatenate(arrays) if len(arrays) > 1 else arrays[0])
+        whole = whole.reshape(-1, self.columns) if self.columns else whole
         return np.ascontiguousarray(whole.T if self.transposed else whole)
 
     def whole(self, rows: A) -> A:
@@ -102,13 +112,8 @@ class Entry:
 
     def for_layer(self, i: str) -> Entry:
         """The entry of layer i."""
-        return Entry(
-            tuple(o.replace("{i}", i) for o in self.parameters),
-            self.tensor.replace("{i}", i),
-            self.transposed,
-            self.rows,
-            self.order,
-        )
+        names = tuple(o.replace("{i}", i) for o in self.parameters)
+        return dataclasses.replace(self, parameters=names, tensor=self.tensor.replace("{i}", i))
 
 
 @dataclasses.dataclass(frozen=True)

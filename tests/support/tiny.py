@@ -130,6 +130,13 @@ ROTARY["phi3"] = {
     "sliding_window": 4,
     "partial_rotary_factor": 0.75,
 }
+ROTARY["cohere"] = {
+    **CONFIGS["llama"],
+    "model_type": "cohere",
+    "pad_token_id": 0,
+    "logit_scale": 0.7,
+    "use_qk_norm": True,
+}
 """Llama's relatives: windows in all layers, in the last, or in every other one."""
 CONFIGS |= ROTARY
 _MODULE: dict[str, Any] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from parity_maker.inputs import (
     ABSENT,
     TASKS,
+    Beams,
     Case,
     Forward,
     Grad,
@@ -21,7 +22,7 @@ from parity_maker.llama import LLAMA
 CASES: list[Case] = []
 
 NAMES = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma2": "Gemma2"}
-NAMES |= {"phi3": "Phi3", "gemma": "Gemma", "gemma3": "Gemma3"}
+NAMES |= {"phi3": "Phi3", "gemma": "Gemma", "gemma3": "Gemma3", "cohere": "Cohere"}
 COMMON = {k: v for k, v in LLAMA.items() if k not in ("attention_bias", "mlp_bias")}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 GRADS = (
@@ -297,4 +298,30 @@ rotary(
         "original_max_position_embeddings": 8,
     },
     **labels_of(3),
+)
+COHERE = {"rms_norm_eps": ABSENT, "layer_norm_eps": 2e-3, "logit_scale": 0.7}
+rotary(
+    "cohere_full",
+    "QK norm, biases, head_dim != hidden/heads, logits times 0.7, gelu, own head, v5 rope, gradients",
+    GRADS + BIASES + NORMS + ("model.layers.1.input_layernorm.weight",),
+    **COHERE,
+    pad_token_id=1,  # the reference fills rows of beams with EOS in place of pad token 0
+    use_qk_norm=True,
+    attention_bias=True,
+    hidden_act="gelu",
+    tie_word_embeddings=False,
+    rope_parameters={"rope_type": "default", "rope_theta": 60.0},
+)
+CASES[-1].calls["generate_beams"] = Beams(prompts(CASES[-1].config).make)
+rotary(
+    "cohere_published",
+    "fields of a published config.json: no QK norm, no biases, no head_dim, tied; yarn",
+    **COHERE | {"head_dim": ABSENT},
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    use_qk_norm=False,
+    attention_bias=False,
+    max_position_embeddings=256,
+    rope_theta=90.0,
+    rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
 )
