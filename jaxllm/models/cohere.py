@@ -109,6 +109,7 @@ class CohereModel(DecoderOnlyModel):
 
 
 class CohereForCausalLM(CausalLM):
+    config: CohereConfig
     backbone_class = CohereBackbone
 
     def scaled_for_head(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:

@@ -28,6 +28,7 @@ OWN = {
     "own_phi3": ("phi3", {"tie_word_embeddings": True}),
     "own_gemma": ("gemma", {"attention_bias": True}),
     "own_gemma3": ("gemma3_text", {"attention_bias": True}),
+    "own_cohere": ("cohere", {"attention_bias": True}),
     "own_t5gemma": ("t5gemma", {"tie_word_embeddings": False}),
     "own_gpt2": ("gpt2", {}),
     "own_opt": ("opt", {}),

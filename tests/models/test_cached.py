@@ -49,7 +49,7 @@ def test_forward_with_a_cache(family):
         "bloom",
         *(
             pytest.param(f, marks=pytest.mark.slow)
-            for f in ("mistral", "qwen2", "phi3", "gemma", "gemma3_text", "t5gemma")
+            for f in ("mistral", "qwen2", "phi3", "gemma", "gemma3_text", "cohere", "t5gemma")
         ),
         *(pytest.param(f, marks=pytest.mark.slow) for f in ("opt", "gpt_neo", "gptj")),
     ],

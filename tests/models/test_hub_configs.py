@@ -76,6 +76,15 @@ def test_versions_of_gemma():
     assert config("embeddinggemma-300m").window(0) == 256
 
 
+def test_sizes_of_cohere():
+    plus, v5 = config("c4ai-command-r-plus"), config("c4ai-command-r-plus, saved by transformers 5")
+    assert plus == v5
+    assert (plus.use_qk_norm, plus.logit_scale, plus.rotary.theta) == (True, 5 / 6, 7.5e7)
+    aya = config("aya-23-8B")
+    assert (aya.kv_heads, aya.size_per_head, aya.tie_word_embeddings) == (8, 128, True)
+    assert config("c4ai-command-r-v01").kv_heads == 64
+
+
 def test_both_sides_of_t5gemma():
     t5gemma = config("t5gemma-9b-2b-prefixlm-it")
     assert (t5gemma.encoder_width, t5gemma.width, t5gemma.decoder_start_token_id) == (3584, 2304, 2)

@@ -1063,6 +1063,65 @@ XGLM_564M = {
     "use_cache": True,
     "vocab_size": 256008,
 }
+COMMAND_R = {
+    "architectures": ["CohereForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 5,
+    "eos_token_id": 255001,
+    "hidden_act": "silu",
+    "hidden_size": 8192,
+    "initializer_range": 0.02,
+    "intermediate_size": 22528,
+    "layer_norm_eps": 1e-05,
+    "logit_scale": 0.0625,
+    "max_position_embeddings": 8192,
+    "model_max_length": 131072,
+    "model_type": "cohere",
+    "num_attention_heads": 64,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 64,
+    "pad_token_id": 0,
+    "rope_theta": 8000000.0,
+    "torch_dtype": "float16",
+    "transformers_version": "4.38.2",
+    "use_cache": True,
+    "vocab_size": 256000,
+}
+COMMAND_R_PLUS = {
+    **{name: value for name, value in COMMAND_R.items() if name != "model_max_length"},
+    "hidden_size": 12288,
+    "intermediate_size": 33792,
+    "logit_scale": 0.8333333333333334,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 96,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 8,
+    "rope_theta": 75000000.0,
+    "transformers_version": "4.40.0.dev0",
+    "use_qk_norm": True,
+}
+COMMAND_R_PLUS_VERSION_5 = {
+    name: value
+    for name, value in COMMAND_R_PLUS.items()
+    if name not in ("rope_theta", "torch_dtype")
+} | {
+    "dtype": "float16",
+    "rope_parameters": {"rope_theta": 75000000.0, "rope_type": "default"},
+    "tie_word_embeddings": True,
+    "transformers_version": "5.23.0",
+}
+AYA_23_8B = {
+    **{name: value for name, value in COMMAND_R.items() if name != "model_max_length"},
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rope_theta": 10000,
+    "transformers_version": "4.40.0.dev0",
+    "use_qk_norm": False,
+}
 
 CONFIGS = {
     "t5-small": T5_SMALL,
@@ -1098,6 +1157,10 @@ CONFIGS = {
     "Phi-3.5-mini-instruct": PHI_3_5_MINI,
     "Phi-4-mini-instruct": PHI_4_MINI,
     "Phi-4-mini-instruct, saved by transformers 5": PHI_4_VERSION_5,
+    "c4ai-command-r-v01": COMMAND_R,
+    "c4ai-command-r-plus": COMMAND_R_PLUS,
+    "c4ai-command-r-plus, saved by transformers 5": COMMAND_R_PLUS_VERSION_5,
+    "aya-23-8B": AYA_23_8B,
     "opt-125m": OPT_125M,
     "opt-350m": OPT_350M,
     "opt-1.3b": OPT_1_3B,

@@ -302,7 +302,8 @@ rotary(
 COHERE = {"rms_norm_eps": ABSENT, "layer_norm_eps": 2e-3, "logit_scale": 0.7}
 rotary(
     "cohere_full",
-    "QK norm, biases, head_dim != hidden/heads, logits times 0.7, gelu, own head, v5 rope, gradients",
+    "QK norm, biases, head_dim != hidden/heads, logits times 0.7, gelu, own head, v5 rope, "
+    "gradients",
     GRADS + BIASES + NORMS + ("model.layers.1.input_layernorm.weight",),
     **COHERE,
     pad_token_id=1,  # the reference fills rows of beams with EOS in place of pad token 0
