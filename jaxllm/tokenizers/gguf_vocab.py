@@ -42,6 +42,7 @@ _PRE_TOKENIZERS = {
     "default": _GPT2,
     "gpt-2": _GPT2,
     "gpt2": _GPT2,
+    "command-r": _DIGITS,
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
     "llama-bpe": _LLAMA3,

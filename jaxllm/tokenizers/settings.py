@@ -83,6 +83,11 @@ GEMMA_TOKENS = {
     **{"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"},
     **{"pad_token": "<pad>", "mask_token": "<mask>"},
 }
+COHERE_TOKENS = {
+    **{"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "unk_token": "<UNK>"},
+    **{"pad_token": "<PAD>", "cls_token": "<CLS>", "sep_token": "<SEP>"},
+    "mask_token": "<MASK_TOKEN>",
+}
 T5_TOKENS = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 MAX_ADDED_TOKENS = 2**17
 MAX_ADDED_TOKEN_BYTES = 256

@@ -25,6 +25,7 @@ from jaxllm.common.strict_json import parse_json
 from jaxllm.tokenizers.batch import PaddingSide, Span
 from jaxllm.tokenizers.limits import check_growth, check_normalized_size
 from jaxllm.tokenizers.settings import (
+    COHERE_TOKENS,
     GEMMA_TOKENS,
     GPT2_TOKENS,
     LLAMA_TOKENS,
@@ -50,6 +51,7 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": Tr
 _CLASSES: Mapping[str, tuple[Mapping[str, str], tuple[str, ...]]] = {
     "LlamaTokenizer": (LLAMA_TOKENS, ("add_bos_token", "add_eos_token")),
     "GemmaTokenizer": (GEMMA_TOKENS, ()),
+    "CohereTokenizer": (COHERE_TOKENS, ()),
     "GPT2Tokenizer": (GPT2_TOKENS, ("add_prefix_space",)),
     "RobertaTokenizer": (ROBERTA_TOKENS, ("add_prefix_space",)),
     "BartTokenizer": (ROBERTA_TOKENS, ("add_prefix_space",)),
@@ -138,7 +140,7 @@ class FastTokenizer(Tokenizer):
             prefix_space = settings.flag("add_prefix_space", False)
             if splitter.get("type") == "ByteLevel":  # alone, and in no Sequence
                 splitter["add_prefix_space"] = prefix_space
-        pads_left = class_name in ("LlamaTokenizer", "GemmaTokenizer")
+        pads_left = class_name in ("LlamaTokenizer", "GemmaTokenizer", "CohereTokenizer")
         side: PaddingSide = "left" if pads_left else "right"
         settings = replace(settings, options=options)
         return cls(spec, settings, files.contents, source=source, padding_side=side)

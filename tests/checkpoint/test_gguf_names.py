@@ -34,7 +34,8 @@ def convert_sizes(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "rms_norm_eps" in config:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config.get("rope_parameters", config)["rope_theta"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
@@ -63,6 +64,13 @@ def convert_gemma3(writer: gguf.GGUFWriter, config: dict) -> None:
     # Fields that converters write for other families with such windows.
     writer.add_sliding_window_pattern(config["sliding_window_pattern"])
     writer.add_rope_freq_base_swa(config["rope_local_base_freq"])
+
+
+def convert_cohere(writer: gguf.GGUFWriter, config: dict) -> None:
+    convert_sizes(writer, config)
+    writer.add_layer_norm_eps(config["layer_norm_eps"])
+    writer.add_logit_scale(config["logit_scale"])
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
 
 
 def convert_gpt2(writer: gguf.GGUFWriter, config: dict) -> None:
@@ -98,6 +106,7 @@ ARCHITECTURES = {
     "GemmaForCausalLM": (gguf.MODEL_ARCH.GEMMA, convert_gemma),
     "Gemma2ForCausalLM": (gguf.MODEL_ARCH.GEMMA2, convert_gemma2),
     "Gemma3ForCausalLM": (gguf.MODEL_ARCH.GEMMA3, convert_gemma3),
+    "CohereForCausalLM": (gguf.MODEL_ARCH.COMMAND_R, convert_cohere),
     "GPT2LMHeadModel": (gguf.MODEL_ARCH.GPT2, convert_gpt2),
     "T5ForConditionalGeneration": (gguf.MODEL_ARCH.T5, convert_t5),
     "UMT5ForConditionalGeneration": (gguf.MODEL_ARCH.T5, convert_t5),
@@ -175,6 +184,7 @@ CHECKPOINTS = {
     "gemma_published": {"hidden_act": "gelu_pytorch_tanh"},
     "gemma2_published": {"sliding_window": 4},
     "gemma3_published": {"sliding_window": 4},
+    "cohere_full": {"hidden_act": "silu"},
     "gpt2_base": {"activation_function": "gelu_new"},
     "gpt2_hub_layout": {"n_inner": 72},
     "gpt2_untied": {"activation_function": "gelu_new"},
@@ -214,7 +224,7 @@ class TestRoundTrip:
         assert actual.pop("tie_word_embeddings") is ("lm_head.weight" not in tensors)
         if config["model_type"].endswith("t5"):
             assert actual.pop("n_positions") == 512
-        for key in ("rms_norm_eps", "layer_norm_epsilon"):
+        for key in ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "logit_scale"):
             if key in expected:
                 assert actual.pop(key) == np.float32(expected.pop(key))
         assert actual == expected

@@ -15,7 +15,7 @@ from jaxllm.tokenizers import FastTokenizer, GPT2Tokenizer, load_tokenizer
 from jaxllm.tokenizers.settings import TokenizerSettings
 
 DATA = paths.DATA / "tokenizers"
-NAMES = ("gpt2", "llama3", "smollm", "t5", "llama2", "metaspace", "gemma")
+NAMES = ("gpt2", "llama3", "smollm", "t5", "llama2", "metaspace", "gemma", "cohere")
 
 
 @pytest.fixture(params=NAMES)
@@ -202,6 +202,14 @@ def test_the_class_of_gemma_names_its_tokens_and_pads_on_the_left(load_fast):
     assert (tokenizer.padding_side, tokenizer.mask_token) == ("left", "<mask>")
     ids = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
     assert ids == [2, 1, 0]
+
+
+def test_the_class_of_cohere_names_its_tokens_and_pads_on_the_left(load_fast):
+    tokenizer = load_fast("cohere")
+    assert (tokenizer.padding_side, tokenizer.sep_token) == ("left", "<SEP>")
+    composed, apart = "caf\u00e9 12", "cafe\u0301 12"
+    assert tokenizer.encode(composed) == tokenizer.encode(apart)
+    assert tokenizer.encode(composed)[0] == tokenizer.bos_token_id == 5
 
 
 def test_folder_without_tokenizer_files(tmp_path):

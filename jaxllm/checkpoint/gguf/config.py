@@ -17,7 +17,10 @@ import numpy as np
 from jaxllm.checkpoint.source import TensorInfo
 from jaxllm.common.errors import CheckpointError, UnsupportedError, listed, quoted
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gpt2", "t5", "t5encoder")
+ARCHITECTURES = (
+    *("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "command-r", "gpt2"),
+    *("t5", "t5encoder"),
+)
 """llama.cpp's architecture names. Its converter writes Mistral as "llama", without the window."""
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -65,6 +68,11 @@ def hf_config_from_gguf(
         if architecture in _GEMMA:
             del config["hidden_act"]
             config |= _GEMMA[architecture](fields, config)
+        if architecture == "command-r":
+            config["layer_norm_eps"] = fields.number(_LAYER_NORM)
+            config["logit_scale"] = fields.number("logit_scale")
+        else:
+            config["rms_norm_eps"] = fields.number(_RMS_NORM)
     elif architecture == "gpt2":
         config = _gpt2(fields, tensors)
     else:
@@ -116,6 +124,15 @@ def _gemma3(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     return {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
 
 
+def _cohere(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    return {
+        "model_type": "cohere",
+        "architectures": ["CohereForCausalLM"],
+        "attention_bias": _has_biases(tensors, "attn_q", "attn_k", "attn_v", "attn_output"),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
+    }
+
+
 def _gemma_fields(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"hidden_act": "gelu_pytorch_tanh"}
 
@@ -156,6 +173,7 @@ _ROTARY = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "command-r": _cohere,
 }
 """Architectures with the fields that `_rotary` reads -> functions for what the tensors tell."""
 _GEMMA = {"gemma": _gemma_fields, "gemma2": _gemma2_fields, "gemma3": _gemma3_fields}
@@ -189,7 +207,6 @@ def _rotary(
         "num_key_value_heads": fields.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": fields.integer("context_length"),
-        "rms_norm_eps": fields.number(_RMS_NORM),
         "hidden_act": "silu",
         "rope_theta": theta,
     }

@@ -4,7 +4,7 @@ llama.cpp renames tensors and changes three kinds, undone here:
 
 * Llama's query and key projections, not Qwen's. Hugging Face rotates dimension ``i`` of a head with
   ``i + d/2`` (half-split), GGUF with its neighbour (interleaved), so the rows of each head are
-  reordered; keys have ``num_key_value_heads`` heads.
+  reordered; keys have ``num_key_value_heads`` heads. Cohere's are interleaved in both.
 * GPT-2's ``Conv1D`` weights, which Hugging Face keeps as ``[in, out]``, are transposed in GGUF.
 * Gemma's norms multiply by ``1 + weight``, which is what GGUF has.
 """
@@ -40,7 +40,7 @@ _HEAD_NORMS = {
     "blk.{}.attn_q_norm": "model.layers.{}.self_attn.q_norm",
     "blk.{}.attn_k_norm": "model.layers.{}.self_attn.k_norm",
 }
-_QWEN3 = {**_LLAMA, **_HEAD_NORMS}
+_NORMED_HEADS = {**_LLAMA, **_HEAD_NORMS}
 _GEMMA2 = {
     **_LLAMA,
     "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
@@ -94,7 +94,8 @@ _T5 = {
 _NAMES = {
     "llama": _LLAMA,
     "qwen2": _LLAMA,
-    "qwen3": _QWEN3,
+    "qwen3": _NORMED_HEADS,
+    "command-r": _NORMED_HEADS,
     "gemma": _LLAMA,
     "gemma2": _GEMMA2,
     "gemma3": {**_GEMMA2, **_HEAD_NORMS},

@@ -302,22 +302,21 @@ rotary(
 COHERE = {"rms_norm_eps": ABSENT, "layer_norm_eps": 2e-3, "logit_scale": 0.7}
 rotary(
     "cohere_full",
-    "QK norm, biases, head_dim != hidden/heads, logits times 0.7, gelu, own head, v5 rope, "
-    "gradients",
+    "QK norm, biases, head_dim != hidden/heads, logits times 0.7, gelu, tied, v5 rope, gradients",
     GRADS + BIASES + NORMS + ("model.layers.1.input_layernorm.weight",),
     **COHERE,
     pad_token_id=1,  # the reference fills rows of beams with EOS in place of pad token 0
     use_qk_norm=True,
     attention_bias=True,
     hidden_act="gelu",
-    tie_word_embeddings=False,
     rope_parameters={"rope_type": "default", "rope_theta": 60.0},
 )
 CASES[-1].calls["generate_beams"] = Beams(prompts(CASES[-1].config).make)
 rotary(
-    "cohere_published",
-    "fields of a published config.json: no QK norm, no biases, no head_dim, tied; yarn",
+    "cohere_yarn",
+    "no QK norm, no biases, no head_dim, own head, yarn",
     **COHERE | {"head_dim": ABSENT},
+    tie_word_embeddings=False,
     num_attention_heads=2,
     num_key_value_heads=1,
     use_qk_norm=False,

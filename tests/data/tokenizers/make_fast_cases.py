@@ -238,6 +238,30 @@ def gemma():
     }
 
 
+def cohere():
+    """Composed characters, digits one by one, and a left side of padding; named by its class."""
+    specials = ["<PAD>", "<UNK>", "<CLS>", "<SEP>", "<MASK_TOKEN>", "<BOS_TOKEN>"]
+    turns = ["<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>"]
+    tokenizer = byte_level(400, [*specials, *turns])
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<BOS_TOKEN> $A",
+        pair="<BOS_TOKEN> $A <BOS_TOKEN>:1 $B:1",
+        special_tokens=[("<BOS_TOKEN>", 5)],
+    )
+    return tokenizer, {
+        "tokenizer_class": "CohereTokenizer",
+        "add_bos_token": True,
+        "add_eos_token": False,
+    }
+
+
 def describe(folder, rng):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     lists = [tokenizer.encode(text) for text in TEXTS[::3]]
@@ -283,7 +307,7 @@ def main():
     (HERE / "fast").mkdir(exist_ok=True)
     result = {"transformers": transformers.__version__, "tokenizers": {}}
     rng = random.Random(0)
-    for maker in (gpt2, llama3, smollm, t5, llama2, metaspace, gemma):
+    for maker in (gpt2, llama3, smollm, t5, llama2, metaspace, gemma, cohere):
         name = maker.__name__
         tokenizer, config = maker()
         spec = json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False)
