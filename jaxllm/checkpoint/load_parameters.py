@@ -258,9 +258,7 @@ class Tensor:
         is not empty."""
         if index and self.entry.order:
             rows, *rest = index
-            whole = self.source.read(self.name)
-            whole = whole.reshape(-1) if self.entry.columns else whole
-            values = whole[np.asarray(self.entry.order[rows]), *rest]
+            values = self.source.read(self.name)[np.asarray(self.entry.order[rows]), *rest]
         else:
             values = self.source.read(self.name, index)
         problem = None if self.allow_nonfinite else find_nonfinite(self.name, values)
@@ -284,8 +282,11 @@ class Tensor:
 
     def read_shard(self, number: int, rows: int, dtype: DTypeLike, index: Index) -> np.ndarray:
         """Reads a slice of the parameter `number` that this tensor holds, cast to `dtype`."""
-        values = self.read(self.entry.index(number, rows, index))
-        values = values.T if self.entry.transposed else values
+        if self.entry.columns:  # weights of norms, which are small
+            values = self.part(number)[index]
+        else:
+            values = self.read(self.entry.index(number, rows, index))
+            values = values.T if self.entry.transposed else values
         check_range(f"{self.source.info(self.name).file}: {self.name}", values, dtype)
         return np.array(values, dtype, order="C")  # a copy: nothing keeps the file mapped
 

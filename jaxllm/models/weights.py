@@ -57,12 +57,15 @@ class Entry:
         return whole[::-1] if self.transposed else whole
 
     def split(self, tensor: np.ndarray) -> list[np.ndarray]:
-        """Splits a tensor into our parameters; the parts are [out, in] views."""
-        return self.parts(self.in_rows(tensor))
+        """Splits a tensor into our parameters; the parts are [out, in] views.
 
-    def in_rows(self, tensor: np.ndarray) -> np.ndarray:
-        """The tensor with its rows as the first axis; with `columns`, as a vector."""
-        return tensor.reshape(-1) if self.columns else tensor.T if self.transposed else tensor
+        >>> entry = Entry(("norm",), "norm", order=(0, 2, 1, 3), columns=2)
+        >>> entry.split(np.array([[0, 1], [2, 3]])), entry.tensor_shape((4,))
+        ([array([0, 2, 1, 3])], (2, 2))
+        """
+        if self.columns:
+            return self.parts(tensor.reshape(-1))
+        return self.parts(tensor.T if self.transposed else tensor)
 
     def parts(self, whole: A) -> list[A]:
         """Splits an array of the tensor's rows, or of a number for each row, into our parameters'.
