@@ -1,7 +1,7 @@
 """Command R, Command R+ and Aya 23 (Cohere 2024, https://cohere.com/blog/command-r).
 
-Llama whose attention and feed-forward layer read the same norm, which is a LayerNorm without a
-bias, with logits that are multiplied by a constant.
+Llama with parallel attention and feed-forward layers, LayerNorm without biases, RoPE that rotates
+pairs of neighbours, and logits that are multiplied by a constant.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from jaxllm.nn.platform.products import standardized
 class CohereConfig(RotaryConfig):
     """Cohere config, with the field names of config.json.
 
-    `logit_scale` multiplies the logits. With `use_qk_norm` each head's query and key are
-    normalised, with weights of the head's own.
+    `logit_scale` multiplies the logits. With `use_qk_norm` the query and key of each head are
+    normalized, with weights of the head's own.
     """
 
     default_theta: ClassVar[float] = 500000.0
-    # These norms have `layer_norm_eps`: a class variable in its place removes the inherited field.
+    # The norms have `layer_norm_eps`. A class variable removes the inherited field.
     rms_norm_eps: ClassVar[float] = 1e-5  # pyright: ignore[reportIncompatibleVariableOverride]
 
     vocab_size: int = 256000
@@ -68,9 +68,9 @@ class CohereConfig(RotaryConfig):
 
 
 class CenteredNorm(RMSNorm):
-    """LayerNorm without a bias, in float32 to the end: RMSNorm of x minus its mean.
+    """LayerNorm without a bias, which is RMSNorm of x minus its mean, in float32 to the end.
 
-    The weight may be the weights of several heads, one after the other.
+    For queries or keys [B, T, N, H] the weight holds those of the N heads, one after the other.
     """
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
@@ -109,12 +109,12 @@ class CohereModel(DecoderOnlyModel):
 
 
 class CohereForCausalLM(CausalLM):
-    config: CohereConfig
     backbone_class = CohereBackbone
 
     def scaled_for_head(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        config: Any = self.config
         # In float32: a scale that is rounded to bfloat16 would be another temperature.
-        return x.astype(jnp.float32) * self.config.logit_scale
+        return x.astype(jnp.float32) * config.logit_scale
 
 
 def cohere_table(config: CohereConfig) -> Table:

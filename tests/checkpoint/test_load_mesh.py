@@ -87,7 +87,8 @@ thirds = [make_mesh(fsdp=2, tensor=3, devices=jax.devices()[:6])]  # three heads
 folders = [data / "conformance" / "models" / name for name in ("s_llama", "s_gpt2", "s_t5_gated")]
 folders += [data / "parity" / name for name in ("llama_bias", "gpt2_hub_layout", "t5_encoder")]
 folders += [data / "parity" / "phi3_window"]  # fused, of parts that differ in size
-folders += [data / "parity" / name for name in ("bloom_published", "gptj_full", "cohere_full")]  # rows reordered
+folders += [data / "parity" / name for name in ("bloom_published", "gptj_full")]  # rows reordered
+folders += [data / "parity" / "cohere_full"]  # and matrices of norms
 
 def load(path, **options):
     if path.is_dir():
