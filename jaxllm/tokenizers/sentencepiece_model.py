@@ -73,7 +73,7 @@ class SentencePieceModel:
     def __init__(self, model: bytes, source: str) -> None:
         self._source = source
         self.flags = read_normalizer_flags(model, source)
-        self.model_type = read_model_type(model)
+        self.model_type = read_model_type(model, source)
         if self.flags.growth > MAX_NORMALIZER_GROWTH:
             raise UnsupportedError(
                 f"{source}: the normalizer can make a text more than {MAX_NORMALIZER_GROWTH} times"
@@ -160,14 +160,17 @@ def read_normalizer_flags(model: bytes, source: str) -> NormalizerFlags:
     return NormalizerFlags(add_dummy_prefix, remove_extra_whitespaces, growth, charsmap)
 
 
-def read_model_type(model: bytes) -> int:
-    """Reads the number of the algorithm of a serialised ModelProto that has been checked."""
+def read_model_type(model: bytes, source: str) -> int:
+    """Reads the number of the algorithm of a serialised ModelProto."""
     model_type = UNIGRAM  # protobuf's default
-    for field, message in _fields(model):
-        if field == 2 and isinstance(message, bytes):
-            for inner, value in _fields(message):
-                if inner == 3 and isinstance(value, int):
-                    model_type = value
+    try:
+        for field, message in _fields(model):
+            if field == 2 and isinstance(message, bytes):
+                for inner, value in _fields(message):
+                    if inner == 3 and isinstance(value, int):
+                        model_type = value
+    except (IndexError, ValueError) as failure:
+        raise TokenizerError(f"{source}: not a sentencepiece model") from failure
     return model_type
 
 
