@@ -27,6 +27,7 @@ from jaxllm.checkpoint.load_parameters import (
 )
 from jaxllm.checkpoint.safetensors import open_safetensors
 from jaxllm.checkpoint.source import FLOATS, WeightSource, default_dtype, float_dtype
+from jaxllm.checkpoint.stacked import StackedTensors
 from jaxllm.common.errors import (
     CheckpointError,
     ConfigError,
@@ -49,7 +50,7 @@ from jaxllm.models.quantize import (
 )
 from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.models.rotary_decoder import RotaryConfig
-from jaxllm.models.weights import Entry, Table
+from jaxllm.models.weights import Entry, Table, tensors_of
 from jaxllm.parallel.sharding import check_heads, parameter_path, parameter_sharding
 
 _NEW_HEAD = (
@@ -147,11 +148,10 @@ def load_model(
     A missing, unexpected or ill-shaped tensor raises CheckpointError before memory is allocated.
     See `jaxllm.load` for the arguments.
     """
-    source = checkpoint.weights
     spec = read_spec(checkpoint, architecture, overrides)
     if mesh is not None:
         check_heads(spec.config.head_counts, mesh)
-    compute_dtype, weight_dtype = choose_dtypes(source, dtype, param_dtype)
+    compute_dtype, weight_dtype = choose_dtypes(checkpoint.weights, dtype, param_dtype)
     options = Options.on(
         jax.default_backend(),
         dtype=compute_dtype,
@@ -163,10 +163,16 @@ def load_model(
     shapes = model_shapes(spec.make, spec.config, options)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
     expected = {parameter_path(path): leaf for path, leaf in leaves}
-    stripped = lacks_prefix(spec.table, source.names())
+    stripped = lacks_prefix(spec.table, checkpoint.weights.names())
     entries = {
         tensor_name(entry, spec.table, stripped): entry for entry in spec.table.for_model(expected)
     }
+    counts = {
+        name: expected[entry.parameters[0]].shape[0]
+        for name, entry in entries.items()
+        if entry.is_stack
+    }
+    source = StackedTensors(checkpoint.weights, counts)
     names = set(source.names())
     zeros = {
         entry.parameters[0]: name
@@ -200,8 +206,9 @@ def load_model(
         config=json.dumps(with_overrides(checkpoint, overrides) | named_class),
         dtypes=tuple(
             sorted(
-                (name, source.info(name).dtype.name)
+                (tensor, source.info(name).dtype.name)
                 for name in {*entries, *dict(copies), *dict(constants)}
+                for tensor in source.tensors(name)
             )
         ),
         copies=copies,
@@ -391,11 +398,20 @@ def check_parameter_names(
     file = source.info(names[0]).file if names else spec.architecture
     tensor_of = {entry.parameters[0]: name for name, entry in entries.items()}
     present = set(names)
-    missing = [name for name in entries if name not in present]
+    missing: list[str] = []
+    parts: set[str] = set()
+    for name, entry in entries.items():
+        if name not in present:
+            count = expected[entry.parameters[0]].shape[0] if entry.is_stack else 1
+            # Enough to find one that is missing, whatever number of experts the config names.
+            tensors = list(tensors_of(name, min(count, len(names) + 1)))
+            missing += [tensor for tensor in tensors if tensor not in present]
+            parts.update(tensors)
     copies, unexpected = [], []
     for name in names:
         is_ignored = table.is_buffer(name) or table.constant(name) is not None
-        if name in entries or is_ignored or name.startswith(spec.unread):
+        known = name in entries or name in parts or is_ignored
+        if known or name.startswith(spec.unread):
             continue
         path = table.copied_from(name)
         if path is None or path not in expected:
@@ -451,7 +467,7 @@ def check_shapes(
     entries: Mapping[str, Entry],
     expected: Mapping[str, Any],
     spec: ModelSpec,
-    source: WeightSource,
+    source: StackedTensors,
 ) -> None:
     """Raises CheckpointError or UnsupportedError for a tensor of another shape or dtype."""
     for name, entry in entries.items():
@@ -460,8 +476,12 @@ def check_shapes(
         shape = entry.tensor_shape(ours)
         if info.shape != shape:
             fields = {f for size in ours for f in fields_of_size(spec.config, size)}
+            first, *others = source.tensors(name)
+            found = info.shape
+            if others:  # of a stack
+                found, shape = found[1:], shape[1:]
             raise CheckpointError(
-                f"{info.file}: {name} has shape {list(info.shape)}, but config.json implies "
+                f"{info.file}: {first} has shape {list(found)}, but config.json implies "
                 f"{list(shape)} (from {', '.join(sorted(fields))})"
             )
         if info.dtype not in FLOATS:

@@ -197,7 +197,9 @@ def quantizing(quantize: Quantize) -> ReadMatrix:
         ]
 
         def joined(path: tuple[Any, ...], *parts: np.ndarray) -> np.ndarray:
-            return np.concatenate(parts, row_axis(f".matrix.{parameter_path(path)}"))
+            # Of a stack of matrices the blocks are some of the matrices.
+            axis = 0 if matrix.ndim == 3 else row_axis(f".matrix.{parameter_path(path)}")
+            return np.concatenate(parts, axis)
 
         return jax.tree_util.tree_map_with_path(joined, *blocks)
 
@@ -221,8 +223,9 @@ def keeping_blocks(view: HFView) -> ReadMatrix:
 
 def block_matrix(blocks: Blocks) -> BlockMatrix:
     """The blocks of a GGUF file as a matrix of host arrays."""
+    rows = blocks.values.ndim - 3  # after the experts of a stack
     values, scales, offsets = (
-        None if x is None else np.ascontiguousarray(x.swapaxes(0, 1))
+        None if x is None else np.ascontiguousarray(x.swapaxes(rows, rows + 1))
         for x in (blocks.values, blocks.scales, blocks.offsets)
     )
     assert values is not None

@@ -150,6 +150,8 @@ def with_adapter(model: M, config: PeftConfig, tensors: Mapping[str, np.ndarray]
     if unused:
         on_embeddings = any("embedding_" in name for name in unused)
         advice = "; embeddings with LoRA are not implemented" if on_embeddings else ""
+        if any(".experts." in name for name in unused):
+            advice = "; experts with LoRA are not implemented"
         raise CheckpointError(f"unexpected: {listed([quoted(name) for name in unused])}{advice}")
     if not layers:
         raise CheckpointError("no tensor belongs to LoRA")

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from jaxllm.common.errors import CheckpointError, InputError, UnsupportedError, 
 from jaxllm.common.files import make_folder, write_json
 from jaxllm.models.model import Model
 from jaxllm.models.registry import FAMILIES, architecture_of
-from jaxllm.models.weights import is_quantized
+from jaxllm.models.weights import is_quantized, tensors_of
 from jaxllm.parallel.processes import in_all_processes
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -105,6 +106,9 @@ def hf_tensors(
         absent = file_tensors is not None and name not in file_tensors
         if table.zeros.issuperset(entry.parameters) and absent and not parts[0].read().any():
             continue  # still zero, as in the file without this tensor
+        if entry.is_stack:
+            yield from expert_tensors(name, parts[0])
+            continue
         yield (
             name,
             LazyHostArray(
@@ -122,6 +126,22 @@ def hf_tensors(
         assert make is not None  # the table of this family named it
         values = make(rows).astype(dtypes.get(name, np.float32))
         yield name, LazyHostArray(values.shape, values.dtype, lambda values=values: values)
+
+
+def expert_tensors(name: str, stack: LazyHostArray) -> Iterator[tuple[str, LazyHostArray]]:
+    """The tensors of a stack, which is copied to the host once for those that are read in a row."""
+    last: list[np.ndarray] = []
+
+    def read(number: int) -> np.ndarray:
+        if number == 0 or not last:
+            last[:] = [stack.read()]
+        tensor = np.ascontiguousarray(last[0][number])
+        if number == stack.shape[0] - 1:
+            last.clear()
+        return tensor
+
+    for number, tensor in enumerate(tensors_of(name, stack.shape[0])):
+        yield tensor, LazyHostArray(stack.shape[1:], stack.dtype, partial(read, number))
 
 
 def original_dtypes(model: Model[Any], tensors: Mapping[str, LazyHostArray]) -> dict[str, np.dtype]:

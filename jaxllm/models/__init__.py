@@ -54,6 +54,12 @@ from jaxllm.models.mistral import (
     MistralForSequenceClassification,
     MistralModel,
 )
+from jaxllm.models.mixtral import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    MixtralForSequenceClassification,
+    MixtralModel,
+)
 from jaxllm.models.model import Card
 from jaxllm.models.opt import OPTConfig, OPTForCausalLM, OPTForSequenceClassification, OPTModel
 from jaxllm.models.pegasus import PegasusConfig, PegasusForConditionalGeneration
@@ -75,6 +81,12 @@ from jaxllm.models.qwen3 import (
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
     Qwen3Model,
+)
+from jaxllm.models.qwen3_moe import (
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3MoeForSequenceClassification,
+    Qwen3MoeModel,
 )
 from jaxllm.models.registry import FAMILIES, ModelSpec, model_spec
 from jaxllm.models.t5 import T5Config, T5EncoderModel, T5ForConditionalGeneration
@@ -135,6 +147,10 @@ __all__ = [
     "MistralForCausalLM",
     "MistralForSequenceClassification",
     "MistralModel",
+    "MixtralConfig",
+    "MixtralForCausalLM",
+    "MixtralForSequenceClassification",
+    "MixtralModel",
     "ModelSpec",
     "OPTConfig",
     "OPTForCausalLM",
@@ -154,6 +170,10 @@ __all__ = [
     "Qwen3ForCausalLM",
     "Qwen3ForSequenceClassification",
     "Qwen3Model",
+    "Qwen3MoeConfig",
+    "Qwen3MoeForCausalLM",
+    "Qwen3MoeForSequenceClassification",
+    "Qwen3MoeModel",
     "T5Config",
     "T5EncoderModel",
     "T5ForConditionalGeneration",

@@ -51,6 +51,16 @@ _ELSEWHERE = {
 MAX_DEFAULT_WINDOW = 2048
 
 
+@dataclasses.dataclass(frozen=True)
+class AuxLoss:
+    """What a mixture of experts adds to its loss (`models.losses.load_balancing_loss`)."""
+
+    top_k: int
+    """Experts of a token."""
+    weight: float
+    """The loss of the routers is multiplied by it."""
+
+
 class _ConfigType(type):
     """Class of the config classes: keys of config.json that are no fields are read as in a file."""
 
@@ -157,6 +167,11 @@ class ModelConfig(metaclass=_ConfigType):
     def default_window(self) -> int:
         """Columns of a window of text or of a server's slot, where the caller names none."""
         return min(self.context_length or MAX_DEFAULT_WINDOW, MAX_DEFAULT_WINDOW)
+
+    @property
+    def aux_loss(self) -> AuxLoss | None:
+        """The loss of routers that is added to that of the labels; None: there is none."""
+        return None
 
     @property
     def width(self) -> int:

@@ -22,7 +22,7 @@ from jaxllm.models import input_checks as check
 from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.config import DecoderOnlyConfig
 from jaxllm.models.decoder import Decoder
-from jaxllm.models.losses import causal_loss
+from jaxllm.models.losses import causal_loss, router_loss
 from jaxllm.models.model import (
     BaseModel,
     LanguageModel,
@@ -161,7 +161,8 @@ class DecoderOnly(Model[DecoderOnlyConfig]):
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
-        return base_output(out, cache)
+        asked = self.config.aux_loss is not None
+        return base_output(out, cache, output_router_logits=asked)
 
     def _view(
         self, inputs: check.SequenceInputs, cache: Cache | None, position_ids: object
@@ -292,25 +293,33 @@ class CausalLM(DecoderOnly, LanguageModel[DecoderOnlyConfig]):
         out = self.hidden(input_ids, attention_mask, dropout_key=key, **options)
         x = out.last_hidden_state
         logits = self.logits(x[:, check.columns_to_keep(logits_to_keep, x.shape[1])], head_key)
-        loss = None
+        loss, segments = None, options.get("segment_ids")
+        aux_loss = router_loss(self.config, out.router_logits, segments, attention_mask)
         if labels is not None:
             labels = check.checked_labels(labels, x.shape[:2], logits)
-            loss = causal_loss(logits, labels, options.get("segment_ids"), attention_mask)
+            loss = causal_loss(logits, labels, segments, attention_mask)
+            if aux_loss is not None:
+                assert self.config.aux_loss is not None
+                loss = loss + self.config.aux_loss.weight * aux_loss
         return CausalLMOutput(
             logits=logits,
             loss=loss,
+            aux_loss=aux_loss,
             hidden_states=out.hidden_states,
             attentions=out.attentions,
             cross_attentions=out.cross_attentions,
             cache=out.cache,
+            router_logits=out.router_logits,
         )
 
     def head_inputs(
         self, *, dropout_key: Array | None = None, **inputs: Any
-    ) -> tuple[Float[Array, "B T D"], Array | None]:
+    ) -> tuple[Float[Array, "B T D"], Array | None, Float[Array, ""] | None]:
         key, head_key = split_key(dropout_key, 2)
         out = self.hidden(dropout_key=key, **inputs)
-        return self.scaled_for_head(out.last_hidden_state), head_key
+        masks = (inputs.get("segment_ids"), inputs.get("attention_mask"))
+        loss = router_loss(self.config, out.router_logits, *masks)
+        return self.scaled_for_head(out.last_hidden_state), head_key, loss
 
     def init_cache(
         self,

@@ -240,10 +240,10 @@ class EncoderDecoderLM(WithEncoder[C], LanguageModel[C]):
 
     def head_inputs(
         self, *, dropout_key: Array | None = None, **inputs: Any
-    ) -> tuple[Float[Array, "B T D"], Array | None]:
+    ) -> tuple[Float[Array, "B T D"], Array | None, None]:
         *keys, head_key = split_key(dropout_key, 4)
         _, out = self._states(Seq2SeqInputs(**inputs), None, keys)
-        return self.scaled_for_head(out.x), head_key
+        return self.scaled_for_head(out.x), head_key, None
 
     def _states(
         self, inputs: Seq2SeqInputs, labels: object, keys: Sequence[Array | None], **records: Any

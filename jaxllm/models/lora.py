@@ -23,6 +23,7 @@ from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.model import Model
 from jaxllm.models.registry import FAMILIES, architecture_of
 from jaxllm.models.weights import Entry, Table, is_quantized, parameters
+from jaxllm.nn.experts import ExpertLinear, Router
 from jaxllm.nn.linear import Linear
 from jaxllm.nn.lora import LoraLinear, row_norms
 from jaxllm.parallel.placement import mesh_of, put_tree
@@ -44,7 +45,8 @@ class LoraConfig:
         targets: regular expressions, each matching the full name of a module or its end after a
             dot: ``"attn.(q|v)"`` of our paths, ``"q_proj"`` of Hugging Face's names.
             ``"all-linear"``, the default: every Linear except the head, that is the projections of
-            attention and feed-forward layers. GPT-2's ``"c_attn"`` is q, k and v.
+            attention and feed-forward layers, but not experts, which have no LoRA. GPT-2's
+            ``"c_attn"`` is q, k and v.
         rslora: multiply by ``alpha / sqrt(rank)`` instead.
         dora: also train a magnitude per row of the weights.
         modules_to_save: more modules, named like targets, that are fully trained: embeddings,
@@ -125,6 +127,7 @@ def add_lora(model: M, config: LoraConfig | None = None, *, key: int | Array = 0
     if isinstance(model, SequenceClassifier):
         patterns = (*patterns, "score")
     saved = select("modules_to_save", patterns, names)
+    check_no_experts(model, names, config)
     linears = {path: names[path] for path in names if isinstance(module_at(model, path), Linear)}
     chosen = [path for path in select("targets", config.targets, linears) if path not in saved]
     if not chosen:
@@ -136,6 +139,24 @@ def add_lora(model: M, config: LoraConfig | None = None, *, key: int | Array = 0
         layer = new_layer(base, config, jax.random.fold_in(key, zlib.crc32(path.encode())))
         layers[path] = layer if mesh is None else put_tree(layer, mesh, path=path)
     return with_lora(model, layers, saved)
+
+
+def check_no_experts(model: Model[Any], names: Mapping[str, str], config: LoraConfig) -> None:
+    """Raises InputError for targets that are experts or a router, or experts in modules_to_save.
+
+    ``"all-linear"`` does not name them: neither does PEFT's, since they are parameters without a
+    linear layer in transformers 5.
+    """
+    kinds = {"targets": (ExpertLinear, Router), "modules_to_save": ExpertLinear}
+    for field, kind in kinds.items():
+        own = {path: hf for path, hf in names.items() if isinstance(module_at(model, path), kind)}
+        for pattern in getattr(config, field):
+            found = () if pattern == ALL_LINEAR else matching(pattern, own)
+            if found:
+                raise InputError(
+                    f"{field}: {pattern!r} names {own[min(found)]}; adapters of experts and of "
+                    "routers are not implemented: name other layers, such as those of attention"
+                )
 
 
 def new_layer(base: Linear, config: LoraConfig, key: Array) -> LoraLinear:
@@ -230,8 +251,7 @@ def select(field: str, patterns: Iterable[str], names: Mapping[str, str]) -> lis
         if field == "targets" and pattern == ALL_LINEAR:
             matched = {path for path in names if path not in HEADS}
         else:
-            whole = re.compile(rf"(?:.*\.)?(?:{pattern})")
-            matched = {path for path, hf in names.items() if any(map(whole.fullmatch, (path, hf)))}
+            matched = matching(pattern, names)
         if not matched:
             known = dict.fromkeys(
                 _layers_as_i(path) + f" ({_layers_as_i(hf)})" for path, hf in names.items()
@@ -241,6 +261,12 @@ def select(field: str, patterns: Iterable[str], names: Mapping[str, str]) -> lis
             )
         selected |= matched
     return [path for path in names if path in selected]
+
+
+def matching(pattern: str, names: Mapping[str, str]) -> set[str]:
+    """Paths of the modules that a pattern matches, by our name or by Hugging Face's."""
+    whole = re.compile(rf"(?:.*\.)?(?:{pattern})")
+    return {path for path, hf in names.items() if any(map(whole.fullmatch, (path, hf)))}
 
 
 def _layers_as_i(name: str) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.attention_view import document_starts
 from jaxllm.common.errors import InputError
+from jaxllm.models.config import ModelConfig
 from jaxllm.models.input_checks import IGNORED, label_ids, on_host
 from jaxllm.nn.platform.training import entry_of_rows
 
@@ -81,6 +83,42 @@ def causal_loss(
 ) -> Float[Array, ""]:
     """Causal LM loss: position t predicts the label at t + 1; the shift is done here."""
     return token_loss(logits, next_labels(labels, segments, attention_mask))
+
+
+def load_balancing_loss(
+    router_logits: Sequence[Float[Array, "N E"]], top_k: int, counted: Bool[Array, " N"]
+) -> Float[Array, ""]:
+    """Loss of the routers, least where all experts get as many tokens (Fedus et al. 2021,
+    arXiv:2101.03961, equations 4 to 6), over all layers together as in transformers.
+
+    Args:
+        router_logits: logits of each layer's router.
+        top_k: experts of a token.
+        counted: False at padding.
+    """
+    logits = jnp.stack(router_logits).astype(jnp.float32)
+    scores = jax.nn.softmax(logits, axis=-1)
+    chosen = jax.nn.one_hot(jax.lax.top_k(scores, top_k)[1], scores.shape[-1]).sum(axis=-2)
+    tokens = jnp.maximum(len(logits) * counted.sum(), 1)
+    shares, means = (
+        jnp.einsum("lne,n->e", x, counted.astype(jnp.float32)) / tokens for x in (chosen, scores)
+    )
+    return scores.shape[-1] * jnp.sum(shares * means)
+
+
+def router_loss(
+    config: ModelConfig,
+    router_logits: Sequence[Float[Array, "N E"]] | None,
+    segments: Any = None,
+    attention_mask: Any = None,
+) -> Float[Array, ""] | None:
+    """`load_balancing_loss` of a call's tokens; None if the config asks for none, or no layer has
+    experts."""
+    if config.aux_loss is None or not router_logits:
+        return None
+    given = attention_mask if segments is None else segments
+    mask = jnp.ones(len(router_logits[0])) if given is None else jnp.asarray(given)
+    return load_balancing_loss(router_logits, config.aux_loss.top_k, mask.reshape(-1) != 0)
 
 
 def classification_loss(

@@ -369,10 +369,11 @@ class LanguageModel(Generates, Model[C]):
 
     def head_inputs(
         self, *, dropout_key: Array | None = None, **inputs: Any
-    ) -> tuple[Float[Array, "B T D"], Array | None]:
-        """One forward pass up to the LM head: its input, and its dropout key.
+    ) -> tuple[Float[Array, "B T D"], Array | None, Float[Array, ""] | None]:
+        """One forward pass up to the LM head: its input, its dropout key, and the loss of routers
+        (`losses.router_loss`).
 
-        ``model.head(*model.head_inputs(...))`` are the logits of `__call__`.
+        ``model.head(x, key)`` are the logits of `__call__`.
         """
         raise NotImplementedError
 
@@ -467,12 +468,16 @@ def take_column(
     return jnp.take_along_axis(x, column.reshape(-1, *(1,) * (x.ndim - 1)), axis=1)
 
 
-def base_output(out: StackOutput, cache: Cache | None = None) -> BaseOutput:
+def base_output(
+    out: StackOutput, cache: Cache | None = None, *, output_router_logits: bool = False
+) -> BaseOutput:
     """Converts the output of a stack to Hugging Face's names; adds the updated cache."""
+    routers = out.router_logits if output_router_logits else ()
     return BaseOutput(
         last_hidden_state=out.x,
         hidden_states=out.hidden_states,
         attentions=out.attentions,
         cross_attentions=out.cross_attentions,
         cache=None if cache is None else cache.replace(layers=out.layers),
+        router_logits=tuple(x.reshape(-1, x.shape[-1]) for x in routers) or None,
     )

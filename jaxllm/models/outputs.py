@@ -40,6 +40,8 @@ class BaseOutput(ModelOutput):
     hidden_states: PerLayer = None
     attentions: PerLayer = None
     cross_attentions: PerLayer = None
+    router_logits: PerLayer = None
+    """Logits of the experts, [B * T, E] of each layer that has any; None for other models."""
 
 
 @jax.tree_util.register_dataclass
@@ -68,14 +70,18 @@ class DecodeOutput:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class CausalLMOutput(ModelOutput):
-    """Output of a decoder-only LM. `loss` is the mean over the labels that are not -100."""
+    """Output of a decoder-only LM. `loss` is the mean over the labels that are not -100, to which a
+    mixture of experts may add `aux_loss` times a weight, the loss of its routers."""
 
     loss: Float[Array, ""] | None = None
+    aux_loss: Float[Array, ""] | None = None
     logits: Float[Array, "B T V"]
     cache: Cache | None = None
     hidden_states: PerLayer = None
     attentions: PerLayer = None
     cross_attentions: PerLayer = None
+    router_logits: PerLayer = None
+    """Logits of the experts, [B * T, E] of each layer that has any, where `aux_loss` is."""
 
 
 @jax.tree_util.register_dataclass

@@ -15,12 +15,14 @@ from jaxllm.common.errors import InputError, quoted
 from jaxllm.models.lora import check_plain, module_at, replace_modules
 from jaxllm.models.model import Model
 from jaxllm.models.weights import parameters
+from jaxllm.nn.experts import ExpertLinear
 from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.quantized import (
     BlockMatrix,
     Int4Matrix,
     Int8Matrix,
     QuantizedEmbedding,
+    QuantizedExpertLinear,
     QuantizedLinear,
     QuantizedMatrix,
 )
@@ -28,8 +30,17 @@ from jaxllm.nn.quantized import (
 M = TypeVar("M", bound=Model[Any])
 Quantize = Callable[[Float[Array, "O I"]], QuantizedMatrix]
 
-FORMATS: Mapping[str, Quantize] = {"int8": Int8Matrix.quantize, "int4": Int4Matrix.quantize}
-"""Quantization of a float matrix [out, in] to each format."""
+
+def stackable(quantize: Quantize) -> Quantize:
+    """`quantize` for a stack of matrices too, whose axis comes first in each of the arrays."""
+    return lambda weight: (jax.vmap(quantize) if weight.ndim == 3 else quantize)(weight)
+
+
+FORMATS: Mapping[str, Quantize] = {
+    "int8": stackable(Int8Matrix.quantize),
+    "int4": stackable(Int4Matrix.quantize),
+}
+"""Quantization of a float matrix [out, in], or of a stack of matrices, to each format."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +75,9 @@ BLOCK_FORMATS: Mapping[str, BlockFormat] = {
 KEEP = "keep"
 """`quantize=` value of `load` that keeps the blocks of a GGUF file as they are."""
 
-FLOAT_LAYERS = ("score", "positions", "table")
-"""Layers that stay float, by their names: a classifier's head, GPT-2's learned positions, and the
-relative biases of T5, which are small."""
+FLOAT_LAYERS = ("score", "positions", "table", "router")
+"""Layers that stay float, by their names: a classifier's head, GPT-2's learned positions, the
+relative biases of T5, which are small, and routers, whose choices would change."""
 EMBEDDINGS = ("embed", "shared", "lm_head")
 """Token embeddings and LM heads, by their names."""
 
@@ -94,7 +105,7 @@ def quantized_layers(model: Model[Any], *, embeddings: bool) -> list[str]:
         last = layer.rpartition(".")[2]
         if layer == path or last in FLOAT_LAYERS or (last in EMBEDDINGS and not embeddings):
             continue
-        if isinstance(module_at(model, layer), Linear | Embedding):
+        if isinstance(module_at(model, layer), Linear | Embedding | ExpertLinear):
             layers.append(layer)
     return layers
 
@@ -125,7 +136,7 @@ def quantized_shapes(model: M, formats: Mapping[str, str]) -> M:
 
     def shape(path: str, name: str) -> QuantizedMatrix:
         blocks = BLOCK_FORMATS.get(name)
-        make = FORMATS[name] if blocks is None else partial(blocks.shape, name)
+        make = FORMATS[name] if blocks is None else stackable(partial(blocks.shape, name))
         return jax.eval_shape(make, weights[f"{path}.weight"])
 
     return with_matrices(model, {path: shape(path, name) for path, name in formats.items()})
@@ -133,11 +144,13 @@ def quantized_shapes(model: M, formats: Mapping[str, str]) -> M:
 
 def with_matrices(model: M, matrices: Mapping[str, QuantizedMatrix]) -> M:
     """A copy of a float model with quantized matrices in place of the layers' weights."""
-    layers: dict[str, QuantizedEmbedding | QuantizedLinear] = {}
+    layers: dict[str, QuantizedEmbedding | QuantizedLinear | QuantizedExpertLinear] = {}
     for path, matrix in matrices.items():
         base = module_at(model, path)
         if isinstance(base, Embedding):
             layers[path] = QuantizedEmbedding(matrix, base)
+        elif isinstance(base, ExpertLinear):
+            layers[path] = QuantizedExpertLinear(matrix, base)
         else:
             layers[path] = QuantizedLinear(matrix, base)
     return replace_modules(model, layers)

@@ -22,11 +22,13 @@ from jaxllm.models import (
     marian,
     mbart,
     mistral,
+    mixtral,
     opt,
     pegasus,
     phi3,
     qwen2,
     qwen3,
+    qwen3_moe,
     xglm,
 )
 from jaxllm.models.absolute_encoder_decoder import (
@@ -163,6 +165,28 @@ FAMILIES: Mapping[str, Family] = {
         language_model=qwen3.Qwen3ForCausalLM,
         classifier=qwen3.Qwen3ForSequenceClassification,
         headless=qwen3.Qwen3Model,
+    ),
+    "mixtral": _decoder_only(
+        mixtral.MixtralConfig,
+        mixtral.MIXTRAL_TABLE,
+        ("num_hidden_layers", "num_local_experts"),
+        language_model=mixtral.MixtralForCausalLM,
+        classifier=mixtral.MixtralForSequenceClassification,
+        headless=mixtral.MixtralModel,
+    ),
+    "qwen3_moe": _decoder_only(
+        qwen3_moe.Qwen3MoeConfig,
+        qwen3_moe.QWEN3_MOE_TABLE,
+        (
+            "num_hidden_layers",
+            "num_experts",
+            "decoder_sparse_step",
+            "mlp_only_layers",
+            "attention_bias",
+        ),
+        language_model=qwen3_moe.Qwen3MoeForCausalLM,
+        classifier=qwen3_moe.Qwen3MoeForSequenceClassification,
+        headless=qwen3_moe.Qwen3MoeModel,
     ),
     "gemma": _decoder_only(
         gemma.GemmaConfig,

@@ -19,6 +19,7 @@ from jaxllm.models.decoder_only import Backbone
 from jaxllm.models.weights import Table, linear, norm, same
 from jaxllm.nn.attention import Attention, Scores
 from jaxllm.nn.block import Block, Stack
+from jaxllm.nn.experts import ExpertLinear, MixtureOfExperts, Router
 from jaxllm.nn.linear import Embedding, Linear, RMSNorm
 from jaxllm.nn.mlp import GatedMLP, activation
 from jaxllm.nn.rope import Rope, rope_from_config, rope_to_config, without_unused
@@ -248,6 +249,38 @@ class LayerFactory:
             up=self.linear(c.hidden_size, c.intermediate_size, bias=bias),
             down=self.linear(c.intermediate_size, c.hidden_size, bias=bias),
             act=activation(c.hidden_act, where="hidden_act"),
+        )
+
+    def experts(
+        self,
+        count: int,
+        size: int,
+        *,
+        top_k: int,
+        normalized: bool = True,
+        keeps_float32: bool = False,
+        jitter: float = 0.0,
+    ) -> MixtureOfExperts:
+        """`count` feed-forward layers of `size` features, of which a router chooses `top_k` for
+        each token; for the options see `Router` and `MixtureOfExperts`."""
+        c = self.config
+        made = {"std": c.initializer_range, "rngs": self.rngs, **self.options.dtypes}
+        router = Router(
+            c.hidden_size,
+            count,
+            top_k=top_k,
+            normalized=normalized,
+            keeps_float32=keeps_float32,
+            **made,
+        )
+        return MixtureOfExperts(
+            router,
+            gate=ExpertLinear(count, c.hidden_size, size, **made),
+            up=ExpertLinear(count, c.hidden_size, size, **made),
+            down=ExpertLinear(count, size, c.hidden_size, **made),
+            act=activation(c.hidden_act, where="hidden_act"),
+            jitter=jitter,
+            platform=self.options.platform,
         )
 
 

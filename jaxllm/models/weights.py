@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 A = TypeVar("A", np.ndarray, jax.Array)
 
+EXPERT = "{e}"
+"""Stands for the number of an expert in a tensor's name."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
@@ -34,6 +37,9 @@ class Entry:
     the tensor's rows of these numbers (BLOOM has q, k and v of each head together). With `columns`
     the tensor is a matrix of so many columns, and our parameter the vector of its rows, one after
     the other, whose elements `order` names (Cohere's norms have weights for each head).
+
+    With ``{e}`` in its name it stands for the tensors of all experts, of which the parameter is a
+    stack [expert, out, in].
     """
 
     parameters: tuple[str, ...]
@@ -42,6 +48,11 @@ class Entry:
     rows: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
     columns: int = 0
+
+    @property
+    def is_stack(self) -> bool:
+        """True if it stands for several tensors, those of all experts (`tensors_of`)."""
+        return EXPERT in self.tensor
 
     @property
     def modules(self) -> list[str]:
@@ -182,6 +193,15 @@ class Table:
     def constant(self, name: str) -> Callable[[int], np.ndarray] | None:
         """The function that makes rows of tensor `name`; None if it is no known constant."""
         return next((make for pattern, make in self.constants if re.fullmatch(pattern, name)), None)
+
+
+def tensors_of(name: str, count: int) -> Iterator[str]:
+    """Names of the tensors of `count` experts.
+
+    >>> list(tensors_of("experts.{e}.up.weight", 2))
+    ['experts.0.up.weight', 'experts.1.up.weight']
+    """
+    return (name.replace(EXPERT, str(number)) for number in range(count))
 
 
 def same(path: str, tensor: str) -> Iterator[Entry]:

@@ -20,6 +20,7 @@ from jaxllm.cache.kv_cache import KV
 from jaxllm.common.errors import InputError, quoted
 from jaxllm.nn.alibi import Alibi
 from jaxllm.nn.attention import BY_PARTS, Attention, ColumnBias
+from jaxllm.nn.experts import MixtureOfExperts
 from jaxllm.nn.linear import LayerNorm, RMSNorm, dropout, split_key
 from jaxllm.nn.mlp import MLP, GatedMLP
 from jaxllm.nn.platform.attention import cache_has_head_axis
@@ -86,6 +87,8 @@ class BlockOutput:
     """Self-attention weights, if requested."""
     cross_attentions: Float[Array, "B N T E"] | None
     """Cross-attention weights, if requested."""
+    router_logits: Float[Array, "B T E"] | None
+    """Logits of the experts; None in a block without."""
 
 
 class Block(nnx.Module):
@@ -106,7 +109,7 @@ class Block(nnx.Module):
         attn_norm: Norm,
         attn: Attention,
         mlp_norm: Norm | None,
-        mlp: MLP | GatedMLP,
+        mlp: MLP | GatedMLP | MixtureOfExperts,
         cross_norm: Norm | None = None,
         cross: Attention | None = None,
         *,
@@ -169,9 +172,13 @@ class Block(nnx.Module):
             )
             x = self._add("cross", x, y, cross_drop)
         read = read if self.mlp_norm is None else self._input_of("mlp", x)
-        y = self.mlp(read, key=mlp_key)
+        router_logits = None
+        if isinstance(self.mlp, MixtureOfExperts):
+            y, router_logits = self.mlp(read, key=mlp_key)
+        else:
+            y = self.mlp(read, key=mlp_key)
         x = self._add("mlp", read if self.adds_to_norm else x, y, mlp_drop)
-        return BlockOutput(x, cache, weights, cross_weights)
+        return BlockOutput(x, cache, weights, cross_weights, router_logits)
 
     def _input_of(self, sublayer: str, x: Array) -> Array:
         return x if self.norm_last else getattr(self, f"{sublayer}_norm")(x)
@@ -197,6 +204,8 @@ class StackOutput:
     """Input of each block, then `x`, which OPT-350M projects to another width."""
     attentions: tuple[Float[Array, "B N T S"], ...] | None
     cross_attentions: tuple[Float[Array, "B N T E"], ...] | None
+    router_logits: tuple[Float[Array, "B T E"], ...]
+    """Of the layers that have experts."""
 
 
 # A block with rematerialization: the backward pass recomputes the activations. With
@@ -366,7 +375,7 @@ class Stack(nnx.Module):
         x = constrain(dropout(x, self.embedding_dropout, keys[-2]), "rows")
 
         def kept(out: BlockOutput) -> tuple[Any, ...]:
-            return out.kv, out.attentions, out.cross_attentions
+            return out.kv, out.attentions, out.cross_attentions, out.router_logits
 
         def step(x: Array, layer: tuple[Any, ...]) -> tuple[Array, tuple[Any, ...]]:
             out = run(layer[0], x, *layer[1:], cache_is_empty, output_attentions)
@@ -384,7 +393,7 @@ class Stack(nnx.Module):
                 x = out.x
         x = x if self.norm is None else self.norm(x)
         x = dropout(x, self.output_dropout, keys[-1])
-        hidden, new_layers, attentions, cross_attentions = zip(*outputs, strict=True)
+        hidden, new_layers, attentions, cross_attentions, routers = zip(*outputs, strict=True)
         crosses = output_attentions and cross_kv is not None
         return StackOutput(
             x=x,
@@ -392,6 +401,7 @@ class Stack(nnx.Module):
             hidden_states=(*hidden, x) if output_hidden_states else None,
             attentions=attentions if output_attentions else None,
             cross_attentions=cross_attentions if crosses else None,
+            router_logits=tuple(logits for logits in routers if logits is not None),
         )
 
     def _layer_inputs(

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int4, Int8, Integer
 
+from jaxllm.nn.experts import ExpertLinear
 from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.platform.products import (
     as_int8,
@@ -212,6 +213,17 @@ class QuantizedLinear(Linear):
     ) -> Float[Array, "... O"]:
         y = self.matrix.times(x.astype(self.dtype))
         return y if self.bias is None else y + self.bias[...].astype(self.dtype)
+
+
+class QuantizedExpertLinear(ExpertLinear):
+    """Linear layer of all experts with quantized weights, each matrix by itself."""
+
+    def __init__(self, matrix: QuantizedMatrix, base: ExpertLinear):
+        self.matrix, self.dtype = matrix, base.dtype
+
+    @property
+    def matrices(self) -> QuantizedMatrix:
+        return self.matrix
 
 
 class QuantizedEmbedding(Embedding):

@@ -150,13 +150,14 @@ MESH_AXIS = {
     "heads": TENSOR,
     "mlp": TENSOR,
     "embed": FSDP,
+    "experts": FSDP,
     "rank": FSDP,
     "copies": DATA,
 }
 """Logical axis -> mesh axis. `tensor` shards a layer's computation: q, k and v followed by o, and
 gate and up followed by down, need one all-reduce each (Megatron). `fsdp` shards the remaining
-dimension, all-gathered before use. `rank` is the rank of a LoRA update. `copies` are the rows of
-each copy of the model, not sharded further."""
+dimension, all-gathered before use, except that experts stay where they are. `rank` is the rank of a
+LoRA update. `copies` are the rows of each copy of the model, not sharded further."""
 
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(embed|shared|lm_head)\.weight", ("vocab", "embed")),
@@ -172,6 +173,9 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"mlp\.(gate|up)\.weight", ("mlp", "embed")),
     (r"mlp\.(gate|up)\.bias", ("mlp",)),
     (r"mlp\.down\.weight", ("embed", "mlp")),
+    (r"mlp\.router\.weight", (None, "embed")),
+    (r"mlp\.expert_(gate|up)\.weight", ("experts", "mlp", None)),
+    (r"mlp\.expert_down\.weight", ("experts", None, "mlp")),
     (r"score\.weight", (None, "embed")),
 )
 """End of a parameter's path (regex) -> logical axes of its dimensions; weights are [out, in]."""
@@ -184,7 +188,8 @@ def logical_axes(path: str) -> tuple[str | None, ...]:
 
     LoRA parameters take theirs from their layer's weight: ``lora_a`` [rank, in], ``lora_b`` [out,
     rank]. So do the parts of a quantized matrix: ``matrix.values`` [out, in], ``matrix.scale``
-    [out], and in groups ``matrix.groups`` [group, out, size].
+    [out], and in groups ``matrix.groups`` [group, out, size]. Those of experts have an axis of
+    experts before the others.
 
     >>> logical_axes("backbone.stack.blocks.0.attn.o.weight")
     ('embed', 'heads')
@@ -369,7 +374,7 @@ def fsdp_axis(shape: Sequence[int], axes: Sequence[str | None]) -> int | None:
 
 def part_axes(part: str, axes: tuple[str | None, ...]) -> tuple[str | None, ...]:
     """Logical axes of a part of a layer, such as ``lora_a``, from those of the layer's weight."""
-    return _AXES_OF_PARTS[f".{part}"](axes) if len(axes) == 2 else ()
+    return (*axes[:-2], *_AXES_OF_PARTS[f".{part}"](axes[-2:])) if len(axes) >= 2 else ()
 
 
 def shard_count(shape: Sequence[int], *axes: str | None) -> int:

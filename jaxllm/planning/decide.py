@@ -21,6 +21,7 @@ from jaxllm.batch.memory import SHARE_OF_DEVICE
 from jaxllm.checkpoint.load_parameters import READ_AHEAD
 from jaxllm.common.arguments import checks_flags
 from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.models.expert_use import used_shares
 from jaxllm.models.model import LanguageModel, Model
 from jaxllm.models.weights import parameters
 from jaxllm.parallel.placement import put_tree
@@ -28,7 +29,7 @@ from jaxllm.parallel.sharding import TENSOR, abstract_mesh, row_shards
 from jaxllm.planning.abstract import abstract_model, device_bytes, with_lora
 from jaxllm.planning.lower import BatchEngine, Workload, forward_flops
 from jaxllm.planning.topology import Chip, chip_and_count
-from jaxllm.planning.weight_reads import read_shares
+from jaxllm.planning.weight_reads import read_shares, with_experts
 from jaxllm.training.lora import is_trainable
 from jaxllm.training.monitor.flops import TokenCounts, model_flops
 
@@ -214,7 +215,13 @@ class Costs:
         model = put_tree(self.model, mesh)
         leaves = jax.tree.leaves(model)
         weights = device_bytes(leaves)
-        read = sum(s * device_bytes(x) for s, x in zip(self.read_shares, leaves, strict=True))
+
+        def read(tokens: int) -> float:
+            """Bytes that a step of so many tokens reads."""
+            used = used_shares(self.model, tokens).values()
+            shares = with_experts(self.read_shares, used)
+            return sum(s * device_bytes(x) for s, x in zip(shares, leaves, strict=True))
+
         sizes = dataclasses.replace(self.engine.sizes, shards=shards, slots=shards)
         slots = dataclasses.replace(self.engine, sizes=sizes).slots(self.model, mesh)
         row_bytes = device_bytes(slots)
@@ -229,7 +236,9 @@ class Costs:
                 if outputs and (share or not decoding)
             )
 
-        step = max((read + rows * row_bytes) / chip.bandwidth, rows * self.decode_flops / peak)
+        step = max(
+            (read(rows) + rows * row_bytes) / chip.bandwidth, rows * self.decode_flops / peak
+        )
         exchanged = collectives(rows, decoding=True)
         prefill = self.prefill_flops / peak + collectives(self.workload.prompt, decoding=False)
         seconds = rows * prefill + self.workload.new * (step + exchanged)
@@ -240,7 +249,9 @@ class Costs:
             rows=rows * shards,
             step_us=round(step * 1e6, 1),
             collective_us=round(exchanged * 1e6, 1),
-            first_token_us=round(max(prefill, read / chip.bandwidth) * 1e6, 1),
+            first_token_us=round(
+                max(prefill, read(self.workload.prompt) / chip.bandwidth) * 1e6, 1
+            ),
             tokens_per_s=round(rows * shards / (step + exchanged), 1),
             requests_per_s=round(rows * shards / seconds, 2),
         )
@@ -248,9 +259,10 @@ class Costs:
 
 def reduced_outputs(model: Model[Any]) -> list[int]:
     """For each parameter on a mesh, the numbers of a token that an all-reduce adds up: the outputs
-    of a matrix whose inputs are sharded over `tensor`; 0 for others."""
+    of a matrix, or of a stack of experts' matrices, whose inputs are sharded over `tensor`; 0 for
+    others."""
     return [
-        x.shape[0] if len(x.shape) == 2 and x.sharding.spec[1:] == (TENSOR,) else 0
+        x.shape[-2] if x.sharding.spec[1:] in ((TENSOR,), (None, TENSOR)) else 0
         for x in jax.tree.leaves(model)
     ]
 

@@ -144,7 +144,8 @@ def lower_decode(
     flops, _ = forward_flops(target.unplaced, workload.prompt, workload.new)
     rows = workload.batch
     numbers = {"rows": rows, "flops": rows * flops, **cache_numbers(state.cache)}
-    yield target.lowered("decode", traced, position, loops=1 + (steps > 1), **numbers)
+    loops = 1 + (steps > 1)
+    yield target.lowered("decode", traced, position, tokens=rows, loops=loops, **numbers)
 
 
 def lower_prefill(
@@ -160,7 +161,8 @@ def lower_prefill(
     _, flops = forward_flops(target.unplaced, workload.prompt, workload.new)
     rows = workload.batch
     numbers = {"rows": rows, "flops": rows * flops, **cache_numbers(cache)}
-    yield target.lowered("prefill", traced, position, loops=0, **numbers)
+    tokens = rows * workload.prompt
+    yield target.lowered("prefill", traced, position, tokens=tokens, loops=0, **numbers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,11 +217,10 @@ def lower_batch(
     step, prompt = forward_flops(target.unplaced, workload.prompt, workload.new)
     rows = engine.sizes.slots
     numbers |= {"rows": rows, "flops": rows * step}
-    yield target.lowered("batch.decode", decode, loops=loops, **numbers)
+    yield target.lowered("batch.decode", decode, tokens=rows, loops=loops, **numbers)
     rows = engine.sizes.prefill_rows
-    yield target.lowered(
-        "batch.prefill", prefill, loops=0, **numbers | {"rows": rows, "flops": rows * prompt}
-    )
+    numbers |= {"rows": rows, "flops": rows * prompt, "tokens": rows * workload.prompt}
+    yield target.lowered("batch.prefill", prefill, loops=0, **numbers)
 
 
 def lower_train(

@@ -25,11 +25,12 @@ from jaxllm.common.arguments import checked
 from jaxllm.common.compiling import without_compile_cache
 from jaxllm.common.errors import InputError, MissingExtraError, UnsupportedError
 from jaxllm.common.precision import chosen_precision
+from jaxllm.models.expert_use import used_shares
 from jaxllm.models.model import Model
 from jaxllm.parallel.placement import mesh_of, put_everywhere
-from jaxllm.parallel.sharding import use_mesh
+from jaxllm.parallel.sharding import DATA, use_mesh
 from jaxllm.planning.abstract import device_bytes, on_device, shapes_of
-from jaxllm.planning.weight_reads import is_used, read_shares
+from jaxllm.planning.weight_reads import is_used, read_shares, with_experts
 
 GIB = 2**30
 KNOWN = (
@@ -334,18 +335,27 @@ class Target:
         )
 
     def lowered(
-        self, name: str, traced: jax.stages.Traced, position: int = 0, **numbers: Any
+        self,
+        name: str,
+        traced: jax.stages.Traced,
+        position: int = 0,
+        *,
+        tokens: int = 1,
+        **numbers: Any,
     ) -> LoweredProgram:
         """The program, lowered for the platform of the devices.
 
         Args:
             position: index of the first leaf of the model among the leaves of the arguments.
+            tokens: tokens of a step, on all devices, which choose the experts that are read.
         """
         weights = jax.tree.leaves(self.model)
         jaxpr = traced.jaxpr.jaxpr
         variables = jaxpr.invars[position : position + len(weights)]
         arguments = [x for x, var in zip(weights, variables, strict=True) if is_used(jaxpr, var)]
-        shares = read_shares(jaxpr, variables)
+        # The tokens of a copy of the model go to all of its experts.
+        used = used_shares(self.model, tokens / (self.mesh.shape[DATA] if self.mesh else 1))
+        shares = with_experts(read_shares(jaxpr, variables), used.values())
         with use_mesh(self.mesh):
             lowered = traced.lower(lowering_platforms=(platform_of(self.device),))
         return LoweredProgram(

@@ -7,7 +7,7 @@ takes the rows of a few tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -66,6 +66,15 @@ def read_shares(jaxpr: core.Jaxpr, variables: Sequence[Any]) -> list[float]:
             if operand is not None:
                 shares[operand] = min(1.0, shares[operand] + share)
     return [shares[variable] for variable in variables]
+
+
+def with_experts(shares: Iterable[float], used: Iterable[float]) -> list[float]:
+    """The shares of parameters that a program reads, of which experts are read where they are used.
+
+    Args:
+        used: share that the program's tokens use (`jaxllm.models.expert_use`).
+    """
+    return [part if share and part < 1 else share for share, part in zip(shares, used, strict=True)]
 
 
 def operand_shares(eqn: core.JaxprEqn) -> list[float]:

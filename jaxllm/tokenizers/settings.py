@@ -47,6 +47,7 @@ CLASS_OF_MODEL = {
     **dict.fromkeys(("gpt2", "gpt_neo", "gptj", "opt"), "GPT2Tokenizer"),
     "qwen2": "Qwen2Tokenizer",
     "qwen3": "Qwen2Tokenizer",
+    "qwen3_moe": "Qwen2Tokenizer",
 }
 """transformers' classes of byte-level tokenizers by model type, for files that name no class."""
 _END_OF_SENTENCE = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "</s>")

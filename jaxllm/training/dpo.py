@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxllm.common.errors import ConfigError, InputError
+from jaxllm.common.errors import ConfigError, InputError, UnsupportedError
 from jaxllm.models.decoder_only import CausalLM, with_rope_per_row
 from jaxllm.models.encoder_decoder import EncoderDecoderLM
 from jaxllm.models.input_checks import IGNORED
@@ -106,7 +106,7 @@ def pair_logps(
         inputs, labels = causal_inputs_and_labels(flat)
     else:
         raise InputError(f"{type(model).__name__}: DPO needs a language model")
-    x, head_key = with_rope_per_row(model).head_inputs(**inputs, dropout_key=key)
+    x, head_key, _ = with_rope_per_row(model).head_inputs(**inputs, dropout_key=key)
     rows, length = labels.shape
     columns = columns_within(max_logits, (rows, length), model.config.vocab_size)
     if columns >= length:
@@ -133,6 +133,11 @@ class DPOLoss:
         if REFERENCE not in batch:
             raise InputError(
                 f"{REFERENCE}: missing in the batch; `training.data.add_reference` computes it"
+            )
+        if model.config.aux_loss is not None:
+            raise UnsupportedError(
+                "output_router_logits: DPO adds no loss of routers; load the model with "
+                'config={"output_router_logits": False}'
             )
         logps, counts = pair_logps(model, batch, key, self.max_logits)
         counted = counts.min(axis=1) > 0

@@ -52,6 +52,8 @@ MAX_LOGITS = 1 << 27
 busy."""
 Sums = Any
 """A pytree of float32 scalars whose field `loss` is differentiated (`losses.LossSums`)."""
+ROUTER_LOSS = "router_loss"
+"""Metric of a mixture of experts: the part of its loss that its routers add."""
 SumsOf = Callable[[Float[Array, "tokens V"], Int[Array, " tokens"]], Sums]
 """Sums over some tokens, from their logits and labels."""
 ChunkInputs = tuple[Float[Array, "B c D"], Int[Array, "B c"], Array | None]
@@ -89,7 +91,8 @@ Loss = Callable[..., LossSums]
 
 @dataclasses.dataclass(frozen=True)
 class TokenLoss:
-    """Cross-entropy over tokens, with label smoothing and z-loss.
+    """Cross-entropy over tokens, with label smoothing and z-loss, and the loss of a mixture of
+    experts' routers if its config asks for it.
 
     Args:
         label_smoothing: share of the target distribution that is uniform over the vocabulary
@@ -118,12 +121,18 @@ class TokenLoss:
         key: Array | None,
     ) -> LossSums:
         """Loss sums of a language model for labels [B, T] that its logits predict."""
-        x, head_key = with_rope_per_row(model).head_inputs(**inputs, dropout_key=key)
+        x, head_key, aux_loss = with_rope_per_row(model).head_inputs(**inputs, dropout_key=key)
         labels = jnp.asarray(labels)
         columns = columns_within(self.max_logits, labels.shape, model.config.vocab_size)
         if columns >= labels.shape[1]:
-            return self.of_tokens(model.head(x, head_key), labels)
-        return chunked_sums(self.of_tokens, columns, model.head, x, labels, head_key)
+            sums = self.of_tokens(model.head(x, head_key), labels)
+        else:
+            sums = chunked_sums(self.of_tokens, columns, model.head, x, labels, head_key)
+        if aux_loss is None:
+            return sums
+        assert model.config.aux_loss is not None
+        added = model.config.aux_loss.weight * aux_loss * sums.count
+        return dataclasses.replace(sums, loss=sums.loss + added, extra={ROUTER_LOSS: added})
 
     def of_tokens(self, logits: Float[Array, "*B V"], labels: Int[Array, "*B"]) -> LossSums:
         """Loss sums for logits and the labels that they predict; labels of -100 are not counted."""

@@ -270,14 +270,16 @@ def _sgd(
 def _muon(
     config: OptimizerConfig, schedule: optax.Schedule, options: dict[str, Any]
 ) -> optax.GradientTransformation:
-    """Muon (Jordan et al. 2024) for the matrices of the blocks; Adam with Nesterov momentum for
-    embeddings, head and vectors. Muon's updates are scaled to the size of AdamW's, so that one
-    learning rate suits both (Liu et al. 2025, arXiv:2502.16982)."""
+    """Muon (Jordan et al. 2024) for the matrices of the blocks, each expert's alone; Adam with
+    Nesterov momentum for embeddings, head and vectors. Muon's updates are scaled to the size of
+    AdamW's, so that one learning rate suits both (Liu et al. 2025, arXiv:2502.16982)."""
     matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+    stack = optax.contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=1)
+    by_axes = {2: matrix, 3: stack}
 
     def dimensions(params: Any) -> Any:
         return {
-            path: matrix if "blocks" in path and getattr(x, "ndim", 0) == 2 else None
+            path: by_axes.get(getattr(x, "ndim", 0)) if "blocks" in path else None
             for path, x in params.items()
         }
 

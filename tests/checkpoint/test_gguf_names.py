@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import gguf
@@ -40,6 +41,17 @@ def convert_sizes(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     writer.add_vocab_size(config["vocab_size"])
+
+
+def convert_mixtral(writer: gguf.GGUFWriter, config: dict) -> None:
+    convert_llama(writer, config)
+    writer.add_expert_count(config["num_local_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+
+
+def convert_qwen3_moe(writer: gguf.GGUFWriter, config: dict) -> None:
+    convert_mixtral(writer, config)
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
 def convert_gemma(writer: gguf.GGUFWriter, config: dict) -> None:
@@ -104,6 +116,8 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": (gguf.MODEL_ARCH.QWEN2, convert_llama),
     "Qwen3ForCausalLM": (gguf.MODEL_ARCH.QWEN3, convert_llama),
     "GemmaForCausalLM": (gguf.MODEL_ARCH.GEMMA, convert_gemma),
+    "MixtralForCausalLM": (gguf.MODEL_ARCH.LLAMA, convert_mixtral),
+    "Qwen3MoeForCausalLM": (gguf.MODEL_ARCH.QWEN3MOE, convert_qwen3_moe),
     "Gemma2ForCausalLM": (gguf.MODEL_ARCH.GEMMA2, convert_gemma2),
     "Gemma3ForCausalLM": (gguf.MODEL_ARCH.GEMMA3, convert_gemma3),
     "CohereForCausalLM": (gguf.MODEL_ARCH.COMMAND_R, convert_cohere),
@@ -115,6 +129,14 @@ ARCHITECTURES = {
 # Masks, frequencies and copies of T5's shared embedding, which some checkpoints hold.
 DROPPED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "coder.embed_tokens.weight")
 TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "pad_token_id"}
+
+
+def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors of experts as one, with ``{e}`` for an expert's number in its name."""
+    stacks: dict[str, list[np.ndarray]] = {}
+    for name, array in tensors.items():
+        stacks.setdefault(re.sub(r"experts\.\d+\.", "experts.{e}.", name), []).append(array)
+    return {name: np.stack(x) if "{e}" in name else x[0] for name, x in stacks.items()}
 
 
 def convert(
@@ -138,11 +160,15 @@ def convert(
     name_map = gguf.get_tensor_name_map(architecture, 8)
     tensors = {}
     with open_safetensors(folder) as source:
-        for name in source.names():
+        for name, array in stacked({name: source.read(name) for name in source.names()}).items():
             if name.endswith(DROPPED):
                 continue
-            array = tensors[name] = source.read(name)
-            target = name_map.get_name(name, try_suffixes=(".weight", ".bias"))
+            tensors[name] = array
+            merged = name.replace("block_sparse_moe.experts.{e}", "feed_forward.experts")
+            if merged != name:  # Mixtral's
+                merged = merged.removeprefix("model.")
+            merged = merged.replace("experts.{e}", "experts")
+            target = name_map.get_name(merged, try_suffixes=(".weight", ".bias"))
             assert target is not None, name
             if ".q_proj." in name and architecture == gguf.MODEL_ARCH.LLAMA:
                 array = permute(array, config["num_attention_heads"])
@@ -153,7 +179,7 @@ def convert(
             if "gemma" in config["model_type"] and name.endswith("norm.weight"):
                 array = array + 1
                 tensors[name] = array - 1  # to the last bit
-            if kind is not None and array.ndim == 2:
+            if kind is not None and array.ndim >= 2:
                 array = gguf.quants.quantize(array, kind)
                 writer.add_tensor(target, array, raw_dtype=kind)
             else:
@@ -171,6 +197,7 @@ NOT_IN_GGUF = {
     *("initializer_range", "initializer_factor", "pretraining_tp", "torch_dtype", "dtype"),
     *("is_gated_act", "dense_act_fn", "scale_decoder_outputs", "tie_word_embeddings"),
     *("sliding_window", "use_sliding_window", "max_window_layers"),  # llama.cpp has no windows
+    *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
 }
 AS_LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 AS_LLAMA |= {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
@@ -182,6 +209,8 @@ CHECKPOINTS = {
     "qwen2_window": {"hidden_act": "silu"},
     "qwen3_window": {"hidden_act": "silu"},
     "gemma_published": {"hidden_act": "gelu_pytorch_tanh"},
+    "mixtral_window": {"hidden_act": "silu"},
+    "qwen3_moe_normed": {"attention_bias": False},
     "gemma2_published": {"sliding_window": 4},
     "gemma3_published": {"sliding_window": 4},
     "cohere_full": {"hidden_act": "silu"},
@@ -218,6 +247,8 @@ class TestRoundTrip:
             del expected["num_decoder_layers"], expected["decoder_start_token_id"]
         if "rope_parameters" in expected:  # of transformers 5; ours is the form that both read
             expected["rope_theta"] = expected.pop("rope_parameters")["rope_theta"]
+        if "num_local_experts" in expected and config["model_type"] == "qwen3_moe":
+            expected["num_experts"] = expected.pop("num_local_experts")
         if "gemma" in config["model_type"]:
             del expected["attention_bias"]
         expected |= CHECKPOINTS[name]
@@ -250,7 +281,7 @@ class TestRoundTrip:
             "blk.{}.attn_q.weight",
             "blk.0.attn_q.scale",
             "enc.blk.0.attn_q.weight",
-            "blk.0.ffn_gate_exps.weight",
+            "blk.0.ffn_gate_shexp.weight",
             "",
             "weight",
         ],

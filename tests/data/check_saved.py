@@ -25,6 +25,8 @@ OWN = {
     "own_mistral": ("mistral", {}),
     "own_qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "own_qwen3": ("qwen3", {"attention_bias": True}),
+    "own_mixtral": ("mixtral", {}),
+    "own_qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
     "own_phi3": ("phi3", {"tie_word_embeddings": True}),
     "own_gemma": ("gemma", {"attention_bias": True}),
     "own_gemma3": ("gemma3_text", {"attention_bias": True}),
@@ -94,8 +96,11 @@ def read(folder: Path) -> int:
         config = json.loads((path / "config.json").read_text())
         name = config["architectures"][0]
         name = {"LlamaModel": "LlamaForCausalLM", "GPT2Model": "GPT2LMHeadModel"}.get(name, name)
+        options = {"dtype": torch.float32, "attn_implementation": "eager"}
+        if "num_experts_per_tok" in config and major != "4":
+            options["experts_implementation"] = "eager"  # torch's takes multiples of 4 only
         model, info = getattr(transformers, name).from_pretrained(
-            path, output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
+            path, output_loading_info=True, **options
         )
         missing = set(info["missing_keys"]) - MISSING[major].get(path.name, set())
         inputs = {k: torch.from_numpy(v) for k, v in inputs_of(config).items()}

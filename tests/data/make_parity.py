@@ -28,6 +28,7 @@ import torch
 import transformers
 from parity_maker import CASES
 from parity_maker.inputs import Beams, Case, Forward, Generate, Grad, Rope, random_state
+from parity_maker.layouts import mixtral_name, split_experts
 from parity_maker.tables import tables
 from safetensors.torch import save_file
 
@@ -59,7 +60,7 @@ def draw(case: Case, name: str, shape: tuple[int, ...]) -> np.ndarray:
         return 0.3 * noise
     if leaf == "wpe":
         return 0.6 * noise
-    fan_in = shape[0] if case.family == "gpt2" and leaf.startswith("c_") else shape[1]
+    fan_in = shape[0] if case.family == "gpt2" and leaf.startswith("c_") else shape[-1]
     if case.family == "gpt2" and leaf == "q_attn":
         fan_in = shape[0]
     gain = 1.3 if leaf not in ("lm_head", "score") else 1.0
@@ -82,8 +83,14 @@ def save_weights(case: Case, folder: Path, weights: dict[str, np.ndarray]) -> No
 
 
 def load(case: Case, folder: Path):
+    # torch's grouped products take sizes that are multiples of 4 only.
+    experts = {"experts_implementation": "eager"} if "num_experts_per_tok" in case.config else {}
     model, info = model_class(case).from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        output_loading_info=True,
+        **experts,
     )
     if info["missing_keys"] or info["mismatched_keys"]:
         raise SystemExit(f"{case.name}: {info}")
@@ -157,8 +164,9 @@ def run_grad(model, call: Grad) -> dict[str, np.ndarray]:
     loss = model(**tensors(call.inputs)).loss
     loss.backward()
     parameters = dict(model.named_parameters())
-    grads = {f"grad/{name}": array(parameters[name].grad) for name in call.parameters}
-    return {"loss": array(loss), **grads}
+    grads = split_experts({name: array(parameters[name].grad) for name in call.parameters})
+    rename = mixtral_name if model.config.model_type == "mixtral" else str
+    return {"loss": array(loss)} | {f"grad/{rename(name)}": grad for name, grad in grads.items()}
 
 
 def run_rope(model, call: Rope) -> dict[str, np.ndarray]:
@@ -170,6 +178,7 @@ def run_rope(model, call: Rope) -> dict[str, np.ndarray]:
 def run_generate(model, call: Generate) -> dict[str, np.ndarray]:
     """Greedy tokens with EOS disabled, the logits of every step, and their top-1/top-2 gaps."""
     model.generation_config.eos_token_id = None
+    model.config.output_router_logits = False  # its loss fails in a step with a cache
     out = model.generate(
         **tensors(call.inputs),
         do_sample=False,
@@ -189,6 +198,7 @@ def run_generate(model, call: Generate) -> dict[str, np.ndarray]:
 
 def run_beams(model, call: Beams) -> dict[str, np.ndarray]:
     """The best two of three beams, with their scores."""
+    model.config.output_router_logits = False  # as in run_generate
     out = model.generate(
         **tensors(call.inputs),
         do_sample=False,

@@ -57,6 +57,24 @@ ACTS = {
     "mistral": {**ROTARY, "sliding_window": 6},
     "qwen2": {**ROTARY, **WINDOWS},
     "qwen3": {**ROTARY, **WINDOWS, "attention_bias": True},
+    "mixtral": {
+        **ROTARY,
+        "sliding_window": 6,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 3,
+    },
+    "qwen3_moe": {
+        **ROTARY,
+        "attention_bias": True,
+        "use_sliding_window": False,
+        "sliding_window": 6,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+        "moe_intermediate_size": 20,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
     "gemma": {
         **ROTARY,
         "hidden_act": "silu",
@@ -194,6 +212,7 @@ BART_DROPOUT = {"dropout": 0.5, "attention_dropout": 0.5, "activation_dropout": 
 DROPOUT = {
     **{family: {"attention_dropout": 0.5} for family in ("llama", *tiny.ROTARY)},
     "phi3": {"attention_dropout": 0.5, "resid_pdrop": 0.5},
+    "mixtral": {"attention_dropout": 0.5, "router_jitter_noise": 0.5},
     "opt": {"dropout": 0.5, "attention_dropout": 0.5},
     "gpt_neo": {"resid_dropout": 0.5, "embed_dropout": 0.5, "attention_dropout": 0.5},
     "gptj": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5},
@@ -226,6 +245,9 @@ BART_OTHERS = {
 OTHERS = {
     "llama": {**ROTARY_OTHERS, "pretraining_tp": 2},  # splits a product, with the same result
     **dict.fromkeys(tiny.ROTARY, ROTARY_OTHERS),
+    # The loss of routers; see test_the_loss_of_routers_is_added in test_mixture_of_experts.py.
+    "mixtral": {**ROTARY_OTHERS, "output_router_logits": False, "router_aux_loss_coef": 0.1},
+    "qwen3_moe": {**ROTARY_OTHERS, "output_router_logits": True, "router_aux_loss_coef": 0.1},
     # Only causal attention is implemented; true raises.
     "gemma": {**ROTARY_OTHERS, "use_bidirectional_attention": False},
     "gemma2": {**ROTARY_OTHERS, "use_bidirectional_attention": False},
@@ -488,6 +510,18 @@ ROPE = {
         ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, "slow_but_exact: with pretrain"),
         ("bloom", {"n_head": 7}, "hidden_size: 48 is not a multiple of n_head, 7"),
         ("bloom", {"n_embed": 96}, "n_embed: 96 contradicts hidden_size, 48"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts: expected 1 to"),
+        ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok: found 5, but a layer has"),
+        ("mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok: expected 1 to"),
+        ("mixtral", {"router_aux_loss_coef": -1.0}, "router_aux_loss_coef: expected 0 or more"),
+        ("mixtral", {"router_jitter_noise": 1.0}, "router_jitter_noise: expected 0 <= rate < 1"),
+        ("mixtral", {"num_experts": 3}, "num_experts: 3 contradicts num_local_experts, 4"),
+        ("qwen3_moe", {"num_experts": -1}, "num_experts: expected 0 or more, found -1"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step: expected 1 to"),
+        ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size: expected 1 to"),
+        ("qwen3_moe", {"mlp_only_layers": [2]}, "mlp_only_layers: there is no layer 2; num_hid"),
+        ("qwen3_moe", {"max_window_layers": 1}, r"max_window_layers \(1\): unknown"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size"),
         ("phi3", {"full_attn_mod": 2}, r"full_attn_mod \(2\): unknown"),
         (
             "gemma",

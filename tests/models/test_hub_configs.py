@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
-from hub_configs import CONFIGS
+from hub_configs import CONFIGS, MIXTRAL_8X7B
 
+from jaxllm.models.build_options import Options
+from jaxllm.models.model import model_shapes
 from jaxllm.models.registry import FAMILIES, model_spec
 
 
@@ -48,6 +51,26 @@ def test_windows_of_mistral_and_qwen():
     assert config("Qwen2.5-7B-Instruct").window(27) is None
     v4, v5 = config("Qwen3-0.6B"), config("Qwen3-0.6B, saved by transformers 5")
     assert (v4.size_per_head, v4.rotary, v4.window(0)) == (128, v5.rotary, v5.window(0))
+
+
+def test_experts():
+    v4, v5 = config("Qwen3-30B-A3B"), config("Qwen3-30B-A3B, saved by transformers 5")
+    assert v4 == v5
+    assert (v4.num_experts, v4.num_experts_per_tok, v4.norm_topk_prob) == (128, 8, True)
+    assert all(map(v4.has_experts, range(48)))
+    assert config("Mixtral-8x7B-Instruct-v0.1").expert_count == 8
+    sizes = {name: parameters_of(CONFIGS[name]) for name in ("Qwen3-30B-A3B", "Qwen3-235B-A22B")}
+    assert {name: round(size / 1e9, 1) for name, size in sizes.items()} == {
+        "Qwen3-30B-A3B": 30.5,
+        "Qwen3-235B-A22B": 235.1,
+    }
+    assert round(parameters_of(MIXTRAL_8X7B) / 1e9, 1) == 46.7
+
+
+def parameters_of(raw):
+    spec = model_spec(raw)
+    shapes = model_shapes(spec.make, spec.config, Options())
+    return sum(x.size for x in jax.tree.leaves(shapes))
 
 
 def test_windows_and_rope_of_phi():

@@ -37,6 +37,8 @@ READ = {  # of the fields that keep the logits
     "m2m_100": {"decoder_start_token_id"} | LAYERDROP,
     "t5gemma": {"pad_token_id"},
     "gpt2": {"n_positions", "add_cross_attention"},  # they have weights
+    "mixtral": {"output_router_logits", "router_aux_loss_coef"},  # of the loss
+    "qwen3_moe": {"output_router_logits"},
     "xglm": {"layerdrop", "add_cross_attention"},
 }
 CLASSIFIER_READS = {"num_labels", "pad_token_id", "problem_type"}
@@ -89,6 +91,11 @@ def test_what_a_classifier_reads(field):
         ("llama", {"num_key_value_heads": None}, {"num_key_value_heads": 4}),
         ("llama", {"rope_scaling": None}, {"original_max_position_embeddings": 16}),
         ("gpt2", {"n_inner": None}, {"n_inner": 128}),
+        (
+            "qwen3_moe",
+            {"decoder_sparse_step": 2},
+            {"decoder_sparse_step": 1, "mlp_only_layers": [0]},
+        ),
         (
             "qwen2",
             {"use_sliding_window": False, "sliding_window": 8},

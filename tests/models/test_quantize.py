@@ -28,7 +28,12 @@ change of a real model."""
 
 def calm(family: str, **changes: Any) -> Any:
     """A tiny model; T5's queries, which it does not scale, are divided by 3, so that a small change
-    of the weights is a small change of the logits. The std of its logits is 1 or more."""
+    of the weights is a small change of the logits. For the same reason all experts are chosen. The
+    std of its logits is 1 or more."""
+    config = tiny.CONFIGS[family]
+    if "num_experts_per_tok" in config:
+        experts = config.get("num_experts", config.get("num_local_experts"))
+        changes["num_experts_per_tok"] = experts
     model = tiny.make(family, **changes)
     if family != "t5":
         return model
@@ -43,11 +48,11 @@ def dequantized(model: Any, quantized: Any) -> Any:
     """The float model with the values of the quantized one."""
     layers = {path: module_at(quantized, path) for path in formats_of(quantized)}
     return with_parameters(
-        model, {f"{path}.weight": layer.matrix.dequantized() for path, layer in layers.items()}
+        model, {f"{path}.weight": tiny.values(layer) for path, layer in layers.items()}
     )
 
 
-UNTIED = ("llama", "mistral", "qwen3", "gemma2", "phi3")
+UNTIED = ("llama", "mistral", "mixtral", "qwen3", "qwen3_moe", "gemma2", "phi3")
 
 
 @pytest.mark.by_default("mistral-int8")

@@ -144,3 +144,44 @@ def test_a_training_step_returns_the_state_in_its_shards(topology: str) -> None:
     assert len(sharded) >= 3 * 2 * 7  # parameters and both moments of the matrices of two layers
     plan = plan_program(program, found.chip)
     assert plan.peak_bytes < 2 * (plan.argument_bytes + plan.temp_bytes)
+
+
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 2,  # of 48
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+}
+
+
+@needs_tpu
+def test_experts_are_computed_by_the_kernel_of_a_tpu() -> None:
+    """Three products a layer, whose experts stay in their shards."""
+    found = find_topology("v5e:2x4")
+    mesh = topology_mesh(found, {"fsdp": 2, "tensor": 4})
+    model = jaxllm.planning.abstract_model(QWEN3_30B_A3B, mesh=mesh)
+    (decode,) = lower(model, "decode", batch=64, prompt=512, new=128)
+    text = decode.compile().as_text()
+    assert text is not None
+    assert len(re.findall(r'custom_call_target="tpu_custom_call"', text)) == 3 * 2
+    own = 128 * 2048 * 768 // 8
+    types = [x for line in text.split("\n") for x in hlo.array_types(line)]
+    assert any(is_experts(x, own) for x in types)
+    assert not any(is_experts(x, 2 * own) for x in types)
+    plan = plan_program(decode, found.chip)
+    assert plan.fits
+    assert plan.cache_copies == 0
+
+
+def is_experts(x: hlo.ArrayType, size: int) -> bool:
+    """True for an array of so many numbers, or more, of a layer's experts: a device has a part of
+    their 768 features."""
+    return x.size >= size and x.size % (64 * 192 * 2048) == 0 and bool({192, 768} & {*x.shape})

@@ -54,6 +54,8 @@ def real_of(call: Call, name: str) -> np.ndarray | None:
 
 
 def _at_real(x: np.ndarray, real: np.ndarray | None) -> np.ndarray:
+    if real is not None and x.ndim == 2 and len(x) == real.size:  # router logits [B * T, E]
+        return x[real.reshape(-1)]
     if real is None or x.ndim < 3 or x.shape[0] != real.shape[0]:
         return x
     if x.ndim == 4:  # attentions [B, N, T, S]

@@ -18,6 +18,7 @@ import pytest
 from jaxllm.models.build_options import Options
 from jaxllm.models.model import model_shapes
 from jaxllm.models.registry import model_spec
+from jaxllm.nn.quantized import QuantizedExpertLinear
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -137,7 +138,27 @@ ROTARY["cohere"] = {
     "logit_scale": 0.7,
     "use_qk_norm": True,
 }
-"""Llama's relatives: windows in all layers, in the last, or in every other one."""
+ROTARY["mixtral"] = {
+    **CONFIGS["llama"],
+    "model_type": "mixtral",
+    "sliding_window": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.3,
+}
+ROTARY["qwen3_moe"] = {
+    **CONFIGS["llama"],
+    "model_type": "qwen3_moe",
+    "head_dim": 8,
+    "use_sliding_window": True,
+    "sliding_window": 4,
+    "decoder_sparse_step": 2,  # the second layer has experts, the first none
+    "moe_intermediate_size": 24,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+}
+"""Llama's relatives: windows in all layers, in the last, or in every other one; experts."""
 CONFIGS |= ROTARY
 _MODULE: dict[str, Any] = {
     name: value
@@ -216,8 +237,8 @@ def make(
         values = rng.standard_normal(leaf.shape)
         if "norm" in name and "weight" in name:
             values = 1 + 0.2 * values
-        elif leaf.ndim == 2 and "embed" not in name and "positions" not in name:
-            values *= 1.5 / np.sqrt(leaf.shape[1])
+        elif leaf.ndim >= 2 and "embed" not in name and "positions" not in name:
+            values *= 1.5 / np.sqrt(leaf.shape[-1])
         return jnp.asarray(values, leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(draw, shapes).with_card(shapes.card)
@@ -227,6 +248,13 @@ def make(
 def cached(family: str) -> Any:
     """The family's model as it is in CONFIGS; shared, so that its programs compile once."""
     return make(family)
+
+
+def values(layer: Any) -> Any:
+    """Float weights of a quantized layer, or of a quantized layer of all experts."""
+    dequantize = type(layer.matrix).dequantized
+    is_stack = isinstance(layer, QuantizedExpertLinear)
+    return (jax.vmap(dequantize) if is_stack else dequantize)(layer.matrix)
 
 
 def ids(rows: int = 2, columns: int = 9, *, seed: int = 0, vocab: int = 50) -> np.ndarray:

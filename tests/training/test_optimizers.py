@@ -104,6 +104,20 @@ def test_muon_orthogonalises_the_matrices_of_blocks():
         np.testing.assert_allclose(out[path], expected, rtol=1e-3, err_msg=path)
 
 
+def test_muon_takes_the_matrix_of_each_expert_alone():
+    config = OptimizerConfig(name="muon", learning_rate=0.1, weight_decay=None, clip_norm=None)
+    rng = np.random.default_rng(0)
+    layer = "backbone.stack.blocks.0.mlp"
+    stack = {f"{layer}.expert_up.weight": jnp.asarray(rng.normal(size=(3, 8, 4)), jnp.float32)}
+    single = {f"{layer}.{i}.weight": x for i, x in enumerate(*stack.values())}
+    outs = []
+    for params in (stack, single):
+        optimizer = make_optimizer(config)
+        out, _ = jax.jit(optimizer.update)(params, optimizer.init(params), params)
+        outs.append([*out.values()])
+    np.testing.assert_allclose(outs[0][0], np.stack(outs[1]), atol=1e-6)
+
+
 @pytest.mark.by_default("sgd")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_lowers_a_quadratic(name):

@@ -18,10 +18,11 @@ from jaxllm.checkpoint.source import TensorInfo
 from jaxllm.common.errors import CheckpointError, UnsupportedError, listed, quoted
 
 ARCHITECTURES = (
-    *("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "command-r", "gpt2"),
-    *("t5", "t5encoder"),
+    *("llama", "qwen2", "qwen3", "qwen3moe", "gemma", "gemma2", "gemma3", "command-r"),
+    *("gpt2", "t5", "t5encoder"),
 )
-"""llama.cpp's architecture names. Its converter writes Mistral as "llama", without the window."""
+"""llama.cpp's architecture names. Its converter writes Mistral as "llama", without the window, and
+Mixtral as a "llama" with experts."""
 
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -65,6 +66,7 @@ def hf_config_from_gguf(
     fields = Fields(metadata, architecture, source)
     if architecture in _ROTARY:
         config = _ROTARY[architecture](tensors) | _rotary(fields, tensors, rope_factors)
+        config |= _experts(fields, architecture, tensors, config)
         if architecture in _GEMMA:
             del config["hidden_act"]
             config |= _GEMMA[architecture](fields, config)
@@ -95,6 +97,8 @@ def _rows(tensors: Mapping[str, TensorInfo], name: str, source: str) -> int:
 
 
 def _llama(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    if "blk.0.ffn_gate_inp.weight" in tensors:
+        return {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -110,6 +114,33 @@ def _qwen2(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
 def _qwen3(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     bias = _has_biases(tensors, "attn_q", "attn_k", "attn_v", "attn_output")
     return {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "attention_bias": bias}
+
+
+def _qwen3moe(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    return _qwen3(tensors) | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+
+
+def _experts(
+    fields: Fields, architecture: str, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Fields of a mixture of experts. llama.cpp has experts in all layers, and divides their
+    weights by the sum."""
+    if architecture == "qwen3moe":
+        return {
+            "num_experts": fields.integer("expert_count"),
+            "num_experts_per_tok": fields.integer("expert_used_count"),
+            "moe_intermediate_size": fields.integer("expert_feed_forward_length"),
+            "norm_topk_prob": True,
+        }
+    if architecture == "llama" and "blk.0.ffn_gate_inp.weight" in tensors:
+        fields.require("expert_feed_forward_length", config["intermediate_size"])
+        return {
+            "num_local_experts": fields.integer("expert_count"),
+            "num_experts_per_tok": fields.integer("expert_used_count"),
+        }
+    fields.require("expert_count", 0)
+    fields.require("expert_used_count", 0)
+    return {}
 
 
 def _gemma(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
@@ -170,6 +201,7 @@ _ROTARY = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen3moe": _qwen3moe,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
@@ -196,8 +228,6 @@ def _rotary(
             f"{fields.source}: RoPE turns {rotated} of {head_dim} dimensions; jaxllm turns all"
         )
     fields.require("attention.causal", True)
-    fields.require("expert_count", 0)
-    fields.require("expert_used_count", 0)
     theta = fields.number("rope.freq_base", 10000.0)
     config = {
         "hidden_size": hidden,

@@ -7,6 +7,8 @@ llama.cpp renames tensors and changes three kinds, undone here:
   reordered; keys have ``num_key_value_heads`` heads. Cohere's are interleaved in both.
 * GPT-2's ``Conv1D`` weights, which Hugging Face keeps as ``[in, out]``, are transposed in GGUF.
 * Gemma's norms multiply by ``1 + weight``, which is what GGUF has.
+
+Experts are stacked in GGUF, as in our models: their names keep ``{e}`` for the expert's number.
 """
 
 from __future__ import annotations
@@ -41,6 +43,21 @@ _HEAD_NORMS = {
     "blk.{}.attn_k_norm": "model.layers.{}.self_attn.k_norm",
 }
 _NORMED_HEADS = {**_LLAMA, **_HEAD_NORMS}
+_EXPERTS = "model.layers.{}.block_sparse_moe.experts.{{e}}"
+_MIXTRAL = {  # in files a "llama"
+    **_LLAMA,
+    "blk.{}.ffn_gate_inp": "model.layers.{}.block_sparse_moe.gate",
+    "blk.{}.ffn_gate_exps": f"{_EXPERTS}.w1",
+    "blk.{}.ffn_up_exps": f"{_EXPERTS}.w3",
+    "blk.{}.ffn_down_exps": f"{_EXPERTS}.w2",
+}
+_QWEN3MOE = {
+    **_NORMED_HEADS,
+    "blk.{}.ffn_gate_inp": "model.layers.{}.mlp.gate",
+    "blk.{}.ffn_gate_exps": "model.layers.{}.mlp.experts.{{e}}.gate_proj",
+    "blk.{}.ffn_up_exps": "model.layers.{}.mlp.experts.{{e}}.up_proj",
+    "blk.{}.ffn_down_exps": "model.layers.{}.mlp.experts.{{e}}.down_proj",
+}
 _GEMMA2 = {
     **_LLAMA,
     "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
@@ -92,11 +109,12 @@ _T5 = {
     "dec.blk.{}.cross_attn_rel_b": f"{_CROSS}.EncDecAttention.relative_attention_bias",
 }
 _NAMES = {
-    "llama": _LLAMA,
+    "llama": _MIXTRAL,
     "qwen2": _LLAMA,
     "qwen3": _NORMED_HEADS,
     "command-r": _NORMED_HEADS,
     "gemma": _LLAMA,
+    "qwen3moe": _QWEN3MOE,
     "gemma2": _GEMMA2,
     "gemma3": {**_GEMMA2, **_HEAD_NORMS},
     "gpt2": _GPT2,

@@ -125,11 +125,14 @@ class GGUFFile(WeightSource):
         return part[(slice(None), *index[1:])]
 
     def blocks(self, name: str) -> Blocks | None:
-        """The blocks of a quantized matrix, without dequantizing them; None for other tensors."""
+        """The blocks of a quantized matrix, or of a stack of matrices, without dequantizing them;
+        None for other tensors."""
         entry = find_tensor(self._entries, name, self.path)
-        if entry.type.name not in BLOCK_FORMATS or len(entry.shape) != 2:
+        if entry.type.name not in BLOCK_FORMATS or len(entry.shape) < 2:
             return None
-        return unpack(self._bytes(entry), entry.shape[0], entry.type)
+        *leading, _ = entry.shape
+        blocks = unpack(self._bytes(entry), math.prod(leading), entry.type)
+        return blocks.map(lambda x: x.reshape(*leading, *x.shape[1:]))
 
     def _bytes(self, entry: GGUFTensor) -> np.ndarray:
         return self._file.array(np.dtype(np.uint8), entry.begin, (entry.end - entry.begin,))
@@ -347,7 +350,8 @@ class _Reader:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A matrix [O, I] in groups of a row's entries: ``scales * values + offsets``."""
+    """A matrix [O, I] in groups of a row's entries, ``scales * values + offsets``, or a stack of
+    matrices with an axis before the others."""
 
     format: str
     """Name of the ggml type: "Q8_0", "Q4_0", "Q4_1", "Q4_K" or "Q6_K"."""

@@ -13,7 +13,7 @@ import jax
 
 from jaxllm.common.errors import InputError
 from jaxllm.models.model import Model
-from jaxllm.training.losses import Batch, Loss, LossSums
+from jaxllm.training.losses import ROUTER_LOSS, Batch, Loss, LossSums
 
 Predicted = Literal["tokens", "labels", "values", "preferences"]
 """Kind of a model's predictions, which decides the metrics of an evaluation."""
@@ -34,9 +34,9 @@ class EvalResult:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinity on overflow."""
+        """exp(loss), without the loss of routers; infinity on overflow."""
         try:
-            return math.exp(self.loss)
+            return math.exp(self.loss - self.extra.get(ROUTER_LOSS, 0.0))
         except OverflowError:
             return math.inf
 

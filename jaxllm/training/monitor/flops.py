@@ -25,6 +25,7 @@ from jaxtyping import Float64, Int
 
 from jaxllm.models.decoder_only import DecoderOnly
 from jaxllm.models.encoder_decoder import EncoderDecoderLM
+from jaxllm.models.expert_use import EXPERTS, used_shares
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.model import LanguageModel, Model
 from jaxllm.models.weights import parameters
@@ -167,8 +168,8 @@ def model_flops(model: Model[Any], trainable: Collection[str] | None = None) -> 
     A matrix element takes 2 FLOPs forward, 2 for the gradient of the activations, and 2 for its own
     gradient, the last only if it is trained. Attention takes 4 forward and 8 backward per layer,
     token pair and head element (all pairs, including those hidden by a causal mask or window).
-    Blocks below the lowest trained parameter have no backward pass. Not counted: embedding lookups,
-    norms, softmax, adapters.
+    Blocks below the lowest trained parameter have no backward pass. Of experts those that a token
+    goes to are counted. Not counted: embedding lookups, norms, softmax, adapters.
 
     Args:
         model: a model, whose arrays may be abstract.
@@ -179,11 +180,13 @@ def model_flops(model: Model[Any], trainable: Collection[str] | None = None) -> 
     trained = params.keys() if trainable is None else trainable
     lowest = min(map(_depth, trained), default=ABOVE)
     elements = {"token": 0.0, "source": 0.0}
+    used = used_shares(model)
     for path, leaf in params.items():
-        if len(leaf.shape) == 2 and not _is_looked_up(path, model):
+        if len(leaf.shape) == 2 + (EXPERTS in path) and not _is_looked_up(path, model):
             depth = ABOVE if path in EMBEDDINGS else _depth(path)  # a tied one is the head
             cost = 2.0 + 2.0 * (depth >= lowest) + 2.0 * (path in trained)
-            elements["source" if _reads_source(path) else "token"] += cost * float(leaf.size)
+            cost *= leaf.size * used[path]
+            elements["source" if _reads_source(path) else "token"] += cost
     if isinstance(model, EncoderDecoderLM):
         encoder = _attention(model.encoder, "encoder", lowest)
         decoder = _attention(model.decoder, "decoder", lowest)

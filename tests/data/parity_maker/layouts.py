@@ -24,6 +24,48 @@ def with_inv_freq(weights: Weights, config: dict) -> Weights:
     return weights | {name.format(i): frequencies for i in layers}
 
 
+def split_experts(weights: Weights) -> Weights:
+    """Gate and up projections of stacked experts apart: transformers 5 has them in one tensor.
+
+    A stack gets the name of an expert's tensor, with ``{e}`` for its number.
+    """
+    split = {}
+    for name, x in weights.items():
+        module, _, leaf = name.rpartition(".")
+        if leaf == "gate_up_proj":
+            parts = zip(("gate_proj", "up_proj"), np.split(x, 2, axis=1), strict=True)
+        elif module.endswith("experts"):
+            parts = [(leaf, x)]
+        else:
+            split[name] = x
+            continue
+        split |= {f"{module}.{{e}}.{part}.weight": stack for part, stack in parts}
+    return split
+
+
+def one_expert_a_tensor(weights: Weights, config: dict) -> Weights:
+    """As in all published files, and as save_pretrained writes them."""
+    single = {}
+    for name, x in split_experts(weights).items():
+        stack = x if "{e}" in name else [x]
+        single |= {name.replace("{e}", str(number)): tensor for number, tensor in enumerate(stack)}
+    return single
+
+
+MIXTRAL = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+
+
+def mixtral_name(name: str) -> str:
+    """Mixtral's own name of a tensor of experts or a router."""
+    for old, new in MIXTRAL.items():
+        name = name.replace(old, new)
+    return name
+
+
+def mixtral(weights: Weights, config: dict) -> Weights:
+    return {mixtral_name(k): v for k, v in one_expert_a_tensor(weights, config).items()}
+
+
 def old_gpt2(weights: Weights, config: dict) -> Weights:
     """openai-community/gpt2: no prefix, and each block's causal mask and its fill value."""
     weights = without_prefix("transformer.")(weights, config)

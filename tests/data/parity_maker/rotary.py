@@ -17,12 +17,15 @@ from parity_maker.inputs import (
     prompts,
     random_state,
 )
+from parity_maker.layouts import mixtral, one_expert_a_tensor
 from parity_maker.llama import LLAMA
 
 CASES: list[Case] = []
 
 NAMES = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma2": "Gemma2"}
 NAMES |= {"phi3": "Phi3", "gemma": "Gemma", "gemma3": "Gemma3", "cohere": "Cohere"}
+NAMES |= {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"}
+LAYOUTS = {"mixtral": mixtral, "qwen3_moe": one_expert_a_tensor}
 COMMON = {k: v for k, v in LLAMA.items() if k not in ("attention_bias", "mlp_bias")}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 GRADS = (
@@ -48,13 +51,15 @@ def rotary(
 ) -> None:
     """With `grads` all calls of a decoder-only model; else one forward pass alone, and with `short`
     one of rows of these lengths and greedy tokens after prompts that are longer."""
-    family = name.partition("_")[0]
+    family = max((each for each in NAMES if name.startswith(f"{each}_")), key=len)
     config = merged({**COMMON, "model_type": family}, fields)
     if task is not None:
         calls = classifier_calls(name, config, TASKS[task][3])
     elif grads:
         calls = decoder_calls(name, config, 20)
         calls["grad"] = Grad(calls["labels"].inputs, grads)
+        if family in LAYOUTS:
+            calls["generate_beams"] = Beams(calls["generate"].make)
     else:
         calls = {"plain": Forward(decoder_only(random_state(name), config))}
     if short:
@@ -64,9 +69,9 @@ def rotary(
     if family == "gemma3":
         architecture = architecture.replace("3ForSequence", "3TextForSequence")
     absent = ("lm_head.weight",) if config["tie_word_embeddings"] and task is None else ()
-    CASES.append(
-        Case(name, family, covers, architecture, config, calls, ("model.norm.weight",), absent)
-    )
+    layout = {"layout": LAYOUTS[family]} if family in LAYOUTS else {}
+    norm = ("model.norm.weight",)
+    CASES.append(Case(name, family, covers, architecture, config, calls, norm, absent, **layout))
 
 
 rotary(
@@ -297,6 +302,70 @@ rotary(
         "attention_factor": 1.2,
         "original_max_position_embeddings": 8,
     },
+    **labels_of(3),
+)
+MIXTRAL = {"intermediate_size": 11, "num_local_experts": 5, "num_experts_per_tok": 3}
+EXPERT_GRADS = (
+    "model.layers.1.mlp.experts.gate_up_proj",
+    "model.layers.1.mlp.experts.down_proj",
+    "model.layers.1.mlp.gate.weight",
+)
+NO_DENSE = tuple(name for name in GRADS if ".mlp." not in name)
+rotary(
+    "mixtral_window",
+    "5 experts, 3 a token, loss of routers, window of 5, gelu, own head, jitter, gradients",
+    NO_DENSE + EXPERT_GRADS,
+    **MIXTRAL,
+    pad_token_id=5,  # transformers fills beams with EOS where the pad token is 0
+    output_router_logits=True,
+    router_aux_loss_coef=0.3,
+    router_jitter_noise=0.1,
+    sliding_window=5,
+    hidden_act="gelu",
+    tie_word_embeddings=False,
+    rope_theta=70.0,
+)
+rotary(
+    "mixtral_cls_single",
+    f"sequence classification: {TASKS['single'][0]}; sliding_window null, 1 expert a token",
+    task="single",
+    **{**MIXTRAL, "num_experts_per_tok": 1, "sliding_window": None},
+    **labels_of(3),
+)
+QWEN3_MOE = {"moe_intermediate_size": 9, "num_experts": 6, "num_experts_per_tok": 2}
+rotary(
+    "qwen3_moe_sparse",
+    "experts in layers 0 and 2 (mlp_only_layers), loss of routers, window of 4 in all layers, "
+    "biases, own head, gradients",
+    GRADS + BIASES + NORMS + tuple(name.replace("s.1.", "s.2.") for name in EXPERT_GRADS),
+    **QWEN3_MOE,
+    num_hidden_layers=3,
+    mlp_only_layers=[1],
+    pad_token_id=5,
+    output_router_logits=True,
+    router_aux_loss_coef=0.2,
+    use_sliding_window=True,
+    sliding_window=4,
+    attention_bias=True,
+    hidden_act="gelu_new",
+    tie_word_embeddings=False,
+    rope_theta=80.0,
+)
+rotary(
+    "qwen3_moe_normed",
+    "norm_topk_prob, tied, MQA, v5 rope, num_local_experts",
+    **{name: value for name, value in QWEN3_MOE.items() if name != "num_experts"},
+    num_local_experts=4,
+    norm_topk_prob=True,
+    num_key_value_heads=1,
+    rope_parameters={"rope_type": "default", "rope_theta": 60.0},
+)
+rotary(
+    "qwen3_moe_cls_single",
+    f"sequence classification: {TASKS['single'][0]}; experts in layer 1 (decoder_sparse_step 2)",
+    task="single",
+    **QWEN3_MOE,
+    decoder_sparse_step=2,
     **labels_of(3),
 )
 COHERE = {"rms_norm_eps": ABSENT, "layer_norm_eps": 2e-3, "logit_scale": 0.7}
