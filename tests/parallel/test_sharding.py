@@ -68,14 +68,16 @@ def test_every_matrix_of_every_family_is_in_the_table(family):
 def test_every_rule_is_used():
     from jaxllm.models.registry import model_spec
 
-    paths = {
-        path for family in (*tiny.FAMILIES, "bart") for path in parameters(tiny.cached(family))
-    }
-    for family, name in (("llama", "LlamaForSequenceClassification"),):
-        spec = model_spec(tiny.CONFIGS[family], name)
-        paths |= set(
-            parameters(jax.eval_shape(lambda spec=spec: spec.make(spec.config, rngs=None)))
-        )
+    configs = [(config, None) for config in tiny.CONFIGS.values()]
+    configs += [
+        (tiny.CONFIGS["llama"], "LlamaForSequenceClassification"),
+        (tiny.CONFIGS["opt"] | {"word_embed_proj_dim": 16}, None),  # as OPT-350M
+    ]
+    paths = set()
+    for config, name in configs:
+        spec = model_spec(config, name)
+        shapes = jax.eval_shape(lambda spec=spec: spec.make(spec.config, rngs=None))
+        paths |= set(parameters(shapes))
     for pattern, axes in RULES:
         ends = re.compile(rf"(?:.*[./])?{pattern}")
         assert any(ends.fullmatch(path) and logical_axes(path) == axes for path in paths), pattern
