@@ -40,6 +40,7 @@ READ = {  # of the fields that keep the logits
     "mixtral": {"output_router_logits", "router_aux_loss_coef"},  # of the loss
     "qwen3_moe": {"output_router_logits"},
     "xglm": {"layerdrop", "add_cross_attention"},
+    **dict.fromkeys(("opt", "gpt_neo"), LENGTH),
 }
 CLASSIFIER_READS = {"num_labels", "pad_token_id", "problem_type"}
 

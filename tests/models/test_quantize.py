@@ -52,7 +52,7 @@ def dequantized(model: Any, quantized: Any) -> Any:
     )
 
 
-UNTIED = ("llama", "mistral", "mixtral", "qwen3", "qwen3_moe", "gemma2", "phi3")
+UNTIED = ("llama", "mistral", "mixtral", "qwen3", "qwen3_moe", "gemma2", "phi3", "gptj")
 
 
 @pytest.mark.by_default("mistral-int8")

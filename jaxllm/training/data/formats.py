@@ -140,7 +140,7 @@ def tokenizer_of(
         for name, field in names.items()
         if (field in row and is_used) or field != name
     }
-    return tokenizer.with_languages(**languages)
+    return tokenizer.with_languages(**languages) if languages else tokenizer
 
 
 def get(row: Row, name: str, *types: type) -> Any:
