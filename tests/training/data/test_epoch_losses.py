@@ -24,6 +24,9 @@ class SmallBytes:
 
     encode_beginning = encode
 
+    def for_targets(self) -> SmallBytes:
+        return self
+
 
 def rows(count: int) -> list[dict[str, str]]:
     rng = np.random.default_rng(5)
