@@ -334,15 +334,16 @@ def test_requested_dtypes(name):
 
 @pytest.mark.by_default("float16-layers1")
 @pytest.mark.parametrize(("dtype", "layers"), [("bfloat16", ()), ("float16", ("mlp.down",))])
-def test_t5_feed_forward_output_is_float32_in_half_precision(dtype, layers):
-    """Its weights, as in transformers, for float16 alone."""
+def test_t5_feed_forward_output_is_float32_in_float16(dtype, layers):
+    """As in transformers: bfloat16 has the range of float32."""
     model, _ = jaxllm.load(ROOT / "t5_v11", dtype=dtype, param_dtype=dtype)
     actual = {p: str(x.dtype) for p, x in parameters(model).items()}
     wide = {p for p, d in actual.items() if d == "float32"}
     assert wide == {p for p in actual for layer in layers if p.endswith(f"{layer}.weight")}
-    assert model.encoder.blocks[0].mlp.down.dtype == jnp.float32
+    expected = jnp.dtype("float32" if layers else dtype)
+    assert model.encoder.blocks[0].mlp.down.dtype == expected
     hidden = jnp.ones((1, 1, model.config.d_ff), dtype)
-    assert model.encoder.blocks[0].mlp.down(hidden).dtype == jnp.float32
+    assert model.encoder.blocks[0].mlp.down(hidden).dtype == expected
 
 
 def test_weights_too_large_for_float16(tmp_path):

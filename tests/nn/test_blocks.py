@@ -55,7 +55,7 @@ def test_remat(family, dropout, name):
 @pytest.mark.ci
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_remat_in_bfloat16(family):
-    """T5's blocks take bfloat16 and give float32."""
+    """The gradients have the dtype of the weights."""
     options = Options(jnp.bfloat16, jnp.bfloat16, remat=True)
     model = tiny.make(family, options=options, **DEPTH[family])
     tokens = tiny.ids()

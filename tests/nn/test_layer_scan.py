@@ -119,7 +119,7 @@ def test_hidden_states_and_attentions():
 @pytest.mark.by_default("llama")
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_scans_of_equal_layers(family):
-    """One scan for each stack; T5's blocks take bfloat16 first, and give float32."""
+    """One scan for each stack."""
     _, scanned = models(family, dtype=jnp.bfloat16)
     inputs = {"decoder_input_ids": tiny.ids()} if family == "t5" else {}
     jaxpr = str(jax.make_jaxpr(lambda model: model(tiny.ids(), **inputs).logits)(scanned))
