@@ -154,7 +154,8 @@ def map_ahead(
     """`map` in `READ_THREADS` threads, ahead of the result that is used.
 
     Args:
-        sizes: bytes of each item, of which `READ_AHEAD` are in work at once, or two items.
+        sizes: bytes of each item. Items of at most `READ_AHEAD` bytes together are in work at once,
+            but always two items.
     """
     with ThreadPoolExecutor(READ_THREADS) as pool:
         pending: deque[tuple[Future[Result], int]] = deque()

@@ -129,7 +129,7 @@ def hf_tensors(
 
 
 def expert_tensors(name: str, stack: LazyHostArray) -> Iterator[tuple[str, LazyHostArray]]:
-    """The tensors of a stack, which is copied to the host once for those that are read in a row."""
+    """The tensors of a stack. Tensors that are read one after another share a copy on the host."""
     last: list[np.ndarray] = []
 
     def read(number: int) -> np.ndarray:

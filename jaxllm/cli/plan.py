@@ -134,7 +134,8 @@ def _run(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             for line in decision_lines(decision):
                 console.print(line, soft_wrap=True)
-            console.print(meshes_table(decision))
+            if decision.meshes:
+                console.print(meshes_table(decision))
         # What was not asked for by name is left out where it cannot be compiled.
         can_compile = has_compiler(arguments.topology) and decision.best is not None
         if compiles and not arguments.program and not can_compile:
@@ -164,6 +165,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def why_not(decision: Decision) -> str:
     """Why nothing can be compiled for a topology."""
+    if not decision.meshes:
+        return "the model does not generate; add --program train"
     if decision.best is None:
         return "the weights fit on none of the meshes"
     extra = "tpu" if decision.device.startswith("TPU") else "gpu"
@@ -177,7 +180,9 @@ def decision_lines(decision: Decision) -> Iterator[str]:
     where = f"{decision.devices} x {decision.device}"
     sizes = f"{decision.workload.prompt} + {decision.workload.new} tokens"
     best = decision.best
-    if best is None:
+    if not decision.meshes:
+        yield "The model has no language-model head, and does not generate."
+    elif best is None:
         least = min(bounds.weight_bytes for bounds in decision.meshes)
         yield (
             f"The weights do not fit: {least / 1e9:,.1f} GB on each of {where} at least. Take more "
@@ -219,7 +224,7 @@ def axes_text(mesh: Mapping[str, int]) -> str:
 
 
 def meshes_table(decision: Decision) -> Table:
-    """The meshes for generation, the best first. Bytes are those of one device."""
+    """A table of the meshes for generation, the best mesh first, with the bytes of one device."""
     table = Table("mesh", *(Column(axes_text(x.mesh), justify="right") for x in decision.meshes))
     for field, label, divisor, decimals in _MESH_ROWS:
         values = (getattr(x, field) / divisor for x in decision.meshes)

@@ -384,7 +384,7 @@ def layer_entries(layer: str, hf: str, attention: Mapping[str, str]) -> Iterator
 
     Args:
         layer, hf: path and name of layer {i}.
-        attention: our names of the attention sublayers, and those of the file.
+        attention: jaxllm's name of each attention sublayer, and the name in the file.
     """
     for ours, theirs in attention.items():
         for x, name in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj"), ("o", "out_proj")):

@@ -70,7 +70,7 @@ class CohereConfig(RotaryConfig):
 class CenteredNorm(RMSNorm):
     """LayerNorm without a bias, which is RMSNorm of x minus its mean, in float32 to the end.
 
-    For queries or keys [B, T, N, H] the weight holds those of the N heads, one after the other.
+    For queries or keys [B, T, N, H] the weight holds the vectors of the N heads one after another.
     """
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
@@ -121,7 +121,7 @@ def cohere_table(config: CohereConfig) -> Table:
     """Weight table, in which the rows of q and k depend on the sizes of heads.
 
     Cohere rotates pairs of neighbours. With the first features of all pairs before the second ones,
-    as here, the pairs are those of the other families, and the scores are the same.
+    the pairs are the same as in other families, and the scores do not change.
     """
     size, entries = config.size_per_head, []
     for name, heads in (("q", config.num_attention_heads), ("k", config.kv_heads)):

@@ -110,7 +110,7 @@ def gptj_table(config: GPTJConfig) -> Table:
     """Weight table, in which the rows of q and k depend on the sizes of heads.
 
     GPT-J rotates pairs of neighbours. With the first features of all pairs before the second ones,
-    as here, the pairs are those of the other families, and the scores are the same.
+    the pairs are the same as in other families, and the scores do not change.
     """
     R, heads = config.rotary_dim, np.arange(config.n_embd).reshape(config.n_head, -1)
     order = np.concatenate([heads[:, :R:2], heads[:, 1:R:2], heads[:, R:]], axis=1)

@@ -249,11 +249,10 @@ def _differentiated_as_jvp(
 class Attention(nnx.Module):
     """Attention layer: query, key, value and output projections around `attend`.
 
-    The caller passes positions as rotary angles, which are those of `rope`, or as a bias, or
-    neither. `q_norm` and `k_norm`
-    normalise each head's query and key before RoPE (Qwen3). With a `window` a query attends to the
-    last `window` tokens only, its own included (Mistral); without a causal mask to its own and
-    `window` on either side.
+    The caller passes positions as the angles of `rope`, as a bias, or neither. `q_norm` and
+    `k_norm` normalise each head's query and key before RoPE (Qwen3). With a `window` a query
+    attends to the last `window` tokens only, its own included (Mistral); without a causal mask to
+    its own and `window` on either side.
     """
 
     def __init__(

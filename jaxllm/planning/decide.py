@@ -89,7 +89,7 @@ class Decision:
     dtype: str
     workload: Workload
     meshes: tuple[MeshBounds, ...]
-    """Ranked by requests per second."""
+    """Ranked by requests per second; empty for a model that does not generate, as a classifier."""
     training: TrainingBounds | None
     """None: quantized weights are not trained."""
     checkpoint_bytes: int
@@ -153,13 +153,15 @@ def decide(
     workload = Workload(batch=batch, prompt=prompt, new=new, slots=16)
     plain = abstract_model(model, dtype=dtype)
     placed = plain if quantize is None else abstract_model(model, dtype=dtype, quantize=quantize)
-    costs = Costs.of(placed, plain, workload)
-    heads = math.gcd(*plain.config.head_counts.values())
-    meshes = [
-        costs.on(abstract_mesh(data=count // tensor, tensor=tensor), chip)
-        for tensor in range(1, count + 1)
-        if count % tensor == 0 and heads % tensor == 0
-    ]
+    meshes: list[MeshBounds] = []
+    if isinstance(placed, LanguageModel):
+        costs = Costs.of(placed, plain, workload)
+        heads = math.gcd(*plain.config.head_counts.values())
+        meshes = [
+            costs.on(abstract_mesh(data=count // tensor, tensor=tensor), chip)
+            for tensor in range(1, count + 1)
+            if count % tensor == 0 and heads % tensor == 0
+        ]
     training = None
     if quantize is None:
         training = training_bounds(plain, workload, chip, count, lora_rank)

@@ -197,13 +197,15 @@ def plan(
     lengths = {"batch": batch, "prompt": prompt, "new": new}
     meshes: dict[bool, Mapping[str, int] | None] = {}  # True: of the training step
     if mesh == "auto" and target_topology.chip.memory_bytes is not None:
-        best = decide(model, topology, dtype=dtype, quantize=quantize, **lengths).best
-        if best is None and programs != ["train"]:
-            raise InputError(
-                f"mesh: auto: the weights fit on no mesh of {topology}; take more devices, or "
-                "quantize="
-            )
-        meshes = {False: best and best.mesh, True: {"fsdp": len(target_topology.devices)}}
+        meshes = {True: {"fsdp": len(target_topology.devices)}}
+        if programs != ["train"]:
+            best = decide(model, topology, dtype=dtype, quantize=quantize, **lengths).best
+            if best is None:
+                raise InputError(
+                    f"mesh: auto: the model generates on no mesh of {topology}: its weights do not "
+                    "fit, or it is a model without generation, which has the program train only"
+                )
+            meshes[False] = best.mesh
     elif not isinstance(mesh, str):
         meshes = dict.fromkeys((False, True), mesh)
     elif mesh != "auto":
@@ -345,8 +347,7 @@ def times_of(module: hlo.Module, step: str, program: LoweredProgram, chip: Chip)
             if chip.link is not None and (is_asynchronous or not hidden_only):
                 phases = 2 if "all-reduce" in x.opcode else 1
                 hops = phases * (hlo.group_size(x, devices) // 2)
-                seconds = max(hlo.transferred_bytes(x, devices) / chip.link, hops * chip.hop)
-                total += seconds * 1e6
+                total += chip.ring_seconds(hlo.transferred_bytes(x, devices), hops) * 1e6
         return total
 
     sent = module.total(step, sent_bytes)

@@ -96,12 +96,13 @@ class Chip:
         is_exact = np.dtype(dtype) == np.float32 and chosen_precision() in (None, "highest")
         return (self.float32_flops if is_exact else self.flops) or math.inf
 
+    def ring_seconds(self, sent: float, hops: int) -> float:
+        """Time of a collective operation in which a device sends bytes, or time of its hops."""
+        return 0.0 if self.link is None else max(sent / self.link, hops * self.hop)
+
     def all_reduce_seconds(self, size: float, devices: int) -> float:
-        """Time of an all-reduce of `size` bytes in a ring, or of its hops around half of it."""
-        if self.link is None or devices == 1:
-            return 0.0
-        sent = 2 * size * (devices - 1) / devices
-        return max(sent / self.link, 2 * (devices // 2) * self.hop)
+        """Time of an all-reduce of `size` bytes, around half of a ring in each direction."""
+        return self.ring_seconds(2 * size * (devices - 1) / devices, 2 * (devices // 2))
 
 
 def _tpu_chip(

@@ -155,6 +155,19 @@ def test_the_command_says_what_to_do(tmp_path: Path, capsys: Any) -> None:
     assert "compiles no programs for A100 80GB" in capsys.readouterr().err
 
 
+def test_a_classifier_has_bounds_of_training_alone(tmp_path: Path, capsys: Any) -> None:
+    raw = tiny.CONFIGS["llama"] | {"architectures": ["LlamaForSequenceClassification"]}
+    decision = decide(raw, "l4:2", prompt=8, new=8)
+    assert (decision.meshes, decision.best) == ((), None)
+    assert decision.training is not None
+    assert decision.training.fits
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert main(["plan", str(tmp_path), "--topology", "l4", "--prompt", "8", "--new", "8"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("The model has no language-model head")
+    assert "add --program train" in captured.err
+
+
 def test_the_documentation_names_every_figure() -> None:
     text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
     decision = decide(tiny.CONFIGS["gpt2"], "l4", prompt=8, new=8)
