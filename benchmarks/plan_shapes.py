@@ -2,11 +2,13 @@
 
     JAX_PLATFORMS=cpu python benchmarks/plan_shapes.py OUT.jsonl [--only NAME] [--platform tpu]
 
-Compiles programs for the models of `shapes/` with 1 and with 2 layers, on the meshes of `RUNS`, and
-writes one line of JSON for each; lines that are there already are kept, so that a run can go on.
-`table` prints the figures for all layers: every figure grows linearly with the number of equal
-layers. The compilers for TPU and GPU (`pip install 'jaxllm[plan-tpu]'`, `'jaxllm[plan-gpu]'`) are
-in environments of their own, so that there is a run for each.
+Compiles programs for the models of `shapes/` on the meshes of `RUNS`, and writes one line of JSON
+for each; lines that are there already are kept, so that a run can go on. Programs that generate are
+compiled with all layers. Training takes minutes for each layer: it comes last, with 1 and with 2
+layers, and the table prints the figures for all layers from those two, since every figure grows
+linearly with the number of equal layers. The compilers for TPU and GPU
+(`pip install 'jaxllm[plan-tpu]'`, `'jaxllm[plan-gpu]'`) are in environments of their own, so that
+there is a run for each.
 
     python benchmarks/plan_shapes.py OUT.jsonl --table
 """
@@ -15,13 +17,14 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 SHAPES = Path(__file__).parent / "shapes"
-DEPTHS = (1, 2)
+TRAINING_DEPTHS = (1, 2)
 LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer")
 FIGURES = (
     "weight_bytes",
@@ -110,18 +113,19 @@ def compiled(out: Path, platform: str, only: str | None) -> None:
     known = set(inspect.signature(plan).parameters)
     lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
     done = {key_of(json.loads(line)) for line in lines}
-    for shape, runs in RUNS.items():
+    for training, shape in itertools.product((False, True), RUNS):
         config = json.loads((SHAPES / f"{shape}.json").read_text(encoding="utf-8"))
-        for topology, mesh, training_mesh in runs:
+        for topology, mesh, training_mesh in RUNS[shape]:
             if topology.startswith("h100") != (platform == "gpu") or only not in (None, shape):
                 continue
             for name, trains, arguments in workloads(config):
-                for depth in DEPTHS:
-                    axes = training_mesh if trains else mesh
-                    if trains and axes is None and topology.endswith("x4"):
-                        continue  # the second mesh of a topology is for generation only
+                axes = training_mesh if trains else mesh
+                if trains != training or (trains and axes is None and topology.endswith("x4")):
+                    continue  # the second mesh of a topology is for generation only
+                layers = max(config.get(x) or 0 for x in LAYERS)
+                for depth in TRAINING_DEPTHS if trains else (layers,):
                     line = {"shape": shape, "topology": topology, "mesh": axes, "workload": name}
-                    line |= {"layers": depth, "of": max(config.get(x) or 0 for x in LAYERS)}
+                    line |= {"layers": depth, "of": layers}
                     if key_of(line) in done or not arguments.keys() <= known:
                         continue
                     line |= planned(with_layers(config, depth), topology, axes, arguments)
@@ -155,20 +159,23 @@ def rows(out: Path) -> Iterator[dict[str, Any]]:
         line = json.loads(text)
         found.setdefault(key_of(line | {"layers": 0}), {})[line["layers"]] = line
     for lines in found.values():
-        low, high = (lines.get(depth) for depth in DEPTHS)
-        if low is None or high is None:
+        low, *others = (lines[depth] for depth in sorted(lines))
+        whole = low["layers"] == low["of"]
+        if not whole and not others:
             continue
+        high = low if whole else others[0]
         name = {x: low[x] for x in ("shape", "topology", "mesh", "workload")}
         if "error" in low or "error" in high:
             yield {**name, "error": low.get("error") or high.get("error")}
             continue
         for a, b in zip(low["programs"], high["programs"], strict=True):
-            yield {**name, "program": a["name"], **extrapolated(a, b, low["of"])}
+            figures = a if whole else extrapolated(a, b, low["of"])
+            yield {**name, "program": a["name"], "extrapolated": not whole, **figures}
 
 
 def extrapolated(low: Mapping[str, Any], high: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """Figures for all layers, from those of two depths."""
-    few, more = DEPTHS
+    few, more = TRAINING_DEPTHS
     figures = {}
     for name in FIGURES:
         a, b = low.get(name), high.get(name)
@@ -184,7 +191,7 @@ def extrapolated(low: Mapping[str, Any], high: Mapping[str, Any], layers: int) -
 
 
 def table(out: Path) -> Iterator[str]:
-    """The rows as a table in Markdown."""
+    """The rows as a table in Markdown; figures from fewer layers are marked with a tilde."""
     heads = ("shape", "topology", "mesh", "program", "peak GB", "estimate ms", "floor ms")
     heads += ("collectives ms", "in series ms", "overlapped ms", "MFU")
     yield "| " + " | ".join(heads) + " |"
@@ -194,6 +201,7 @@ def table(out: Path) -> Iterator[str]:
         program = row.get("program", "")
         workload = row["workload"]
         name = f"{program}: {workload}" if program.startswith("batch") else workload
+        name = f"~ {name}" if row.get("extrapolated") else name
         cells = [row["shape"], row["topology"], mesh, name]
         if "error" in row:
             yield "| " + " | ".join([*cells, row["error"]]) + " |"

@@ -26,12 +26,14 @@ from jaxllm.nn.platform.attention import attend_cache, head_products, largest_sc
 from jaxllm.nn.rope import Rope, rotate
 from jaxllm.parallel.sharding import constrain
 
-BY_PARTS = ("blockwise", "splash")
+KERNEL_PLATFORMS = {"splash": ("tpu",), "triton": ("gpu", "cuda", "rocm")}
+"""Platforms of the kernels of flash attention."""
+BY_PARTS = ("blockwise", *KERNEL_PLATFORMS)
 """Implementations that take masks and biases by their parts, not as arrays."""
 FUSED = ("xla", "cudnn")
 """Implementations of `jax.nn.dot_product_attention`."""
 IMPLEMENTATIONS = ("eager", *FUSED, *BY_PARTS)
-PLATFORM_IMPLEMENTATIONS = {"tpu": "splash", "gpu": "blockwise", "cuda": "blockwise"}
+PLATFORM_IMPLEMENTATIONS = {"tpu": "splash", "gpu": "triton", "cuda": "triton"}
 """Implementation that "auto" selects; eager on other platforms."""
 QUERY_BLOCK = 256
 """Queries of a block of `attend_blocks`; fewer are computed by `attend`."""
@@ -46,9 +48,10 @@ def implementation_for(name: str, platform: str) -> str:
     >>> implementation_for("auto", "cpu"), implementation_for("auto", "tpu")
     ('eager', 'splash')
     """
-    if name == "splash" and platform != "tpu":
+    if platform not in KERNEL_PLATFORMS.get(name, (platform,)):
+        kind = "TPUs" if name == "splash" else "GPUs"
         raise UnsupportedError(
-            f"attn_implementation: splash is a kernel for TPUs, and this runs on {platform}; "
+            f"attn_implementation: {name} is a kernel for {kind}, and this runs on {platform}; "
             "choose auto, eager or blockwise"
         )
     return PLATFORM_IMPLEMENTATIONS.get(platform, "eager") if name == "auto" else name
@@ -358,12 +361,13 @@ class Attention(nnx.Module):
             eager: options of `attend`, except the key.
         """
         is_plain = bias is None and key is None and eager["head_mask"] is None
-        if self.implementation == "splash" and is_plain:
+        if self.implementation in KERNEL_PLATFORMS and is_plain:
             # Pallas takes a second to import.
-            from jaxllm.nn.platform.splash import attend_splash, splash_applies
+            from jaxllm.nn.platform.flash import attend_flash, flash_applies
 
-            if splash_applies(q, mask):
-                return attend_splash(q, kv, mask=mask, scores=self.scores)
+            if flash_applies(self.implementation, q, mask, self.scores):
+                options = {"mask": mask, "scores": self.scores}
+                return attend_flash(self.implementation, q, kv, **options)
         if q.shape[1] > QUERY_BLOCK and not isinstance(bias, jax.Array):
             return attend_blocks(partial(attend, **eager), q, kv, mask=mask, bias=bias, key=key)
         bias = bias.array() if isinstance(bias, ColumnBias) else bias

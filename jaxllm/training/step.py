@@ -134,12 +134,13 @@ def _update(
     count = jnp.maximum(sums.count, 1.0)
     norm = global_norm(grads) / count
     finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
-    # `cond` rather than a select afterwards, for which XLA would copy the donated arrays.
-    params, opt_state, ema = jax.lax.cond(
-        finite,
-        partial(_apply, optimize=optimize, ema_decay=ema_decay),
-        lambda grads, count, norm, *unchanged: unchanged,
-        *(grads, count, norm, state.params, state.opt_state, state.ema),
+    apply = partial(_apply, grads, count, norm, optimize=optimize, ema_decay=ema_decay)
+    # A loop that ends after one update rather than `cond` or a select: XLA updates in place what a
+    # loop carries, and copies the donated arrays otherwise; docs/decisions/gpu-programs.md.
+    _, (params, opt_state, ema) = jax.lax.while_loop(
+        lambda carry: carry[0],
+        lambda carry: (jnp.zeros_like(carry[0]), apply(*carry[1])),
+        (finite, (state.params, state.opt_state, state.ema)),
     )
     skipped = (~finite).astype(jnp.int32)
     updated = state.replace(

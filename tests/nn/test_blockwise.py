@@ -1,4 +1,4 @@
-"""Attention without an array of queries x keys: blocks of queries and the TPU kernel."""
+"""Attention without an array of queries x keys: blocks of queries, kernels for TPUs and GPUs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from jaxllm.nn.attention import (
     implementation_for,
 )
 from jaxllm.nn.linear import Linear
-from jaxllm.nn.platform import splash
-from jaxllm.nn.platform.splash import splash_applies
+from jaxllm.nn.platform import flash
+from jaxllm.nn.platform.flash import flash_applies
 from jaxllm.nn.relative_bias import RelativeBias
 from jaxllm.training.losses import loss_for
 
@@ -64,11 +64,12 @@ def output_and_gradients(attention, q, k, v, **options):
 
     arguments = (q, k, v, options.get("bias"))
     way = jnp.asarray(np.random.default_rng(1).standard_normal(q.shape), jnp.float32)
+    rows = options.get("rows", jnp.ones(q.shape[:2], bool))[..., None, None]
     results = []
     for function in (run, eager):
 
         def scalar(*arguments, function=function):
-            out = function(*arguments)
+            out = jnp.where(rows, function(*arguments), 0)
             return jnp.vdot(out, way), out
 
         grad = jax.grad(scalar, argnums=(0, 1, 2, 3), has_aux=True, allow_int=True)
@@ -116,23 +117,43 @@ def test_blocks_of_queries_equal_eager(masked):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_kernel_for_tpus_equals_eager(packed, monkeypatch, highest_precision):
+@pytest.mark.parametrize("kernel", ["splash", "triton"])
+def test_the_kernels_equal_eager(kernel, packed, monkeypatch, highest_precision):
     """Interpreted, with grouped heads, pads on all sides and a length that fills no tile."""
     q, k, v, mask = arrays()
     segments = jnp.asarray(np.arange(T) // 70 + 1) * mask if packed else None
     visible = make_view(mask, segments=segments).visible
-    assert splash_applies(q, visible)
-    monkeypatch.setattr(splash, "INTERPRET", True)
-    check(output_and_gradients(layer("splash"), q, k, v, mask=visible), rtol=1e-4)
+    monkeypatch.setattr(flash, "INTERPRET", True)
+    assert flash_applies(kernel, q, visible, Scores(0.5))
+    # The kernel for GPUs gives zeros at pads, which `attend` computes like tokens.
+    rows = mask if kernel == "triton" else jnp.ones_like(mask)
+    results = output_and_gradients(layer(kernel), q, k, v, mask=visible, rows=rows)
+    check(results, rtol=1e-4)
 
 
-def test_windows_that_are_narrower_than_the_sequence_are_computed_by_blocks():
+def test_the_kernel_for_gpus_gives_zeros_at_pads(monkeypatch, highest_precision):
+    monkeypatch.setattr(flash, "INTERPRET", True)
+    q, k, v, mask = arrays()
+    visible, kv = make_view(mask).visible, KV.from_sequence(k, v)
+    out = flash.attend_flash("triton", q, kv, mask=visible, scores=Scores(0.5))
+    assert bool((out[~mask] == 0).all() & (out[mask] != 0).all())
+
+
+def test_masks_and_scores_that_the_kernels_lack_are_computed_by_blocks():
     view = make_view(jnp.ones((1, T), bool))
     q = jnp.zeros((1, T, N, 16), jnp.bfloat16)
-    assert splash_applies(q, view.for_layer(T).visible)
-    assert not splash_applies(q, view.for_layer(T - 1).visible)
-    assert not splash_applies(q[:, :64], view.visible)
-    assert not splash_applies(q.astype(jnp.float32), view.visible)
+    plain = Scores(0.5)
+    for kernel in ("splash", "triton"):
+        assert flash_applies(kernel, q, view.for_layer(T).visible, plain)
+        assert not flash_applies(kernel, q, view.for_layer(T - 1).visible, plain)
+        assert not flash_applies(kernel, q[:, :64], view.visible, plain)
+        assert not flash_applies(kernel, q.astype(jnp.float32), view.visible, plain)
+        both_sides = make_view(jnp.ones((1, T), bool), causal=False).visible
+        assert not flash_applies(kernel, q, both_sides, plain)
+    capped, wide = Scores(0.5, softcap=30.0), jnp.zeros((1, T, N, 512), jnp.bfloat16)
+    assert flash_applies("splash", q, view.visible, capped)
+    assert not flash_applies("triton", q, view.visible, capped)
+    assert not flash_applies("triton", wide, view.visible, plain)
 
 
 @pytest.mark.ci
@@ -152,9 +173,10 @@ def test_dropout_is_drawn_for_each_block(family):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("implementation", ["blockwise", "splash"])
+@pytest.mark.parametrize("implementation", ["blockwise", "splash", "triton"])
 @pytest.mark.parametrize("family", tiny.mostly("llama"))
-def test_a_training_step_for_a_tpu_holds_no_array_of_tokens_x_tokens(family, implementation):
+def test_a_training_step_holds_no_array_of_tokens_x_tokens(family, implementation):
+    platform = "cuda" if implementation == "triton" else "tpu"
     length = 531
     sizes = {"gpt2": {"n_positions": length}, "llama": {"max_position_embeddings": length}}
     ids = jax.ShapeDtypeStruct((2, length), jnp.int32)
@@ -164,7 +186,7 @@ def test_a_training_step_for_a_tpu_holds_no_array_of_tokens_x_tokens(family, imp
         model = tiny.make(family, options=options, **sizes.get(family, {}))
         gradient = jax.jit(jax.grad(lambda model, batch: loss_for(model)(model, batch).loss))
         traced = gradient.trace(model, {"input_ids": ids, "labels": ids})
-        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
         return re.findall(rf"tensor<(?:\d+x)*{length}x(?:\d+x)*{length}x\w+>", text)
 
     assert squares(implementation) == []
@@ -175,10 +197,12 @@ def test_a_training_step_for_a_tpu_holds_no_array_of_tokens_x_tokens(family, imp
 def test_auto_is_resolved_by_platform():
     assert implementation_for("auto", "cpu") == "eager"
     assert implementation_for("auto", "tpu") == "splash"
-    assert implementation_for("auto", "gpu") == "blockwise"
+    assert implementation_for("auto", "gpu") == "triton"
     assert implementation_for("xla", "tpu") == "xla"
     with pytest.raises(UnsupportedError, match="splash is a kernel for TPUs, and this runs on cpu"):
         implementation_for("splash", "cpu")
+    with pytest.raises(UnsupportedError, match="triton is a kernel for GPUs, and this runs on tpu"):
+        implementation_for("triton", "tpu")
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def attend_one_query(
     they multiply the values."""
     # PERF(gpu): XLA makes one kernel of scale, mask and softmax if the scores keep the axes of
     # their product and nothing is left to do after that of the values, and otherwise four;
-    # docs/decisions/gpu-decode-step.md.
+    # docs/decisions/gpu-programs.md.
     batch, _, heads, _ = q.shape
     kv_heads = math.prod(kv.leading_shape) // batch
     group = heads // kv_heads

@@ -21,7 +21,7 @@ def steps_between_checks(platform: str) -> int:
     """Decode steps that a loop runs before it checks again whether a row is unfinished."""
     # PERF(gpu): XLA copies the condition of a loop of unknown length to the host, which waits for
     # the step's kernels before it launches those of the next one;
-    # docs/decisions/gpu-decode-step.md.
+    # docs/decisions/gpu-programs.md.
     return 4 if platform in ("gpu", "cuda", "rocm") else 1
 
 

@@ -80,8 +80,8 @@ class ModelSource:
         remat: recompute activations of each block in the backward pass, to save memory: true or
             full, all of them; dots, all but the results of products with weights.
         scan_layers: run equal layers in a scan, so that a deep model compiles faster.
-        attn_implementation: auto (splash on a TPU, blockwise on a GPU, eager elsewhere), eager,
-            blockwise, splash, xla or cudnn.
+        attn_implementation: auto (splash on a TPU, triton on a GPU, eager elsewhere), eager,
+            blockwise, splash, triton, xla or cudnn.
     """
 
     path: str | None = None
@@ -95,7 +95,9 @@ class ModelSource:
     matmul_precision: Literal["default", "high", "highest"] | None = None
     remat: bool | Literal["full", "dots"] = False
     scan_layers: bool = False
-    attn_implementation: Literal["auto", "eager", "blockwise", "splash", "xla", "cudnn"] = "auto"
+    attn_implementation: Literal[
+        "auto", "eager", "blockwise", "splash", "triton", "xla", "cudnn"
+    ] = "auto"
 
     def __post_init__(self):
         if (self.path is None) == (self.config is None):

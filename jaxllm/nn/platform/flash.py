@@ -1,14 +1,19 @@
-"""Splash attention: JAX's Pallas kernel of flash attention for TPUs."""
+"""Flash attention of whole sequences, by JAX's Pallas kernels for TPUs and for GPUs.
+
+Neither holds scores of all queries and keys in memory (Dao et al. 2022, arXiv:2205.14135).
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.pallas.ops.gpu import attention as triton
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel as splash,
 )
@@ -26,17 +31,26 @@ TILES = (512, 256, 128)
 """Queries, and keys, of a tile."""
 NUM_LANES = 128
 """Width of a TPU's vector registers."""
+WIDEST_HEAD = 256
+"""Features of a head for which the tiles of the kernel for GPUs fit into a core's memory."""
 INTERPRET = False
-"""Run the kernel as JAX operations on any platform, which the tests do."""
+"""Run the kernels as JAX operations on any platform, which the tests do."""
 
 
-def splash_applies(q: Float[Array, "B T N H"], mask: SequenceMask) -> bool:
-    """True if `attend_splash` computes this mask: causal, and the window covers all queries.
+def flash_applies(
+    implementation: str, q: Float[Array, "B T N H"], mask: SequenceMask, scores: Any
+) -> bool:
+    """True if `attend_flash` computes this mask: causal, and the window covers all queries.
 
-    The kernel counts a window in columns, this library in real tokens. Its products of float32 are
-    not exact.
+    The kernels count a window in columns, this library in real tokens. Their products of float32
+    are not exact. The one for GPUs caps no scores.
+
+    Args:
+        scores: the layer's `jaxllm.nn.attention.Scores`.
     """
-    queries = q.shape[1]
+    queries, width = q.shape[1], q.shape[3]
+    if implementation == "triton" and (scores.softcap is not None or width > WIDEST_HEAD):
+        return False
     return (
         queries >= TILES[-1]
         and precision_of(q) is None
@@ -45,15 +59,18 @@ def splash_applies(q: Float[Array, "B T N H"], mask: SequenceMask) -> bool:
     )
 
 
-def attend_splash(
-    q: Float[Array, "B T N H"], kv: KV, *, mask: SequenceMask, scores: Any
+def attend_flash(
+    implementation: str,
+    q: Float[Array, "B T N H"],
+    kv: KV,
+    *,
+    mask: SequenceMask,
+    scores: Any,
 ) -> Float[Array, "B T N H"]:
-    """Causal attention with JAX's Pallas kernel for TPUs (splash attention).
+    """Causal attention with the kernel for TPUs ("splash") or the one for GPUs ("triton").
 
-    On a mesh each device computes its rows and heads. A query with no visible key gets zeros.
-
-    Args:
-        scores: the layer's `jaxllm.nn.attention.Scores`.
+    On a mesh each device computes its rows and heads. A query with no visible key gets zeros, as
+    does a pad on a GPU.
     """
     B, T = q.shape[:2]
     K = math.prod(kv.leading_shape) // B
@@ -66,7 +83,8 @@ def attend_splash(
         q_ids, k_ids, sees_something = mask.query_segments, mask.key_segments, mask.keys
     k_ids = jnp.where(mask.keys, k_ids, -1)
     arrays = (q, k, v, q_ids.astype(jnp.int32), k_ids.astype(jnp.int32), sees_something)
-    mesh, run = context_mesh(), partial(_attend_rows, scores=scores)
+    kernel: Callable[..., Array] = _triton_rows if implementation == "triton" else _splash_rows
+    mesh, run = context_mesh(), partial(kernel, scores=scores)
     if mesh is not None:
         axes = ("rows", None, "heads", None)
         specs = [partition_spec(x.shape, axes[: x.ndim], mesh) for x in arrays]
@@ -76,7 +94,7 @@ def attend_splash(
     return run(*arrays)
 
 
-def _attend_rows(
+def _triton_rows(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
@@ -86,11 +104,41 @@ def _attend_rows(
     *,
     scores: Any,
 ) -> Float[Array, "B T N H"]:
-    """`attend_splash` of one device's rows and heads."""
+    """`attend_flash` of one device's rows and heads, on a GPU."""
+    B, T, N, H = q.shape
+    missing = -T % TILES[-1]
+    # These tiles fit into the memory of a core of an L4, 100 KB, and of larger GPUs. With eight
+    # warps an H100 keeps them in registers; docs/decisions/gpu-programs.md.
+    queries, keys = (128, 64) if H <= 128 else (64, 32)
+    tiles = {"block_sizes": triton.BlockSizes(queries, *[keys] * 5), "num_warps": 8}
+    # The kernel has one number for a column's query and key. Pads have one of their own.
+    ids = jnp.pad(k_ids, ((0, 0), (0, missing)), constant_values=-1)
+    q, k, v = (jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) for x in (q, k, v))
+    groups = q.reshape(B, T + missing, k.shape[2], -1, H)
+
+    def run(q: Float[Array, "B T K H"]) -> Float[Array, "B T K H"]:
+        options = {"sm_scale": scores.scale, "causal": True, "interpret": INTERPRET}
+        return triton.mha(q, k, v, ids, **tiles, **options)
+
+    out = jax.vmap(run, in_axes=3, out_axes=3)(groups).reshape(B, T + missing, N, H)[:, :T]
+    return jnp.where((q_ids == k_ids)[:, :, None, None], out, 0)
+
+
+def _splash_rows(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    q_ids: Int[Array, "B T"],
+    k_ids: Int[Array, "B T"],
+    sees_something: Bool[Array, "B T"],
+    *,
+    scores: Any,
+) -> Float[Array, "B T N H"]:
+    """`attend_flash` of one device's rows and heads, on a TPU."""
     q, k, v = (gradient_in_token_order(x) for x in (q, k, v))
     q = (q.astype(jnp.float32) * scores.scale).astype(q.dtype)
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-    out = _splash_rows(q, k, v, q_ids, k_ids, scores.softcap).swapaxes(1, 2)
+    out = _splash_heads(q, k, v, q_ids, k_ids, scores.softcap).swapaxes(1, 2)
     return in_token_order(jnp.where(sees_something[:, :, None, None], out, 0))
 
 
@@ -112,7 +160,7 @@ def gradient_in_token_order(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H
 gradient_in_token_order.defvjp(lambda x: (x, None), lambda _, gradient: (in_token_order(gradient),))
 
 
-def _splash_rows(
+def _splash_heads(
     q: Float[Array, "B N T H"],
     k: Float[Array, "B K T H"],
     v: Float[Array, "B K T H"],
