@@ -146,7 +146,9 @@ def test_a_training_step_returns_the_state_in_its_shards(topology: str) -> None:
     """The compiler of GPUs returned it whole on every device where nothing was said."""
     found = find_topology(topology)
     mesh = topology_mesh(found, {"fsdp": 8})
-    model = jaxllm.planning.abstract_model(tiny.CONFIGS["llama"], mesh=mesh)
+    # Large enough for the state to be more than the program's code.
+    sizes = {"hidden_size": 512, "intermediate_size": 2048}
+    model = jaxllm.planning.abstract_model(tiny.CONFIGS["llama"] | sizes, mesh=mesh)
     (program,) = lower(model, "train", batch=8, prompt=16)
     compiled = program.compile()
     state, _ = compiled.output_shardings
