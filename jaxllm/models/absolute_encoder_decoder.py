@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,11 @@ from jaxllm.models import config as cfg
 from jaxllm.models import config_checks as checks
 from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.encoder_decoder import Encoded, EncoderDecoderLM, Seq2SeqInputs, Side
+from jaxllm.models.layer_factory import LayerFactory, lm_head
 from jaxllm.models.model import Head
-from jaxllm.models.weights import Entry, Table, linear, norm, same
-from jaxllm.nn.attention import Attention, Scores
+from jaxllm.models.weights import Entry, Table, attention_and_mlp, norm, same
 from jaxllm.nn.block import Block, Stack, StackOutput, clamp_to_float16
-from jaxllm.nn.linear import Embedding, LayerNorm, Linear
-from jaxllm.nn.mlp import MLP, activation
+from jaxllm.nn.linear import Embedding, LayerNorm, RMSNorm
 from jaxllm.nn.positions import Sinusoids
 
 C = TypeVar("C", bound="AbsoluteConfig")
@@ -46,6 +45,7 @@ class AbsoluteConfig(cfg.ModelConfig):
         "num_hidden_layers": "encoder_layers",
     }
     is_encoder_decoder: ClassVar[bool] = True
+    unread: ClassVar[tuple[str, ...]] = (*cfg.ModelConfig.unread, "init_std")
     pre_norm: ClassVar[bool] = False
     """True: norms before each sublayer and at the end of each side. False: after each sublayer."""
     embedding_norm: ClassVar[bool] = False
@@ -88,35 +88,13 @@ class AbsoluteConfig(cfg.ModelConfig):
         return False
 
     @property
-    def width(self) -> int:
-        return self.d_model
-
-    @property
     def max_positions(self) -> int | None:
-        return self.max_position_embeddings
-
-    @property
-    def context_length(self) -> int | None:
         return self.max_position_embeddings
 
     @property
     def head_counts(self) -> dict[str, int]:
         names = ("encoder_attention_heads", "decoder_attention_heads")
         return {name: getattr(self, name) for name in names}
-
-    def forward_values(self) -> dict[str, Any]:
-        return super().forward_values() | {"init_std": 0.0}
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        """Reads and checks a config.json object.
-
-        Raises ConfigError or UnsupportedError, naming the field.
-        """
-        config = cfg.read_config(cls, raw, handled=cls.handled_keys(raw))
-        config.check()
-        cfg.check_token_ids(config)
-        return config
 
     @classmethod
     def handled_keys(cls, raw: Mapping[str, Any]) -> frozenset[str]:
@@ -132,25 +110,16 @@ class AbsoluteConfig(cfg.ModelConfig):
         if not raw.get("force_bos_token_to_be_generated") or "forced_bos_token_id" in raw:
             handled |= {"force_bos_token_to_be_generated"}  # the old name of forced_bos_token_id
         # Of classifiers, and of the training of distilled models.
-        return frozenset(handled | {"classif_dropout", "replacing_rate", "save_step"})
-
-    def to_json(self, model_type: str, architecture: str) -> dict[str, Any]:
-        return super().to_json(model_type, architecture) | {"is_encoder_decoder": True}
+        handled |= {"classif_dropout", "replacing_rate", "save_step"}
+        return super().handled_keys(raw) | handled
 
     def check(self) -> None:
         super().check()
         for side in ("encoder", "decoder"):
-            checks.check_size(self, f"{side}_ffn_dim", f"{side}_attention_heads")
-            checks.check_size(self, f"{side}_layers", limit=checks.MAX_LAYERS)
             checks.check_divides(self, "d_model", f"{side}_attention_heads")
-            checks.check_rate(self, f"{side}_layerdrop")
         self.check_tying()
-        checks.check_size(self, "d_model", "max_position_embeddings")
         if self.sinusoids is not None:
             check_sinusoids(self.d_model)
-        checks.check_rate(self, "dropout", "attention_dropout", "activation_dropout")
-        checks.check_positive(self, "init_std")
-        activation(self.activation_function, where="activation_function")
 
     def check_tying(self) -> None:
         if not self.tie_word_embeddings:
@@ -189,7 +158,7 @@ class Positions(nnx.Module):
         self,
         positions: Embedding | Sinusoids,
         offset: int,
-        norm: LayerNorm | None,
+        norm: LayerNorm | RMSNorm | None,
         embed: Embedding | None,
     ):
         self.positions, self.offset, self.norm, self.embed = positions, offset, norm, embed
@@ -209,79 +178,53 @@ class Positions(nnx.Module):
         return x if self.norm is None else self.norm(x)
 
 
-@dataclasses.dataclass(frozen=True)
-class AbsoluteLayers:
-    """Builds the layers of one side with the sizes and dtypes of one model."""
-
-    config: Any
-    options: Options
-    rngs: nnx.Rngs | None
-    side: Side
-
-    @property
-    def has_cross(self) -> bool:
-        return self.side == "decoder"
-
-    def size(self, name: str) -> int:
-        return getattr(self.config, f"{self.side}_{name}")
-
-    def linear(self, inputs: int, outputs: int) -> Linear:
-        std, dtypes = self.config.init_std, self.options.dtypes
-        return Linear(inputs, outputs, use_bias=True, std=std, rngs=self.rngs, **dtypes)
-
-    def norm(self) -> LayerNorm:
-        return LayerNorm(self.config.d_model, eps=1e-5, **self.options.dtypes)
-
-    def embedding(self, rows: int, **options: Any) -> Embedding:
-        c, options = self.config, options | self.options.dtypes
-        return Embedding(rows, c.d_model, std=c.init_std, rngs=self.rngs, **options)
+class FairseqLayers(LayerFactory):
+    """Builds token embeddings that may be scaled, and whose pad token is not trained."""
 
     def tokens(self) -> Embedding:
         c = self.config
         scale = c.d_model**0.5 if c.scale_embedding else None
-        return self.embedding(c.vocab_size, scale=scale, padding_id=c.pad_token_id)
+        return self.embedding(c.vocab_size, c.d_model, scale=scale, padding_id=c.pad_token_id)
+
+
+@dataclasses.dataclass(frozen=True)
+class AbsoluteLayers(FairseqLayers):
+    """Builds the layers of one side."""
+
+    side: Side
+
+    @property
+    def heads(self) -> int:
+        return getattr(self.config, f"{self.side}_attention_heads")
+
+    @property
+    def inner(self) -> int:
+        return getattr(self.config, f"{self.side}_ffn_dim")
 
     def positions(self) -> Positions:
-        c = self.config
-        table = c.sinusoids or self.embedding(c.max_position_embeddings + c.position_offset)
+        c, learned = self.config, self.config.sinusoids is None
+        rows = c.max_position_embeddings + c.position_offset
+        table = self.embedding(rows, c.d_model) if learned else c.sinusoids
         embed = self.tokens() if self.side == "decoder" and c.separate_embeddings else None
         return Positions(table, c.position_offset, self.norm() if c.embedding_norm else None, embed)
 
-    def attention(self) -> Attention:
-        c, heads = self.config, self.size("attention_heads")
-        q, k, v, o = (self.linear(c.d_model, c.d_model) for _ in range(4))
-        return Attention(
-            q,
-            k,
-            v,
-            o,
-            heads=heads,
-            kv_heads=heads,
-            head_dim=c.d_model // heads,
-            scores=Scores((c.d_model // heads) ** -0.5),
-            dropout_rate=c.attention_dropout,
-            implementation=self.options.attn_implementation,
-        )
-
     def block(self) -> Block:
-        c, inner = self.config, self.size("ffn_dim")
-        act = activation(c.activation_function, where="activation_function")
-        up, down = self.linear(c.d_model, inner), self.linear(inner, c.d_model)
-        clamps = c.pre_norm and self.side == "encoder" and self.options.dtype == jnp.float16
+        c, mlp, is_decoder = self.config, self.mlp(), self.side == "decoder"
+        clamps = c.pre_norm and not is_decoder and self.options.dtype == jnp.float16
         return Block(
             self.norm(),
             self.attention(),
             self.norm(),
-            MLP(up, down, act, dropout_rate=c.activation_dropout),
-            cross_norm=self.norm() if self.has_cross else None,
-            cross=self.attention() if self.has_cross else None,
+            mlp,
+            cross_norm=self.norm() if is_decoder else None,
+            cross=self.attention() if is_decoder else None,
             norm_last=not c.pre_norm,
             dropout_rate=c.dropout,
             clamp=clamp_to_float16 if clamps else None,
         )
 
     def stack(self) -> Stack:
-        blocks = [self.block() for _ in range(self.size("layers"))]
+        blocks = [self.block() for _ in range(getattr(self.config, f"{self.side}_layers"))]
         final = self.norm() if self.config.pre_norm else None
         return Stack(blocks, final, embedding_dropout=self.config.dropout, **self.options.stack)
 
@@ -301,12 +244,7 @@ class AbsoluteEncoderDecoderLM(EncoderDecoderLM[C]):
         self.encoder_input = make["encoder"].positions()
         self.decoder_input = make["decoder"].positions()
         self.encoder, self.decoder = make["encoder"].stack(), make["decoder"].stack()
-        sizes, std = (config.d_model, config.vocab_size), config.init_std
-        self.lm_head = (
-            None
-            if config.tie_word_embeddings
-            else Linear(*sizes, std=std, rngs=rngs, **options.dtypes)
-        )
+        self.lm_head = lm_head(config, options, rngs, std=config.init_std)
         bias = jnp.zeros((1, config.vocab_size), options.param_dtype)
         self.final_logits_bias = nnx.Param(bias) if self.has_logits_bias else None
 
@@ -375,21 +313,5 @@ def _side(side: Side) -> Iterator[Entry]:
     parts = {"attn": "self_attn", **({"cross": "encoder_attn"} if side == "decoder" else {})}
     yield from same(f"{side}_input.positions.weight", f"model.{side}.embed_positions.weight")
     yield from norm(f"{side}_input.norm", f"model.{side}.layernorm_embedding", bias=True)
-    yield from layer_entries(f"{side}.blocks.{{i}}", f"model.{side}.layers.{{i}}", parts)
+    yield from attention_and_mlp(f"{side}.blocks.{{i}}", f"model.{side}.layers.{{i}}", parts)
     yield from norm(f"{side}.norm", f"model.{side}.layer_norm", bias=True)
-
-
-def layer_entries(layer: str, hf: str, attention: Mapping[str, str]) -> Iterator[Entry]:
-    """Entries of the layers of a stack.
-
-    Args:
-        layer, hf: path and name of layer {i}.
-        attention: jaxllm's name of each attention sublayer, and the name in the file.
-    """
-    for ours, theirs in attention.items():
-        for x, name in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj"), ("o", "out_proj")):
-            yield from linear(f"{layer}.{ours}.{x}", f"{hf}.{theirs}.{name}")
-        yield from norm(f"{layer}.{ours}_norm", f"{hf}.{theirs}_layer_norm", bias=True)
-    yield from linear(f"{layer}.mlp.up", f"{hf}.fc1")
-    yield from linear(f"{layer}.mlp.down", f"{hf}.fc2")
-    yield from norm(f"{layer}.mlp_norm", f"{hf}.final_layer_norm", bias=True)

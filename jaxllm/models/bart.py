@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from jaxllm.models import config_checks as checks
 from jaxllm.models.absolute_encoder_decoder import AbsoluteConfig, AbsoluteEncoderDecoderLM
 
 POSITION_OFFSET = 2
@@ -23,6 +22,9 @@ class BartConfig(AbsoluteConfig):
     `classifier_dropout` belongs to a class that is not here.
     """
 
+    model_type = "bart"
+    no_effect: ClassVar[Mapping[str, Any]] = {"extra_pos_embeddings": POSITION_OFFSET}
+    unread = (*AbsoluteConfig.unread, "classifier_dropout")
     embedding_norm: ClassVar[bool] = True
 
     classifier_dropout: float = 0.0
@@ -33,24 +35,8 @@ class BartConfig(AbsoluteConfig):
     decoder_start_token_id: int | None = 2
 
     @property
-    def model_type(self) -> str:
-        return "bart"
-
-    @property
     def position_offset(self) -> int:
         return POSITION_OFFSET
-
-    def forward_values(self) -> dict[str, Any]:
-        return super().forward_values() | {"classifier_dropout": 0.0}
-
-    @classmethod
-    def handled_keys(cls, raw: Mapping[str, Any]) -> frozenset[str]:
-        offset = {"extra_pos_embeddings"} if raw.get("extra_pos_embeddings") in (None, 2) else set()
-        return super().handled_keys(raw) | offset
-
-    def check(self) -> None:
-        super().check()
-        checks.check_rate(self, "classifier_dropout")
 
 
 class BartForConditionalGeneration(AbsoluteEncoderDecoderLM[BartConfig]):

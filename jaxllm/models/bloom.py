@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxllm.common.errors import UnsupportedError
-from jaxllm.models import config_checks as checks
 from jaxllm.models.build_options import Options
 from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
-from jaxllm.models.layernorm_decoder import LayerFactory, LayerNormConfig, LayerNormDecoder
+from jaxllm.models.decoder_only import Backbone, CausalLM, DecoderOnlyModel
+from jaxllm.models.layer_factory import LayerFactory
+from jaxllm.models.layernorm_decoder import GPT_TABLE, HF_LAYER, LAYER, LayerNormConfig
 from jaxllm.models.weights import Table, linear, norm, same
 from jaxllm.nn.alibi import Alibi
 from jaxllm.nn.block import Block
 
 TRAINING = ("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion")
-UNUSED = {*TRAINING, "offset_alibi", "skip_bias_add", "skip_bias_add_qkv"}
+UNUSED = frozenset({*TRAINING, "offset_alibi", "skip_bias_add", "skip_bias_add_qkv"})
 """Keys of the training code, which published files have and transformers does not read."""
 
 
@@ -36,6 +36,8 @@ class BloomConfig(LayerNormConfig):
     `seq_length` is the length of texts in training.
     """
 
+    model_type = "bloom"
+    unread = (*LayerNormConfig.unread, "pretraining_tp", "slow_but_exact", "seq_length")
     attribute_map: ClassVar[Mapping[str, str]] = {
         "n_embed": "hidden_size",
         "num_attention_heads": "n_head",
@@ -57,10 +59,6 @@ class BloomConfig(LayerNormConfig):
     seq_length: int | None = None
 
     @property
-    def model_type(self) -> str:
-        return "bloom"
-
-    @property
     def context_length(self) -> int | None:
         return self.seq_length
 
@@ -68,19 +66,12 @@ class BloomConfig(LayerNormConfig):
     def longest_prompt(self) -> None:  # ALiBi is for longer texts than those in training
         return None
 
-    def forward_values(self) -> dict[str, Any]:
-        off = {"pretraining_tp": 1, "slow_but_exact": False, "seq_length": None}
-        return super().forward_values() | off
-
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        return super().from_dict({key: x for key, x in raw.items() if key not in UNUSED})
+    def handled_keys(cls, raw: Mapping[str, Any]) -> frozenset[str]:
+        return super().handled_keys(raw) | UNUSED
 
     def check(self) -> None:
         super().check()
-        checks.check_size(self, "pretraining_tp")
-        if self.seq_length is not None:
-            checks.check_size(self, "seq_length")
         if self.slow_but_exact and self.pretraining_tp > 1:
             raise UnsupportedError(
                 "slow_but_exact: with pretraining_tp above 1 transformers leaves out biases, found "
@@ -88,7 +79,7 @@ class BloomConfig(LayerNormConfig):
             )
 
 
-class BloomBackbone(LayerNormDecoder[BloomConfig]):
+class BloomBackbone(Backbone[BloomConfig]):
     """BLOOM backbone: ALiBi, and LayerNorm with biases, of the token embeddings too."""
 
     takes_position_ids = False
@@ -121,7 +112,6 @@ class BloomForSequenceClassification(SequenceClassifier):
     backbone_class = BloomBackbone
 
 
-LAYER, HF_LAYER = "backbone.stack.blocks.{i}", "transformer.h.{i}"
 QKV = tuple(f"{LAYER}.attn.{x}" for x in "qkv")
 
 
@@ -129,20 +119,13 @@ def bloom_table(config: BloomConfig) -> Table:
     """Weight table. The fused tensor of q, k and v has the three of the first head first."""
     rows = np.arange(3 * config.hidden_size).reshape(config.n_head, 3, -1)
     order = tuple(rows.swapaxes(0, 1).flatten().tolist())
-    return Table(
-        prefix="transformer.",
-        entries=(
-            *same("backbone.embed.weight", "transformer.word_embeddings.weight"),
-            *norm("backbone.embed_norm", "transformer.word_embeddings_layernorm", bias=True),
-            *norm(f"{LAYER}.attn_norm", f"{HF_LAYER}.input_layernorm", bias=True),
-            *linear(QKV, f"{HF_LAYER}.self_attention.query_key_value", order=order),
-            *linear(f"{LAYER}.attn.o", f"{HF_LAYER}.self_attention.dense"),
-            *norm(f"{LAYER}.mlp_norm", f"{HF_LAYER}.post_attention_layernorm", bias=True),
-            *linear(f"{LAYER}.mlp.up", f"{HF_LAYER}.mlp.dense_h_to_4h"),
-            *linear(f"{LAYER}.mlp.down", f"{HF_LAYER}.mlp.dense_4h_to_h"),
-            *norm("backbone.stack.norm", "transformer.ln_f", bias=True),
-            *same("lm_head.weight", "lm_head.weight"),
-            *same("score.weight", "score.weight"),
-        ),
-        copies=((r"lm_head\.weight", "backbone.embed.weight"),),
+    return GPT_TABLE.with_entries(
+        *same("backbone.embed.weight", "transformer.word_embeddings.weight"),
+        *norm("backbone.embed_norm", "transformer.word_embeddings_layernorm", bias=True),
+        *norm(f"{LAYER}.attn_norm", f"{HF_LAYER}.input_layernorm", bias=True),
+        *linear(QKV, f"{HF_LAYER}.self_attention.query_key_value", order=order),
+        *linear(f"{LAYER}.attn.o", f"{HF_LAYER}.self_attention.dense"),
+        *norm(f"{LAYER}.mlp_norm", f"{HF_LAYER}.post_attention_layernorm", bias=True),
+        *linear(f"{LAYER}.mlp.up", f"{HF_LAYER}.mlp.dense_h_to_4h"),
+        *linear(f"{LAYER}.mlp.down", f"{HF_LAYER}.mlp.dense_4h_to_h"),
     )

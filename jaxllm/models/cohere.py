@@ -14,15 +14,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxllm.models import config_checks as checks
-from jaxllm.models.build_options import Options
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
 from jaxllm.models.rotary_decoder import (
     HF_LAYER,
     LAYER,
     ROTARY_TABLE,
-    LayerFactory,
     RotaryConfig,
+    RotaryLayers,
     RotaryModel,
 )
 from jaxllm.models.weights import Entry, Table, linear
@@ -39,6 +37,7 @@ class CohereConfig(RotaryConfig):
     normalized, with weights of the head's own.
     """
 
+    model_type = "cohere"
     default_theta: ClassVar[float] = 500000.0
     # The norms have `layer_norm_eps`. A class variable removes the inherited field.
     rms_norm_eps: ClassVar[float] = 1e-5  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -58,14 +57,6 @@ class CohereConfig(RotaryConfig):
     bos_token_id: int | None = 5
     eos_token_id: int | tuple[int, ...] | None = 255001
 
-    @property
-    def model_type(self) -> str:
-        return "cohere"
-
-    def check(self) -> None:
-        super().check()
-        checks.check_positive(self, "layer_norm_eps", "logit_scale")
-
 
 class CenteredNorm(RMSNorm):
     """LayerNorm without a bias, which is RMSNorm of x minus its mean, in float32 to the end.
@@ -78,10 +69,8 @@ class CenteredNorm(RMSNorm):
         return (standardized(x.astype(jnp.float32), self.eps) * weight).astype(self.dtype)
 
 
-class CohereLayers(LayerFactory):
-    """Layers whose norms are `CenteredNorm`."""
-
-    config: CohereConfig
+class CohereLayers(RotaryLayers):
+    """Builds norms that are `CenteredNorm`."""
 
     def norm(self, size: int | None = None) -> CenteredNorm:
         c = self.config
@@ -91,11 +80,9 @@ class CohereLayers(LayerFactory):
 class CohereBackbone(RotaryModel[CohereConfig]):
     """Cohere backbone: parallel attention and feed-forward layers, LayerNorm without biases."""
 
-    @staticmethod
-    def layer_factory(config: Any, options: Options, rngs: nnx.Rngs | None) -> LayerFactory:
-        return CohereLayers(config, options, rngs)
+    layers = CohereLayers
 
-    def block(self, make: LayerFactory, layer: int) -> Block:
+    def block(self, make: RotaryLayers, layer: int) -> Block:
         c = self.config
         attn = make.attention(bias=c.attention_bias, output_bias=c.attention_bias)
         if c.use_qk_norm:

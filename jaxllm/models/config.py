@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 from jaxllm.common.config_keys import describe_keys, unknown_keys, with_all_end_tokens
 from jaxllm.common.errors import ConfigError, UnsupportedError, quoted
 from jaxllm.common.public_names import public
-from jaxllm.models.config_checks import check_size, coerce, spelled
+from jaxllm.models.config_checks import check_fields, coerce, spelled
 
 C = TypeVar("C", bound="ModelConfig")
 
@@ -50,6 +50,25 @@ _ELSEWHERE = {
 }
 MAX_DEFAULT_WINDOW = 2048
 
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "width": ("hidden_size", "n_embd", "d_model"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "num_heads", "attention_heads"),
+    "kv_heads": ("num_key_value_heads",),
+    "head_size": ("head_dim", "d_kv"),
+    "positions": ("max_position_embeddings", "n_positions"),
+    "inner": ("intermediate_size", "n_inner", "ffn_dim", "d_ff"),
+    "activation": ("hidden_act", "activation_function"),
+    "epsilon": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
+    "std": ("initializer_range", "init_std", "initializer_factor"),
+    "embedding_dropout": ("embd_pdrop", "embed_dropout"),
+    "attention_dropout": ("attn_pdrop", "attention_dropout", "dropout_rate"),
+    "activation_dropout": ("activation_dropout",),
+    "bias": ("enable_bias",),
+    "affine": ("layer_norm_elementwise_affine",),
+}
+"""What a config field says -> its names in the families, each of which has one of them or none."""
+
 
 @dataclasses.dataclass(frozen=True)
 class AuxLoss:
@@ -80,8 +99,24 @@ class ModelConfig(metaclass=_ConfigType):
     `use_cache`, are taken too, and read as by `from_dict`.
     """
 
+    model_type: ClassVar[str]
+    """The family's name in config.json; ``"t5"`` for mT5 too, whose configs are T5's."""
     attribute_map: ClassVar[Mapping[str, str]] = {}
     """Other names of fields, which config.json and `config.NAME` may use too -> field."""
+    written_names: ClassVar[Mapping[str, str]] = {}
+    """Field -> its name in a written config.json, where that is another one."""
+    no_effect: ClassVar[Mapping[str, Any]] = {}
+    """Keys that are no fields, and that change nothing with these values -> the value."""
+    derived: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are computed from others, and are not keys of config.json."""
+    absent_tokens: ClassVar[tuple[str, ...]] = ("bos_token_id", "eos_token_id")
+    """Tokens that a file may name although the vocabulary lacks them: there are none then."""
+    unread: ClassVar[tuple[str, ...]] = (
+        *("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"),
+        *("num_labels", "problem_type"),
+    )
+    """Fields that the forward pass does not read from the config; families add theirs. The model's
+    layers have some of them."""
     is_encoder_decoder: ClassVar[bool] = False
     logit_softcap: ClassVar[float | None] = None
     """Soft cap of the logits (`models.model.Head`)."""
@@ -107,7 +142,7 @@ class ModelConfig(metaclass=_ConfigType):
 
         Token ids beyond the vocabulary are not among them: defaults that a model never produces.
         """
-        check_size(self, "vocab_size", "num_labels")
+        check_fields(self)
         problems = ("regression", "single_label_classification", "multi_label_classification")
         if self.problem_type is not None and self.problem_type not in problems:
             raise ConfigError(
@@ -134,14 +169,22 @@ class ModelConfig(metaclass=_ConfigType):
         return dataclasses.replace(self, **values)
 
     def forward_values(self) -> dict[str, Any]:
-        """Fields that `forward_part` changes; families add theirs."""
-        tokens = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
-        return {**dict.fromkeys(tokens), "num_labels": 0, "problem_type": None}
+        """Fields that `forward_part` changes: nothing in place of those that are not read. Families
+        add fields that have several spellings."""
+        hints = _field_types(type(self))
+        return {name: _nothing(hints[name]) for name in self.unread}
 
-    @property
-    def model_type(self) -> str:
-        """The family's name in config.json; ``"t5"`` for mT5 too, whose configs are T5's."""
-        raise NotImplementedError
+    @classmethod
+    def field(cls, what: str) -> str | None:
+        """Name of the field that says `what`, a key of `NAMES`; None: the family has none."""
+        own = _field_types(cls)
+        return next((name for name in NAMES[what] if name in own), None)
+
+    def value(self, what: str, default: Any) -> Any:
+        """Value of the field that says `what`; the default if it is None, or there is no field."""
+        name = self.field(what)
+        value = None if name is None else getattr(self, name)
+        return default if value is None else value
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -156,7 +199,7 @@ class ModelConfig(metaclass=_ConfigType):
     @property
     def context_length(self) -> int | None:
         """Context length of pretraining, the default limit of `generate()`; None: no limit."""
-        return None
+        return self.value("positions", None) or None
 
     @property
     def longest_prompt(self) -> int | None:
@@ -174,9 +217,14 @@ class ModelConfig(metaclass=_ConfigType):
         return None
 
     @property
+    def hidden(self) -> int:
+        """Size of the hidden states within the blocks."""
+        return self.value("width", 0)
+
+    @property
     def width(self) -> int:
-        """Size of the hidden states."""
-        raise NotImplementedError
+        """Size of token embeddings, and of the hidden states that the LM head reads."""
+        return self.hidden
 
     @property
     def encoder_width(self) -> int:
@@ -186,7 +234,26 @@ class ModelConfig(metaclass=_ConfigType):
     @property
     def head_counts(self) -> dict[str, int]:
         """Numbers of attention heads by config.json field."""
-        return {}
+        name = self.field("heads")
+        return {} if name is None else {name: getattr(self, name)}
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        """Reads and checks a config.json object.
+
+        Raises ConfigError or UnsupportedError, naming the field.
+        """
+        config = read_config(cls, raw)
+        config.check()
+        check_token_ids(config)
+        return config
+
+    @classmethod
+    def handled_keys(cls, raw: Mapping[str, Any]) -> frozenset[str]:
+        """Keys of a config.json object that are no fields, and that the family reads itself or that
+        change nothing in it."""
+        keys = cls.no_effect.items()
+        return frozenset(key for key, value in keys if raw.get(key) in (None, value))
 
     @classmethod
     def from_pretrained(cls, path_or_hub_id: str | PathLike[str], **fields: Any) -> Self:
@@ -230,11 +297,14 @@ class ModelConfig(metaclass=_ConfigType):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name not in ("num_labels", "problem_type"):
-                raw[field.name] = list(value) if isinstance(value, tuple) else value
+                name = self.written_names.get(field.name, field.name)
+                raw[name] = list(value) if isinstance(value, tuple) else value
         if self.num_labels != 2:
             raw["id2label"] = {str(i): f"LABEL_{i}" for i in range(self.num_labels)}
         if self.problem_type is not None:
             raw["problem_type"] = self.problem_type
+        if self.is_encoder_decoder:
+            raw["is_encoder_decoder"] = True
         return raw
 
 
@@ -242,39 +312,45 @@ class ModelConfig(metaclass=_ConfigType):
 class DecoderOnlyConfig(ModelConfig):
     """Config fields common to decoder-only families."""
 
+    unread: ClassVar[tuple[str, ...]] = (*ModelConfig.unread, "initializer_range")
+
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
+
+    @property
+    def heads(self) -> int:
+        return self.value("heads", 1)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.value("kv_heads", self.heads)
+
+    @property
+    def size_per_head(self) -> int:
+        return self.value("head_size", self.hidden // self.heads)
+
+    @property
+    def embedding_dropout(self) -> float:
+        """Dropout rate of the token embeddings with their positions."""
+        return self.value("embedding_dropout", 0.0)
 
     @property
     def is_causal(self) -> bool:
         """False: tokens attend to both sides, so that the model cannot generate."""
         return True
 
-    def forward_values(self) -> dict[str, Any]:
-        return super().forward_values() | {"initializer_range": 0.0}
 
-
-def read_config(
-    cls: type[C],
-    raw: Mapping[str, Any],
-    *,
-    handled: frozenset[str] = frozenset(),
-    derived: frozenset[str] = frozenset(),
-) -> C:
+def read_config(cls: type[C], raw: Mapping[str, Any]) -> C:
     """Fills the dataclass `cls` from a config.json object, checking types.
 
     null means None where the field can be None, else its default. Unknown keys raise by the policy
     of `common.config_keys`.
-
-    Args:
-        handled: keys that the caller reads itself.
-        derived: fields of `cls` that are computed from others and are not keys of the file.
     """
     raw = with_all_end_tokens(raw)
     aliases = cls.attribute_map
     hints = _field_types(cls)
     defaults = {f.name: f.default for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    fields = defaults.keys() - derived
+    fields, handled = defaults.keys() - cls.derived, cls.handled_keys(raw)
     check_keys(raw, {*aliases, *fields, *handled, *INERT_MODEL_KEYS, *GENERATION_KEYS})
     values: dict[str, Any] = {}
     spelling: dict[str, str] = {}
@@ -294,7 +370,7 @@ def read_config(
     for name, default in sorted(defaults.items()):
         if default is dataclasses.MISSING and name not in values:
             raise ConfigError(f"{name}: missing")
-    return without_absent_tokens(cls(**values), "bos_token_id", "eos_token_id")
+    return without_absent_tokens(cls(**values))
 
 
 def check_keys(raw: Mapping[str, Any], known: Collection[str]) -> None:
@@ -314,7 +390,7 @@ def check_keys(raw: Mapping[str, Any], known: Collection[str]) -> None:
         )
 
 
-def without_absent_tokens(config: C, *names: str) -> C:
+def without_absent_tokens(config: C) -> C:
     """The config without token ids that are not in the vocabulary, and that no model can produce.
 
     Such ids are common: GPT-2's defaults in a smaller vocabulary, or a tokenizer's token that the
@@ -325,6 +401,7 @@ def without_absent_tokens(config: C, *names: str) -> C:
         return token < config.vocab_size
 
     changes: dict[str, Any] = {}
+    names = config.absent_tokens
     for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
         value = getattr(config, name)
         if value == -1 or (name in names and isinstance(value, int) and not present(value)):
@@ -360,3 +437,14 @@ def check_token_ids(config: ModelConfig) -> None:
 def _field_types(cls: type[ModelConfig]) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _nothing(hint: Any) -> Any:
+    """None if a field of this type can be None, else 0, false or an empty value.
+
+    >>> _nothing(int | None), _nothing(float), _nothing(tuple[str, ...])
+    (None, 0.0, ())
+    """
+    if type(None) in typing.get_args(hint):
+        return None
+    return (typing.get_origin(hint) or hint)()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jaxllm.models import input_checks as check
 from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.config import DecoderOnlyConfig
 from jaxllm.models.decoder import Decoder
+from jaxllm.models.layer_factory import LayerFactory, lm_head
 from jaxllm.models.losses import causal_loss, router_loss
 from jaxllm.models.model import (
     BaseModel,
@@ -32,36 +33,83 @@ from jaxllm.models.model import (
     take_column,
 )
 from jaxllm.models.outputs import BaseOutput, CausalLMOutput, DecodeOutput
-from jaxllm.nn.block import Context, Stack, StackOutput, shallow_copy
-from jaxllm.nn.linear import Embedding, Linear, split_key
+from jaxllm.nn.block import Block, Context, Stack, StackOutput, shallow_copy
+from jaxllm.nn.linear import Embedding, LayerNorm, RMSNorm, split_key
+from jaxllm.nn.positions import Sinusoids
 
 C = TypeVar("C", bound=DecoderOnlyConfig)
 M = TypeVar("M")
 
 
 class Backbone(nnx.Module, Generic[C]):
-    """Decoder-only model without head: embedding, positions, stack of blocks."""
+    """Decoder-only model without head: embedding, positions, stack of blocks.
 
-    config: C
-    embed: Embedding
-    stack: Stack
-    max_positions: int | None = None
-    """Positions that a table of them has."""
-    is_causal: bool = True
-    """False: tokens attend to both sides."""
+    A family defines `block`.
+    """
+
+    layers: ClassVar[type[LayerFactory]] = LayerFactory
+    """Builds the layers."""
+    position_offset: ClassVar[int] = 0
+    """Number of the first token's position, before which a table may have other rows."""
     takes_position_ids: ClassVar[bool] = True
     """False: the family has no positions, only distances (ALiBi)."""
+
+    token_types: ClassVar[bool] = False
+    """True if there are token types; they share the token embedding, as in transformers."""
+
+    def __init__(self, config: C, options: Options, *, rngs: nnx.Rngs | None):
+        make = self.layers(config, options, rngs)
+        self.config, self.is_causal = config, config.is_causal
+        self.max_positions = config.max_positions
+        self.embed = make.tokens()
+        self.positions = self.position_table(make)
+        self.stack = Stack(
+            [self.block(make, layer) for layer in range(config.value("layers", 0))],
+            self.final_norm(make),
+            position_bias=self.position_bias(make),
+            embedding_dropout=config.embedding_dropout,
+            **options.stack,
+        )
+        self.config = config.forward_part()
+
+    def block(self, make: Any, layer: int) -> Block:
+        """Builds block number `layer`."""
+        raise NotImplementedError
+
+    def final_norm(self, make: Any) -> LayerNorm | RMSNorm | None:
+        """Builds the norm after the last block."""
+        return make.norm()
+
+    def position_table(self, make: Any) -> Embedding | Sinusoids | None:
+        """Builds what is added to the token embeddings: learned positions, if their number is
+        limited."""
+        c = self.config
+        if c.max_positions is None:
+            return None
+        return make.embedding(c.max_positions + self.position_offset, c.hidden)
+
+    def position_bias(self, make: Any) -> Sequence[nnx.Module]:
+        """Builds the biases of attention (`Stack`): none."""
+        return ()
 
     def embed_tokens(
         self,
         input_ids: Int[Array, "B T"] | None,
-        inputs_embeds: Float[Array, "B T D"] | None,
+        inputs_embeds: Float[Array, "B T E"] | None,
         view: AttentionView,
         token_type_ids: Int[Array, "B T"] | None,
     ) -> Float[Array, "B T D"]:
-        if token_type_ids is not None:
+        if token_type_ids is not None and not self.token_types:
             raise InputError("token_type_ids: only GPT-2, GPT-Neo and GPT-J have them")
-        return self.embed.from_ids_or_embeds(input_ids, inputs_embeds)
+        x = self.block_input(self.embed.from_ids_or_embeds(input_ids, inputs_embeds))
+        if self.positions is not None:
+            positions = self.positions(view.positions + self.position_offset)
+            x = x + positions.astype(x.dtype)
+        return x if token_type_ids is None else x + self.embed(token_type_ids)
+
+    def block_input(self, x: Float[Array, "B T E"]) -> Float[Array, "B T D"]:
+        """Token embeddings as the first block reads them, but for their positions."""
+        return x
 
     def run(
         self,
@@ -251,12 +299,8 @@ class CausalLM(DecoderOnly, LanguageModel[DecoderOnlyConfig]):
         self, config: DecoderOnlyConfig, options: Options = FLOAT32, *, rngs: nnx.Rngs | None
     ):
         super().__init__(config, options, rngs=rngs)
-        sizes, std = (config.width, config.vocab_size), config.initializer_range
-        self.lm_head = (
-            None
-            if config.tie_word_embeddings
-            else Linear(*sizes, use_bias=self.head_bias, std=std, rngs=rngs, **options.dtypes)
-        )
+        std = config.initializer_range
+        self.lm_head = lm_head(config, options, rngs, std=std, bias=self.head_bias)
 
     @model_call
     def __call__(

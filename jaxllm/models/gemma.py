@@ -9,14 +9,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self
 
-from flax import nnx
-
 from jaxllm.common.errors import ConfigError, UnsupportedError, quoted
-from jaxllm.models.build_options import Options
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
-from jaxllm.models.rotary_decoder import C, LayerFactory, RotaryConfig, RotaryModel
+from jaxllm.models.rotary_decoder import RotaryConfig, RotaryLayers, RotaryModel
 from jaxllm.nn.block import Block
+from jaxllm.nn.linear import Embedding
 
 TANH_GELU = "gelu_pytorch_tanh"
 
@@ -55,6 +53,8 @@ class GemmaConfig(GemmaFields):
     transformers read either `hidden_act` or `hidden_activation`, so the two must agree.
     """
 
+    model_type = "gemma"
+
     hidden_size: int = 3072
     intermediate_size: int = 24576
     num_hidden_layers: int = 28
@@ -65,10 +65,6 @@ class GemmaConfig(GemmaFields):
         super().__post_init__()
         if self.hidden_act == "gelu":
             object.__setattr__(self, "hidden_act", TANH_GELU)
-
-    @property
-    def model_type(self) -> str:
-        return "gemma"
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
@@ -86,19 +82,22 @@ class GemmaConfig(GemmaFields):
         return raw | {"hidden_activation": self.hidden_act}
 
 
-class GemmaModelBase(RotaryModel[C]):
-    """Backbone whose norms multiply by ``1 + weight``, with scaled embeddings."""
+class GemmaLayers(RotaryLayers):
+    """Builds norms that multiply by ``1 + weight``, and scaled token embeddings."""
 
-    @staticmethod
-    def layer_factory(config: Any, options: Options, rngs: nnx.Rngs | None) -> LayerFactory:
-        scale = config.hidden_size**0.5
-        return LayerFactory(config, options, rngs, unit_offset=True, embedding_scale=scale)
+    unit_offset = True
+
+    def tokens(self) -> Embedding:
+        c = self.config
+        return self.embedding(c.vocab_size, c.width, scale=c.width**0.5)
 
 
-class GemmaBackbone(GemmaModelBase[GemmaConfig]):
+class GemmaBackbone(RotaryModel[GemmaConfig]):
     """Gemma backbone: Llama's blocks."""
 
-    def block(self, make: LayerFactory, layer: int) -> Block:
+    layers = GemmaLayers
+
+    def block(self, make: RotaryLayers, layer: int) -> Block:
         bias = self.config.attention_bias
         return Block(
             make.norm(), make.attention(bias=bias, output_bias=bias), make.norm(), make.mlp()

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Self
 from jaxllm.models import config_checks as checks
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
-from jaxllm.models.gemma import GemmaFields, GemmaModelBase
-from jaxllm.models.rotary_decoder import HF_LAYER, LAYER, ROTARY_TABLE, LayerFactory
+from jaxllm.models.gemma import GemmaFields, GemmaLayers
+from jaxllm.models.rotary_decoder import HF_LAYER, LAYER, ROTARY_TABLE, RotaryLayers, RotaryModel
 from jaxllm.models.weights import norm
 from jaxllm.nn.attention import Attention, Scores
 from jaxllm.nn.block import Block
@@ -29,6 +29,12 @@ class Gemma2Config(GemmaFields):
     and then every other one. `hidden_act`, which old files have too, is not read.
     """
 
+    model_type = "gemma2"
+    written_names: ClassVar[Mapping[str, str]] = {"hidden_act": "hidden_activation"}
+    unread = (
+        *GemmaFields.unread,
+        *("sliding_window", "layer_types", "attn_logit_softcapping", "query_pre_attn_scalar"),
+    )
     attribute_map: ClassVar[Mapping[str, str]] = {"hidden_activation": "hidden_act"}
 
     hidden_size: int = 2304
@@ -41,10 +47,6 @@ class Gemma2Config(GemmaFields):
     layer_types: tuple[str, ...] | None = None
     final_logit_softcapping: float | None = 30.0
     attn_logit_softcapping: float | None = 50.0
-
-    @property
-    def model_type(self) -> str:
-        return "gemma2"
 
     @property
     def logit_softcap(self) -> float | None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -63,11 +65,6 @@ class Gemma2Config(GemmaFields):
         """RoPE of this layer; None: that of the config."""
         return None
 
-    def forward_values(self) -> dict[str, Any]:
-        # The layers have these.
-        layers = {"sliding_window": None, "layer_types": None, "attn_logit_softcapping": None}
-        return super().forward_values() | layers | {"query_pre_attn_scalar": 0}
-
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
         activation = raw.get("hidden_activation")
@@ -80,28 +77,18 @@ class Gemma2Config(GemmaFields):
             activation = cls.hidden_act
         return super().from_dict({**named, "hidden_act": activation})
 
-    def to_json(self, model_type: str, architecture: str) -> dict[str, Any]:
-        raw = super().to_json(model_type, architecture)
-        raw["hidden_activation"] = raw.pop("hidden_act")
-        return raw
-
     def check(self) -> None:
         super().check()
-        checks.check_size(self, "query_pre_attn_scalar")
-        if self.sliding_window is not None:
-            checks.check_size(self, "sliding_window")
-        for name in ("final_logit_softcapping", "attn_logit_softcapping"):
-            if getattr(self, name) is not None:
-                checks.check_positive(self, name)
         checks.check_layer_types(self.layer_types, self.num_hidden_layers)
 
 
-class Gemma2Backbone(GemmaModelBase[Gemma2Config]):
+class Gemma2Backbone(RotaryModel[Gemma2Config]):
     """Gemma 2 backbone: blocks with norms on both sides of attention and feed-forward layers."""
 
+    layers = GemmaLayers
     normed_heads = False
 
-    def block(self, make: LayerFactory, layer: int) -> Block:
+    def block(self, make: RotaryLayers, layer: int) -> Block:
         c = self.config
         options = {"window": c.window(layer), "rope": c.rope_of(layer)}
         return gemma2_block(
@@ -109,7 +96,7 @@ class Gemma2Backbone(GemmaModelBase[Gemma2Config]):
         )
 
 
-def gemma2_attention(config: Gemma2Config, make: LayerFactory, **options: Any) -> Attention:
+def gemma2_attention(config: Gemma2Config, make: RotaryLayers, **options: Any) -> Attention:
     """Attention with the scores of the config; `options` are those of `LayerFactory.attention`."""
     c = config
     scores = Scores(c.query_pre_attn_scalar**-0.5, c.attn_logit_softcapping)
@@ -119,7 +106,7 @@ def gemma2_attention(config: Gemma2Config, make: LayerFactory, **options: Any) -
 
 
 def gemma2_block(
-    make: LayerFactory, attn: Attention, cross: Attention | None = None, **options: Any
+    make: RotaryLayers, attn: Attention, cross: Attention | None = None, **options: Any
 ) -> Block:
     """Block with norms before and after each sublayer; `options` are those of `Block`."""
     norms = ["attn", "mlp"] if cross is None else ["attn", "mlp", "cross"]

@@ -32,6 +32,8 @@ class Gemma3TextConfig(Gemma2Config):
     ``sliding_window // 2`` tokens on either side (EmbeddingGemma).
     """
 
+    model_type = "gemma3_text"
+    unread = (*Gemma2Config.unread, "rope_local_base_freq", "sliding_window_pattern")
     attribute_map: ClassVar[Mapping[str, str]] = {
         **Gemma2Config.attribute_map,
         "_sliding_window_pattern": "sliding_window_pattern",
@@ -44,10 +46,6 @@ class Gemma3TextConfig(Gemma2Config):
     sliding_window_pattern: int = 6
     final_logit_softcapping: float | None = None
     attn_logit_softcapping: float | None = None
-
-    @property
-    def model_type(self) -> str:
-        return "gemma3_text"
 
     @property
     def is_causal(self) -> bool:
@@ -66,18 +64,12 @@ class Gemma3TextConfig(Gemma2Config):
         window = super().window(layer)
         return window if window is None or self.is_causal else window // 2
 
-    def forward_values(self) -> dict[str, Any]:
-        layers = {"rope_local_base_freq": 1.0, "sliding_window_pattern": 1}  # the layers have them
-        return super().forward_values() | layers
-
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
         return super().from_dict(_with_flat_ropes(raw))
 
     def check(self) -> None:
         super().check()
-        checks.check_size(self, "sliding_window_pattern")
-        checks.check_positive(self, "rope_local_base_freq")
         if self.attn_logit_softcapping is not None:
             raise UnsupportedError(
                 "attn_logit_softcapping: Gemma 3 has no soft cap of scores, and transformers does "

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
-from jaxllm.models.layernorm_decoder import LayerFactory, LayerNormConfig, LayerNormDecoder
-from jaxllm.models.weights import Table, linear, norm, same
+from jaxllm.models.decoder_only import Backbone, CausalLM, DecoderOnlyModel
+from jaxllm.models.layer_factory import LayerFactory
+from jaxllm.models.layernorm_decoder import GPT_TABLE, HF_LAYER, LAYER, LayerNormConfig
+from jaxllm.models.weights import linear, norm
+from jaxllm.nn.attention import Scores
 from jaxllm.nn.block import Block
 
 
@@ -20,6 +22,8 @@ class GPT2Config(LayerNormConfig):
     `reorder_and_upcast_attn` (attention scores in float32) has no effect: they always are.
     """
 
+    model_type = "gpt2"
+    unread = (*LayerNormConfig.unread, "reorder_and_upcast_attn")
     attribute_map: ClassVar[Mapping[str, str]] = {
         "hidden_size": "n_embd",
         "max_position_embeddings": "n_positions",
@@ -45,15 +49,8 @@ class GPT2Config(LayerNormConfig):
     bos_token_id: int | None = 50256
     eos_token_id: int | tuple[int, ...] | None = 50256
 
-    @property
-    def model_type(self) -> str:
-        return "gpt2"
 
-    def forward_values(self) -> dict[str, Any]:
-        return super().forward_values() | {"reorder_and_upcast_attn": False}
-
-
-class GPT2Backbone(LayerNormDecoder[GPT2Config]):
+class GPT2Backbone(Backbone[GPT2Config]):
     """GPT-2 backbone: learned positions, pre-norm blocks with LayerNorm, biases and GELU."""
 
     token_types = True
@@ -63,13 +60,14 @@ class GPT2Backbone(LayerNormDecoder[GPT2Config]):
         scale = c.size_per_head**-0.5 if c.scale_attn_weights else 1.0
         if c.scale_attn_by_inverse_layer_idx:
             scale /= layer + 1
+        scores = Scores(scale)
         return Block(
             make.norm(),
-            make.attention(scale=scale),
+            make.attention(scores=scores),
             make.norm(),
             mlp,
             cross_norm=make.norm() if c.add_cross_attention else None,
-            cross=make.attention(scale=scale) if c.add_cross_attention else None,
+            cross=make.attention(scores=scores) if c.add_cross_attention else None,
             dropout_rate=c.resid_pdrop,
         )
 
@@ -86,29 +84,15 @@ class GPT2ForSequenceClassification(SequenceClassifier):
     backbone_class = GPT2Backbone
 
 
-LAYER, HF_LAYER = "backbone.stack.blocks.{i}", "transformer.h.{i}"
 QKV = tuple(f"{LAYER}.attn.{x}" for x in "qkv")
 CROSS_KV = tuple(f"{LAYER}.cross.{x}" for x in "kv")
-GPT2_TABLE = Table(
-    prefix="transformer.",
-    entries=(
-        *same("backbone.embed.weight", "transformer.wte.weight"),
-        *same("backbone.positions.weight", "transformer.wpe.weight"),
-        *norm(f"{LAYER}.attn_norm", f"{HF_LAYER}.ln_1", bias=True),
-        *linear(QKV, f"{HF_LAYER}.attn.c_attn", transposed=True),
-        *linear(f"{LAYER}.attn.o", f"{HF_LAYER}.attn.c_proj", transposed=True),
-        *norm(f"{LAYER}.cross_norm", f"{HF_LAYER}.ln_cross_attn", bias=True),
-        *linear(f"{LAYER}.cross.q", f"{HF_LAYER}.crossattention.q_attn", transposed=True),
-        *linear(CROSS_KV, f"{HF_LAYER}.crossattention.c_attn", transposed=True),
-        *linear(f"{LAYER}.cross.o", f"{HF_LAYER}.crossattention.c_proj", transposed=True),
-        *norm(f"{LAYER}.mlp_norm", f"{HF_LAYER}.ln_2", bias=True),
-        *linear(f"{LAYER}.mlp.up", f"{HF_LAYER}.mlp.c_fc", transposed=True),
-        *linear(f"{LAYER}.mlp.down", f"{HF_LAYER}.mlp.c_proj", transposed=True),
-        *norm("backbone.stack.norm", "transformer.ln_f", bias=True),
-        *same("lm_head.weight", "lm_head.weight"),
-        *same("score.weight", "score.weight"),
-    ),
-    # Causal masks, which old files store as tensors.
-    buffers=(r"(transformer\.)?h\.\d+\.(attn|crossattention)\.(bias|masked_bias)",),
-    copies=((r"lm_head\.weight", "backbone.embed.weight"),),
+GPT2_TABLE = GPT_TABLE.with_entries(
+    *linear(QKV, f"{HF_LAYER}.attn.c_attn", transposed=True),
+    *linear(f"{LAYER}.attn.o", f"{HF_LAYER}.attn.c_proj", transposed=True),
+    *norm(f"{LAYER}.cross_norm", f"{HF_LAYER}.ln_cross_attn", bias=True),
+    *linear(f"{LAYER}.cross.q", f"{HF_LAYER}.crossattention.q_attn", transposed=True),
+    *linear(CROSS_KV, f"{HF_LAYER}.crossattention.c_attn", transposed=True),
+    *linear(f"{LAYER}.cross.o", f"{HF_LAYER}.crossattention.c_proj", transposed=True),
+    *linear(f"{LAYER}.mlp.up", f"{HF_LAYER}.mlp.c_fc", transposed=True),
+    *linear(f"{LAYER}.mlp.down", f"{HF_LAYER}.mlp.c_proj", transposed=True),
 )

@@ -12,9 +12,11 @@ from typing import Any, ClassVar, Self
 from jaxllm.common.errors import ConfigError, quoted
 from jaxllm.models import config_checks as checks
 from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
-from jaxllm.models.layernorm_decoder import LayerFactory, LayerNormConfig, LayerNormDecoder
-from jaxllm.models.weights import Table, linear, norm, projections, same
+from jaxllm.models.decoder_only import Backbone, CausalLM, DecoderOnlyModel
+from jaxllm.models.layer_factory import LayerFactory
+from jaxllm.models.layernorm_decoder import GPT_TABLE, HF_LAYER, LAYER, LayerNormConfig
+from jaxllm.models.weights import linear, projections
+from jaxllm.nn.attention import Scores
 from jaxllm.nn.block import Block
 
 GLOBAL, LOCAL = "global", "local"
@@ -29,6 +31,8 @@ class GPTNeoConfig(LayerNormConfig):
     `attention_types`.
     """
 
+    model_type = "gpt_neo"
+    unread = (*LayerNormConfig.unread, "attention_layers", "window_size")
     attribute_map: ClassVar[Mapping[str, str]] = {
         "num_attention_heads": "num_heads",
         "num_hidden_layers": "num_layers",
@@ -50,17 +54,9 @@ class GPTNeoConfig(LayerNormConfig):
     bos_token_id: int | None = 50256
     eos_token_id: int | tuple[int, ...] | None = 50256
 
-    @property
-    def model_type(self) -> str:
-        return "gpt_neo"
-
     def window(self, layer: int) -> int | None:
         """Attention window of this layer in tokens, the query's own included; None: no window."""
         return self.window_size if self.attention_layers[layer] == LOCAL else None
-
-    def forward_values(self) -> dict[str, Any]:
-        # The layers have these.
-        return super().forward_values() | {"attention_layers": (), "window_size": 0}
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
@@ -82,7 +78,6 @@ class GPTNeoConfig(LayerNormConfig):
 
     def check(self) -> None:
         super().check()
-        checks.check_size(self, "window_size")
         kinds = self.attention_layers
         if len(kinds) != self.num_layers or not {GLOBAL, LOCAL}.issuperset(kinds):
             raise ConfigError(
@@ -107,13 +102,14 @@ def expanded_types(types: Any) -> list[str]:
         ) from None
 
 
-class GPTNeoBackbone(LayerNormDecoder[GPTNeoConfig]):
+class GPTNeoBackbone(Backbone[GPTNeoConfig]):
     """GPT-Neo backbone: GPT-2's with windows, without scaled scores and biases of q, k and v."""
 
     token_types = True
 
     def block(self, make: LayerFactory, layer: int) -> Block:
-        attn = make.attention(bias=False, scale=1.0, window=self.config.window(layer))
+        options = {"scores": Scores(1.0), "window": self.config.window(layer)}
+        attn = make.attention(bias=False, **options)
         dropout = self.config.resid_dropout
         return Block(make.norm(), attn, make.norm(), make.mlp(), dropout_rate=dropout)
 
@@ -130,21 +126,8 @@ class GPTNeoForSequenceClassification(SequenceClassifier):
     backbone_class = GPTNeoBackbone
 
 
-LAYER, HF_LAYER = "backbone.stack.blocks.{i}", "transformer.h.{i}"
-GPT_NEO_TABLE = Table(
-    prefix="transformer.",
-    entries=(
-        *same("backbone.embed.weight", "transformer.wte.weight"),
-        *same("backbone.positions.weight", "transformer.wpe.weight"),
-        *norm(f"{LAYER}.attn_norm", f"{HF_LAYER}.ln_1", bias=True),
-        *projections(f"{LAYER}.attn", f"{HF_LAYER}.attn.attention"),
-        *norm(f"{LAYER}.mlp_norm", f"{HF_LAYER}.ln_2", bias=True),
-        *linear(f"{LAYER}.mlp.up", f"{HF_LAYER}.mlp.c_fc"),
-        *linear(f"{LAYER}.mlp.down", f"{HF_LAYER}.mlp.c_proj"),
-        *norm("backbone.stack.norm", "transformer.ln_f", bias=True),
-        *same("lm_head.weight", "lm_head.weight"),
-        *same("score.weight", "score.weight"),
-    ),
-    buffers=(r"(transformer\.)?h\.\d+\.attn\.attention\.(bias|masked_bias)",),
-    copies=((r"lm_head\.weight", "backbone.embed.weight"),),
+GPT_NEO_TABLE = GPT_TABLE.with_entries(
+    *projections(f"{LAYER}.attn", f"{HF_LAYER}.attn.attention"),
+    *linear(f"{LAYER}.mlp.up", f"{HF_LAYER}.mlp.c_fc"),
+    *linear(f"{LAYER}.mlp.down", f"{HF_LAYER}.mlp.c_proj"),
 )

@@ -8,26 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 
 from jaxllm.common.errors import ConfigError, UnsupportedError
 from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
-from jaxllm.models.layernorm_decoder import LayerFactory, LayerNormConfig, LayerNormDecoder
-from jaxllm.models.weights import Table, linear, norm, projections, same
+from jaxllm.models.decoder_only import Backbone, CausalLM, DecoderOnlyModel
+from jaxllm.models.layer_factory import LayerFactory
+from jaxllm.models.layernorm_decoder import GPT_TABLE, HF_LAYER, LAYER, LayerNormConfig
+from jaxllm.models.weights import Table, linear, projections
 from jaxllm.nn.block import Block
 from jaxllm.nn.rope import Rope
-
-OFF = (("rotary", True), ("scale_attn_weights", True))
-"""Keys of the published files that change nothing with these values."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTJConfig(LayerNormConfig):
     """GPT-J config, with the field names of config.json."""
 
+    model_type = "gptj"
+    no_effect: ClassVar[Mapping[str, Any]] = {"rotary": True, "scale_attn_weights": True}
+    unread = (*LayerNormConfig.unread, "n_positions")
     attribute_map: ClassVar[Mapping[str, str]] = {
         "hidden_size": "n_embd",
         "max_position_embeddings": "n_positions",
@@ -52,19 +53,8 @@ class GPTJConfig(LayerNormConfig):
     eos_token_id: int | tuple[int, ...] | None = 50256
 
     @property
-    def model_type(self) -> str:
-        return "gptj"
-
-    @property
     def max_positions(self) -> None:  # RoPE has no table
         return None
-
-    def forward_values(self) -> dict[str, Any]:
-        return super().forward_values() | {"n_positions": 0}
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        return super().from_dict({key: x for key, x in raw.items() if (key, x) not in OFF})
 
     def check(self) -> None:
         super().check()
@@ -79,7 +69,7 @@ class GPTJConfig(LayerNormConfig):
             )
 
 
-class GPTJBackbone(LayerNormDecoder[GPTJConfig]):
+class GPTJBackbone(Backbone[GPTJConfig]):
     """GPT-J backbone: parallel attention and feed-forward layers, RoPE."""
 
     token_types = True
@@ -103,9 +93,6 @@ class GPTJForSequenceClassification(SequenceClassifier):
     backbone_class = GPTJBackbone
 
 
-LAYER, HF_LAYER = "backbone.stack.blocks.{i}", "transformer.h.{i}"
-
-
 def gptj_table(config: GPTJConfig) -> Table:
     """Weight table, in which the rows of q and k depend on the sizes of heads.
 
@@ -114,20 +101,11 @@ def gptj_table(config: GPTJConfig) -> Table:
     """
     R, heads = config.rotary_dim, np.arange(config.n_embd).reshape(config.n_head, -1)
     order = np.concatenate([heads[:, :R:2], heads[:, 1:R:2], heads[:, R:]], axis=1)
-    return Table(
-        prefix="transformer.",
-        entries=(
-            *same("backbone.embed.weight", "transformer.wte.weight"),
-            *norm(f"{LAYER}.attn_norm", f"{HF_LAYER}.ln_1", bias=True),
-            *projections(
-                f"{LAYER}.attn", f"{HF_LAYER}.attn", rotated=tuple(order.flatten().tolist())
-            ),
-            *linear(f"{LAYER}.mlp.up", f"{HF_LAYER}.mlp.fc_in"),
-            *linear(f"{LAYER}.mlp.down", f"{HF_LAYER}.mlp.fc_out"),
-            *norm("backbone.stack.norm", "transformer.ln_f", bias=True),
-            *linear("lm_head", "lm_head"),
-            *same("score.weight", "score.weight"),
-        ),
-        # Causal masks, which old files store as tensors.
-        buffers=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
+    rotated = tuple(order.flatten().tolist())
+    table = GPT_TABLE.with_entries(
+        *projections(f"{LAYER}.attn", f"{HF_LAYER}.attn", rotated=rotated),
+        *linear(f"{LAYER}.mlp.up", f"{HF_LAYER}.mlp.fc_in"),
+        *linear(f"{LAYER}.mlp.down", f"{HF_LAYER}.mlp.fc_out"),
+        *linear("lm_head", "lm_head"),
     )
+    return dataclasses.replace(table, copies=())

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-from jaxllm.models import config_checks as checks
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
-from jaxllm.models.rotary_decoder import LayerFactory, RotaryConfig, RotaryModel
+from jaxllm.models.rotary_decoder import RotaryConfig, RotaryLayers, RotaryModel
 from jaxllm.nn.block import Block
 
 
@@ -20,6 +18,9 @@ class LlamaConfig(RotaryConfig):
     16
     """
 
+    model_type = "llama"
+    unread = (*RotaryConfig.unread, "pretraining_tp")
+
     vocab_size: int = 32000
     bos_token_id: int | None = 1
     eos_token_id: int | tuple[int, ...] | None = 2
@@ -27,22 +28,11 @@ class LlamaConfig(RotaryConfig):
     mlp_bias: bool = False
     pretraining_tp: int = 1
 
-    @property
-    def model_type(self) -> str:
-        return "llama"
-
-    def forward_values(self) -> dict[str, Any]:
-        return super().forward_values() | {"pretraining_tp": 0}
-
-    def check(self) -> None:
-        super().check()
-        checks.check_size(self, "pretraining_tp")
-
 
 class LlamaBackbone(RotaryModel[LlamaConfig]):
     """Llama backbone: blocks of RMSNorm, grouped-query attention with RoPE, SwiGLU."""
 
-    def block(self, make: LayerFactory, layer: int) -> Block:
+    def block(self, make: RotaryLayers, layer: int) -> Block:
         c = self.config
         attn = make.attention(bias=c.attention_bias, output_bias=c.attention_bias)
         return Block(make.norm(), attn, make.norm(), make.mlp(bias=c.mlp_bias))

@@ -7,7 +7,7 @@ side.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxllm.models.absolute_encoder_decoder import AbsoluteConfig, AbsoluteEncoderDecoderLM
 from jaxllm.nn.positions import Sinusoids
@@ -17,6 +17,8 @@ from jaxllm.nn.positions import Sinusoids
 class M2M100Config(AbsoluteConfig):
     """M2M100 config, with the field names of config.json."""
 
+    model_type = "m2m_100"
+    unread = (*AbsoluteConfig.unread, "max_position_embeddings")
     pre_norm: ClassVar[bool] = True
 
     vocab_size: int = 128112
@@ -31,10 +33,6 @@ class M2M100Config(AbsoluteConfig):
     decoder_start_token_id: int | None = 2
 
     @property
-    def model_type(self) -> str:
-        return "m2m_100"
-
-    @property
     def sinusoids(self) -> Sinusoids:
         return Sinusoids(self.d_model, steps=self.d_model // 2 - 1, zero_row=self.pad_token_id)
 
@@ -46,9 +44,6 @@ class M2M100Config(AbsoluteConfig):
     @property
     def max_positions(self) -> int | None:
         return None  # a longer text has further positions
-
-    def forward_values(self) -> dict[str, Any]:
-        return super().forward_values() | {"max_position_embeddings": 0}
 
 
 class M2M100ForConditionalGeneration(AbsoluteEncoderDecoderLM[M2M100Config]):

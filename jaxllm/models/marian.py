@@ -28,6 +28,7 @@ class MarianConfig(AbsoluteConfig):
     number of tokens: `decoder_vocab_size` is read, and must be `vocab_size`.
     """
 
+    model_type = "marian"
     scales_decoder_embeds: ClassVar[bool] = True
 
     vocab_size: int = 58101
@@ -35,10 +36,6 @@ class MarianConfig(AbsoluteConfig):
     pad_token_id: int | None = 58100
     eos_token_id: int | tuple[int, ...] | None = 0
     decoder_start_token_id: int | None = 58100
-
-    @property
-    def model_type(self) -> str:
-        return "marian"
 
     @property
     def sinusoids(self) -> Sinusoids:

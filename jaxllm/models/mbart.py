@@ -24,14 +24,11 @@ from jaxllm.models.input_checks import IGNORED
 class MBartConfig(BartConfig):
     """mBART config, with the field names of config.json."""
 
+    model_type = "mbart"
     pre_norm: ClassVar[bool] = True
 
     num_labels: int = 2
     decoder_start_token_id: int | None = None
-
-    @property
-    def model_type(self) -> str:
-        return "mbart"
 
 
 class MBartForConditionalGeneration(AbsoluteEncoderDecoderLM[MBartConfig]):

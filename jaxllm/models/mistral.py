@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-from jaxllm.models import config_checks as checks
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
-from jaxllm.models.rotary_decoder import LayerFactory, RotaryConfig, RotaryModel
+from jaxllm.models.rotary_decoder import RotaryConfig, RotaryLayers, RotaryModel
 from jaxllm.nn.block import Block
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MistralConfig(RotaryConfig):
     """Mistral config. `sliding_window` None: full causal attention (7B v0.2)."""
+
+    model_type = "mistral"
+    unread = (*RotaryConfig.unread, "sliding_window")
 
     vocab_size: int = 32000
     intermediate_size: int = 14336
@@ -24,23 +25,11 @@ class MistralConfig(RotaryConfig):
     eos_token_id: int | tuple[int, ...] | None = 2
     sliding_window: int | None = 4096
 
-    @property
-    def model_type(self) -> str:
-        return "mistral"
-
-    def forward_values(self) -> dict[str, Any]:
-        return super().forward_values() | {"sliding_window": None}  # the layers have it
-
-    def check(self) -> None:
-        super().check()
-        if self.sliding_window is not None:
-            checks.check_size(self, "sliding_window")
-
 
 class MistralBackbone(RotaryModel[MistralConfig]):
     """Mistral backbone: Llama's blocks with sliding-window attention in every layer."""
 
-    def block(self, make: LayerFactory, layer: int) -> Block:
+    def block(self, make: RotaryLayers, layer: int) -> Block:
         attn = make.attention(window=self.config.sliding_window)
         return Block(make.norm(), attn, make.norm(), make.mlp())
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from jaxllm.models import config_checks as checks
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
-from jaxllm.models.rotary_decoder import ROTARY_TABLE, LayerFactory, RotaryModel
+from jaxllm.models.rotary_decoder import ROTARY_TABLE, RotaryLayers, RotaryModel
 from jaxllm.models.routed_decoder import RoutedConfig, expert_entries
 from jaxllm.nn.block import Block
 
@@ -19,6 +18,8 @@ class MixtralConfig(RoutedConfig):
     """Mixtral config. `sliding_window` None: full causal attention. `router_jitter_noise` acts in
     training."""
 
+    model_type = "mixtral"
+    unread = (*RoutedConfig.unread, "sliding_window", "router_jitter_noise")
     attribute_map: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
     default_theta: ClassVar[float] = 1e6
 
@@ -34,29 +35,14 @@ class MixtralConfig(RoutedConfig):
     router_jitter_noise: float = 0.0
 
     @property
-    def model_type(self) -> str:
-        return "mixtral"
-
-    @property
     def expert_count(self) -> int:
         return self.num_local_experts
-
-    def forward_values(self) -> dict[str, Any]:
-        # The layers have them.
-        return super().forward_values() | {"sliding_window": None, "router_jitter_noise": 0.0}
-
-    def check(self) -> None:
-        checks.check_size(self, "num_local_experts")
-        checks.check_rate(self, "router_jitter_noise")
-        if self.sliding_window is not None:
-            checks.check_size(self, "sliding_window")
-        super().check()
 
 
 class MixtralBackbone(RotaryModel[MixtralConfig]):
     """Mixtral backbone: Mistral's blocks with experts, whose weights in the sum add up to 1."""
 
-    def block(self, make: LayerFactory, layer: int) -> Block:
+    def block(self, make: RotaryLayers, layer: int) -> Block:
         c = self.config
         experts = make.experts(
             c.num_local_experts,

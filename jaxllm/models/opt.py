@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxllm.models import config_checks as checks
+from jaxllm.common.errors import UnsupportedError
 from jaxllm.models.build_options import Options
 from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
-from jaxllm.models.layernorm_decoder import LayerFactory, LayerNormConfig, LayerNormDecoder
-from jaxllm.models.weights import Table, linear, norm, projections, same
+from jaxllm.models.decoder_only import Backbone, CausalLM, DecoderOnlyModel
+from jaxllm.models.layer_factory import LayerFactory
+from jaxllm.models.layernorm_decoder import LAYER, LayerNormConfig
+from jaxllm.models.weights import Table, attention_and_mlp, norm, same
 from jaxllm.nn.block import Block, StackOutput
-from jaxllm.nn.linear import LayerNorm
-
-OFF = (("activation_dropout", 0.0), ("learned_embeddings", True), ("scale_embeddings", False))
-"""Keys of the published files that change nothing with these values."""
+from jaxllm.nn.linear import LayerNorm, RMSNorm
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +31,13 @@ class OPTConfig(LayerNormConfig):
     LayerDrop (`layerdrop`), which skips layers in training, is not implemented.
     """
 
+    model_type = "opt"
+    no_effect: ClassVar[Mapping[str, Any]] = {
+        "activation_dropout": 0.0,
+        "learned_embeddings": True,
+        "scale_embeddings": False,
+    }
+    written_names: ClassVar[Mapping[str, str]] = {"initializer_range": "init_std"}
     attribute_map: ClassVar[Mapping[str, str]] = {"init_std": "initializer_range"}
 
     vocab_size: int = 50272
@@ -55,33 +60,22 @@ class OPTConfig(LayerNormConfig):
     layer_norm_elementwise_affine: bool = True
 
     @property
-    def model_type(self) -> str:
-        return "opt"
-
-    @property
     def width(self) -> int:
         return self.word_embed_proj_dim or self.hidden_size
 
     def forward_values(self) -> dict[str, Any]:
         return super().forward_values() | {"word_embed_proj_dim": self.width}
 
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        return super().from_dict({key: x for key, x in raw.items() if (key, x) not in OFF})
-
-    def to_json(self, model_type: str, architecture: str) -> dict[str, Any]:
-        raw = super().to_json(model_type, architecture)
-        raw["init_std"] = raw.pop("initializer_range")
-        return raw
-
     def check(self) -> None:
         super().check()
-        if self.word_embed_proj_dim is not None:
-            checks.check_size(self, "word_embed_proj_dim")
-        checks.check_no_layerdrop(self, "layerdrop")
+        if self.layerdrop:
+            raise UnsupportedError(
+                f"layerdrop: LayerDrop is not implemented, found {self.layerdrop}; it acts in "
+                "training only, so 0 gives the same answers"
+            )
 
 
-class OPTBackbone(LayerNormDecoder[OPTConfig]):
+class OPTBackbone(Backbone[OPTConfig]):
     """OPT backbone: learned positions, blocks with LayerNorm and ReLU, projections at both ends if
     the token embeddings are narrower than the hidden states."""
 
@@ -99,7 +93,7 @@ class OPTBackbone(LayerNormDecoder[OPTConfig]):
         c = self.config
         return Block(*parts, norm_last=not c.do_layer_norm_before, dropout_rate=c.dropout)
 
-    def final_norm(self, make: LayerFactory) -> LayerNorm | None:
+    def final_norm(self, make: LayerFactory) -> LayerNorm | RMSNorm | None:
         c = self.config
         removed = c._remove_final_layer_norm  # pyright: ignore[reportPrivateUsage]
         return make.norm() if c.do_layer_norm_before and not removed else None
@@ -128,7 +122,6 @@ class OPTForSequenceClassification(SequenceClassifier):
     backbone_class = OPTBackbone
 
 
-LAYER, HF_LAYER = "backbone.stack.blocks.{i}", "model.decoder.layers.{i}"
 OPT_TABLE = Table(
     prefix="model.",
     entries=(
@@ -136,11 +129,7 @@ OPT_TABLE = Table(
         *same("backbone.positions.weight", "model.decoder.embed_positions.weight"),
         *same("backbone.project_in.weight", "model.decoder.project_in.weight"),
         *same("backbone.project_out.weight", "model.decoder.project_out.weight"),
-        *norm(f"{LAYER}.attn_norm", f"{HF_LAYER}.self_attn_layer_norm", bias=True),
-        *projections(f"{LAYER}.attn", f"{HF_LAYER}.self_attn"),
-        *norm(f"{LAYER}.mlp_norm", f"{HF_LAYER}.final_layer_norm", bias=True),
-        *linear(f"{LAYER}.mlp.up", f"{HF_LAYER}.fc1"),
-        *linear(f"{LAYER}.mlp.down", f"{HF_LAYER}.fc2"),
+        *attention_and_mlp(LAYER, "model.decoder.layers.{i}", {"attn": "self_attn"}),
         *norm("backbone.stack.norm", "model.decoder.final_layer_norm", bias=True),
         *same("lm_head.weight", "lm_head.weight"),
         *same("score.weight", "score.weight"),

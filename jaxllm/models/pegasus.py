@@ -23,16 +23,13 @@ from jaxllm.nn.positions import Sinusoids
 class PegasusConfig(AbsoluteConfig):
     """Pegasus config, with the field names of config.json."""
 
+    model_type = "pegasus"
     pre_norm: ClassVar[bool] = True
     scales_decoder_embeds: ClassVar[bool] = True
 
     pad_token_id: int | None = 0
     eos_token_id: int | tuple[int, ...] | None = 1
     decoder_start_token_id: int | None = 0
-
-    @property
-    def model_type(self) -> str:
-        return "pegasus"
 
     @property
     def sinusoids(self) -> Sinusoids:

@@ -7,28 +7,31 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from jaxllm.common.errors import ConfigError
-from jaxllm.models import config_checks as checks
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
 from jaxllm.models.mistral import MistralConfig
-from jaxllm.models.rotary_decoder import HF_LAYER, LAYER, ROTARY_TABLE, LayerFactory, RotaryModel
+from jaxllm.models.rotary_decoder import HF_LAYER, LAYER, ROTARY_TABLE, RotaryLayers, RotaryModel
 from jaxllm.models.weights import Table, linear
 from jaxllm.nn.block import Block
 from jaxllm.nn.rope import Rope
 
 ORIGINAL = "original_max_position_embeddings"
 ORIGINAL_POSITIONS = 4096
-OFF = (("full_attn_mod", 1), ("interpolate_factor", 1), ("lm_head_bias", False))
-"""Keys of Phi-4-mini's files that change nothing with these values."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phi3Config(MistralConfig):
     """Phi-3 config. `embd_pdrop` has no effect, as in transformers; `auto_map` names other code."""
 
+    model_type = "phi3"
+    no_effect: ClassVar[Mapping[str, Any]] = {
+        "full_attn_mod": 1,
+        "interpolate_factor": 1,
+        "lm_head_bias": False,
+    }
     partial_rotary: ClassVar[bool] = True
 
     vocab_size: int = 32064
@@ -42,14 +45,9 @@ class Phi3Config(MistralConfig):
     resid_pdrop: float = 0.0
     sliding_window: int | None = None
 
-    @property
-    def model_type(self) -> str:
-        return "phi3"
-
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        off = (*OFF, ("auto_map", raw.get("auto_map")))
-        return super().from_dict({key: x for key, x in raw.items() if (key, x) not in off})
+    def handled_keys(cls, raw: Mapping[str, Any]) -> frozenset[str]:
+        return super().handled_keys(raw) | {"auto_map"}
 
     def read_rope(self, raw: Mapping[str, Any]) -> Rope:
         # The original context has this default, whatever the context is.
@@ -72,10 +70,6 @@ class Phi3Config(MistralConfig):
                 del scaling["factor"]
         return raw
 
-    def check(self) -> None:
-        super().check()
-        checks.check_rate(self, "resid_pdrop")
-
 
 def _new_name(value: Any) -> Any:
     """The name of a RoPE type in place of an old one; other values as they are."""
@@ -85,7 +79,7 @@ def _new_name(value: Any) -> Any:
 class Phi3Backbone(RotaryModel[Phi3Config]):
     """Phi-3 backbone: Llama's blocks with dropout after each sublayer."""
 
-    def block(self, make: LayerFactory, layer: int) -> Block:
+    def block(self, make: RotaryLayers, layer: int) -> Block:
         attn = make.attention(window=self.config.sliding_window)
         dropout = self.config.resid_pdrop
         return Block(make.norm(), attn, make.norm(), make.mlp(), dropout_rate=dropout)

@@ -7,13 +7,12 @@ attention in the upper layers.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from jaxllm.common.errors import ConfigError, quoted
 from jaxllm.models import config_checks as checks
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
-from jaxllm.models.rotary_decoder import LayerFactory, RotaryConfig, RotaryModel
+from jaxllm.models.rotary_decoder import RotaryConfig, RotaryLayers, RotaryModel
 from jaxllm.nn.block import Block
 
 
@@ -24,6 +23,12 @@ class Qwen2Config(RotaryConfig):
     With `use_sliding_window`, layers `max_window_layers` and above have the window
     `sliding_window`; with `layer_types`, the layers of type "sliding_attention" do.
     """
+
+    model_type = "qwen2"
+    unread = (
+        *RotaryConfig.unread,
+        *("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
+    )
 
     vocab_size: int = 151936
     intermediate_size: int = 22016
@@ -44,19 +49,8 @@ class Qwen2Config(RotaryConfig):
         )
         return self.sliding_window if sliding else None
 
-    @property
-    def model_type(self) -> str:
-        return "qwen2"
-
-    def forward_values(self) -> dict[str, Any]:
-        # The layers have their windows.
-        windows = {"sliding_window": None, "max_window_layers": 0, "layer_types": None}
-        return super().forward_values() | {"use_sliding_window": False, **windows}
-
     def check(self) -> None:
         super().check()
-        if self.sliding_window is not None:
-            checks.check_size(self, "sliding_window")
         if self.max_window_layers < 0:
             found = self.max_window_layers
             raise ConfigError(f"max_window_layers: expected 0 or more, found {quoted(found)}")
@@ -71,7 +65,7 @@ class Qwen2Config(RotaryConfig):
 class Qwen2Backbone(RotaryModel[Qwen2Config]):
     """Qwen2 backbone: Llama's blocks with biases of q, k and v, and windows if configured."""
 
-    def block(self, make: LayerFactory, layer: int) -> Block:
+    def block(self, make: RotaryLayers, layer: int) -> Block:
         attn = make.attention(bias=True, window=self.config.window(layer))
         return Block(make.norm(), attn, make.norm(), make.mlp())
 

@@ -7,7 +7,7 @@ import dataclasses
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
 from jaxllm.models.qwen2 import Qwen2Config
-from jaxllm.models.rotary_decoder import HEAD_NORMS, ROTARY_TABLE, LayerFactory, RotaryModel
+from jaxllm.models.rotary_decoder import HEAD_NORMS, ROTARY_TABLE, RotaryLayers, RotaryModel
 from jaxllm.nn.block import Block
 
 
@@ -15,18 +15,16 @@ from jaxllm.nn.block import Block
 class Qwen3Config(Qwen2Config):
     """Qwen3 config: Qwen2's fields, and `attention_bias` for all four projections."""
 
+    model_type = "qwen3"
+
     head_dim: int = 128
     attention_bias: bool = False
-
-    @property
-    def model_type(self) -> str:
-        return "qwen3"
 
 
 class Qwen3Backbone(RotaryModel[Qwen3Config]):
     """Qwen3 backbone: Llama's blocks with RMSNorm of each head's query and key (QK norm)."""
 
-    def block(self, make: LayerFactory, layer: int) -> Block:
+    def block(self, make: RotaryLayers, layer: int) -> Block:
         c = self.config
         attn = make.attention(
             bias=c.attention_bias,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxllm.common.errors import ConfigError, quoted
 from jaxllm.models import config_checks as checks
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
 from jaxllm.models.qwen3 import QWEN3_TABLE
-from jaxllm.models.rotary_decoder import LayerFactory, RotaryModel
+from jaxllm.models.rotary_decoder import RotaryLayers, RotaryModel
 from jaxllm.models.routed_decoder import RoutedConfig, expert_entries
 from jaxllm.nn.block import Block
 
@@ -25,6 +25,11 @@ class Qwen3MoeConfig(RoutedConfig):
     gives all layers the window `sliding_window`.
     """
 
+    model_type = "qwen3_moe"
+    unread = (
+        *RoutedConfig.unread,
+        *("use_sliding_window", "sliding_window", "decoder_sparse_step", "mlp_only_layers"),
+    )
     attribute_map: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
 
     vocab_size: int = 151936
@@ -44,10 +49,6 @@ class Qwen3MoeConfig(RoutedConfig):
     norm_topk_prob: bool = False
 
     @property
-    def model_type(self) -> str:
-        return "qwen3_moe"
-
-    @property
     def expert_count(self) -> int:
         return self.num_experts
 
@@ -60,17 +61,8 @@ class Qwen3MoeConfig(RoutedConfig):
         is_sparse = self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
         return is_sparse and layer not in (self.mlp_only_layers or ())
 
-    def forward_values(self) -> dict[str, Any]:
-        # The layers have their windows, and experts or none.
-        of_layers = {"use_sliding_window": False, "sliding_window": None}
-        of_layers |= {"decoder_sparse_step": 0, "mlp_only_layers": None}
-        return super().forward_values() | of_layers
-
     def check(self) -> None:
         super().check()
-        checks.check_size(self, "decoder_sparse_step", "moe_intermediate_size")
-        if self.sliding_window is not None:
-            checks.check_size(self, "sliding_window")
         if not 0 <= self.num_experts <= checks.MAX_SIZE:
             raise ConfigError(f"num_experts: expected 0 or more, found {quoted(self.num_experts)}")
         for layer in self.mlp_only_layers or ():
@@ -84,7 +76,7 @@ class Qwen3MoeConfig(RoutedConfig):
 class Qwen3MoeBackbone(RotaryModel[Qwen3MoeConfig]):
     """Qwen3-MoE backbone: Qwen3's attention, and experts in some or all layers."""
 
-    def block(self, make: LayerFactory, layer: int) -> Block:
+    def block(self, make: RotaryLayers, layer: int) -> Block:
         c = self.config
         attn = make.attention(
             bias=c.attention_bias,

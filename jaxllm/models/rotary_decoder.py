@@ -9,19 +9,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
-from flax import nnx
-
 from jaxllm.common.errors import ConfigError, UnsupportedError
 from jaxllm.models import config as cfg
 from jaxllm.models import config_checks as checks
-from jaxllm.models.build_options import Options
 from jaxllm.models.decoder_only import Backbone
+from jaxllm.models.layer_factory import LayerFactory
 from jaxllm.models.weights import Table, linear, norm, same
-from jaxllm.nn.attention import Attention, Scores
-from jaxllm.nn.block import Block, Stack
 from jaxllm.nn.experts import ExpertLinear, MixtureOfExperts, Router
-from jaxllm.nn.linear import Embedding, Linear, RMSNorm
-from jaxllm.nn.mlp import GatedMLP, activation
+from jaxllm.nn.linear import RMSNorm
+from jaxllm.nn.mlp import GatedMLP
 from jaxllm.nn.rope import Rope, rope_from_config, rope_to_config, without_unused
 
 ROPE_KEYS = frozenset(
@@ -45,6 +41,7 @@ class RotaryConfig(cfg.DecoderOnlyConfig):
 
     partial_rotary: ClassVar[bool] = False
     """True if the family may rotate a part of each head (`partial_rotary_factor`)."""
+    derived: ClassVar[frozenset[str]] = frozenset({"rope"})
     default_theta: ClassVar[float] = 10000.0
     """Base of RoPE if the file has none."""
 
@@ -61,23 +58,11 @@ class RotaryConfig(cfg.DecoderOnlyConfig):
     rope: Rope | None = None
 
     @property
-    def kv_heads(self) -> int:
-        return self.num_key_value_heads or self.num_attention_heads
-
-    @property
-    def size_per_head(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_attention_heads
-
-    @property
     def rotary(self) -> Rope:
         rope = self.rope or self.read_rope({})
         if rope.head_dim != self.size_per_head:
             raise ConfigError(f"rope: for head_dim {rope.head_dim}, not {self.size_per_head}")
         return rope
-
-    @property
-    def width(self) -> int:
-        return self.hidden_size
 
     @property
     def head_counts(self) -> dict[str, int]:
@@ -106,10 +91,17 @@ class RotaryConfig(cfg.DecoderOnlyConfig):
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        """Reads and checks a config.json object.
+        config = super().from_dict(raw)
+        rope = config.read_rope(raw)
+        if rope.partial_rotary_factor != 1 and not cls.partial_rotary:
+            raise UnsupportedError(
+                f"partial_rotary_factor: found {rope.partial_rotary_factor}; a "
+                f"{config.model_type} model rotates all features of a head"
+            )
+        return dataclasses.replace(config, rope=rope)
 
-        Raises ConfigError or UnsupportedError, naming the field.
-        """
+    @classmethod
+    def handled_keys(cls, raw: Mapping[str, Any]) -> frozenset[str]:
         # Files converted from Qwen2 to any of these families keep its window's keys, switched off.
         handled = ROPE_KEYS
         if raw.get("use_sliding_window") is False:
@@ -124,16 +116,7 @@ class RotaryConfig(cfg.DecoderOnlyConfig):
                 handled |= {"layer_types"}
         if raw.get("position_embedding_type") in ("rope", "rotary"):  # as these families have it
             handled |= {"position_embedding_type"}
-        config = cfg.read_config(cls, raw, handled=handled, derived=frozenset({"rope"}))
-        config.check()
-        cfg.check_token_ids(config)
-        rope = config.read_rope(raw)
-        if rope.partial_rotary_factor != 1 and not cls.partial_rotary:
-            raise UnsupportedError(
-                f"partial_rotary_factor: found {rope.partial_rotary_factor}; a "
-                f"{config.model_type} model rotates all features of a head"
-            )
-        return dataclasses.replace(config, rope=rope)
+        return super().handled_keys(raw) | handled
 
     def read_rope(self, raw: Mapping[str, Any]) -> Rope:
         """Reads the RoPE fields of a config.json object, whose other fields are read."""
@@ -149,12 +132,6 @@ class RotaryConfig(cfg.DecoderOnlyConfig):
 
     def check(self) -> None:
         super().check()
-        checks.check_size(self, "hidden_size", "intermediate_size", "num_attention_heads")
-        checks.check_size(self, "max_position_embeddings")
-        checks.check_size(self, "num_hidden_layers", limit=checks.MAX_LAYERS)
-        for name in ("num_key_value_heads", "head_dim"):
-            if getattr(self, name) is not None:
-                checks.check_size(self, name)
         if self.head_dim is None:
             checks.check_divides(self, "hidden_size", "num_attention_heads")
         if self.num_attention_heads % self.kv_heads:
@@ -162,93 +139,34 @@ class RotaryConfig(cfg.DecoderOnlyConfig):
                 f"num_key_value_heads: {self.kv_heads} does not divide num_attention_heads, "
                 f"{self.num_attention_heads}"
             )
-        checks.check_rate(self, "attention_dropout")
-        checks.check_positive(self, "rms_norm_eps", "initializer_range")
-        activation(self.hidden_act, where="hidden_act")
 
 
 C = TypeVar("C", bound=RotaryConfig)
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerFactory:
-    """Builds the layers of a block with the sizes and dtypes of one model."""
+class RotaryLayers(LayerFactory):
+    """Builds RMSNorm, attention with RoPE and gated feed-forward layers, without biases."""
 
-    config: RotaryConfig
-    options: Options
-    rngs: nnx.Rngs | None
-    unit_offset: bool = False
-    """Norms multiply by ``1 + weight`` (`RMSNorm`)."""
-    embedding_scale: float | None = None
+    has_biases = False
+    unit_offset: ClassVar[bool] = False
+    """True: norms multiply by ``1 + weight`` (`RMSNorm`)."""
 
-    def linear(self, inputs: int, outputs: int, *, bias: bool = False) -> Linear:
-        return Linear(
-            inputs,
-            outputs,
-            use_bias=bias,
-            std=self.config.initializer_range,
-            rngs=self.rngs,
-            **self.options.dtypes,
-        )
-
-    def embedding(self) -> Embedding:
-        c = self.config
-        return Embedding(
-            c.vocab_size,
-            c.hidden_size,
-            std=c.initializer_range,
-            scale=self.embedding_scale,
-            rngs=self.rngs,
-            **self.options.dtypes,
-        )
+    @property
+    def rope(self) -> Rope:
+        return self.config.rotary
 
     def norm(self, size: int | None = None) -> RMSNorm:
-        """RMSNorm over `size` features, the model's width by default."""
         c = self.config
         options = {"eps": c.rms_norm_eps, "unit_offset": self.unit_offset, **self.options.dtypes}
-        return RMSNorm(size or c.hidden_size, **options)
-
-    def attention(
-        self,
-        *,
-        bias: bool = False,
-        output_bias: bool = False,
-        normed_heads: bool = False,
-        window: int | None = None,
-        scores: Scores | None = None,
-        rope: Rope | None = None,
-        memory: int | None = None,
-    ) -> Attention:
-        """Grouped-query attention. `bias`: of q, k and v. `normed_heads`: RMSNorm of each head's
-        query and key. `window`: sliding-window attention. `scores`: by default products are
-        divided by the square root of the head size. `rope`: by default the config's. `memory`:
-        width of the encoder's states, for cross-attention, which has no RoPE."""
-        c, size = self.config, self.config.size_per_head
-        read = memory or c.hidden_size
-        return Attention(
-            q=self.linear(c.hidden_size, c.num_attention_heads * size, bias=bias),
-            k=self.linear(read, c.kv_heads * size, bias=bias),
-            v=self.linear(read, c.kv_heads * size, bias=bias),
-            o=self.linear(c.num_attention_heads * size, c.hidden_size, bias=output_bias),
-            heads=c.num_attention_heads,
-            kv_heads=c.kv_heads,
-            head_dim=size,
-            scores=scores or Scores(size**-0.5),
-            dropout_rate=c.attention_dropout,
-            implementation=self.options.attn_implementation,
-            q_norm=self.norm(size) if normed_heads else None,
-            k_norm=self.norm(size) if normed_heads else None,
-            window=window,
-            rope=None if memory else without_unused(rope or c.rotary),
-        )
+        return RMSNorm(size or c.hidden, **options)
 
     def mlp(self, *, bias: bool = False) -> GatedMLP:
-        c = self.config
+        hidden, inner = self.config.hidden, self.inner
         return GatedMLP(
-            gate=self.linear(c.hidden_size, c.intermediate_size, bias=bias),
-            up=self.linear(c.hidden_size, c.intermediate_size, bias=bias),
-            down=self.linear(c.intermediate_size, c.hidden_size, bias=bias),
-            act=activation(c.hidden_act, where="hidden_act"),
+            gate=self.linear(hidden, inner, bias=bias),
+            up=self.linear(hidden, inner, bias=bias),
+            down=self.linear(inner, hidden, bias=bias),
+            act=self.activation(),
         )
 
     def experts(
@@ -278,7 +196,7 @@ class LayerFactory:
             gate=ExpertLinear(count, c.hidden_size, size, **made),
             up=ExpertLinear(count, c.hidden_size, size, **made),
             down=ExpertLinear(count, size, c.hidden_size, **made),
-            act=activation(c.hidden_act, where="hidden_act"),
+            act=self.activation(),
             jitter=jitter,
             platform=self.options.platform,
         )
@@ -287,21 +205,7 @@ class LayerFactory:
 class RotaryModel(Backbone[C]):
     """Backbone of Llama-like models: embedding, blocks, RMSNorm. A family defines `block`."""
 
-    def __init__(self, config: C, options: Options, *, rngs: nnx.Rngs | None):
-        make = self.layer_factory(config, options, rngs)
-        self.config = config
-        self.embed = make.embedding()
-        blocks = [self.block(make, layer) for layer in range(config.num_hidden_layers)]
-        self.stack = Stack(blocks, make.norm(), **options.stack)
-        self.config, self.is_causal = config.forward_part(), config.is_causal
-
-    @staticmethod
-    def layer_factory(config: Any, options: Options, rngs: nnx.Rngs | None) -> LayerFactory:
-        return LayerFactory(config, options, rngs)
-
-    def block(self, make: LayerFactory, layer: int) -> Block:
-        """Builds block number `layer`."""
-        raise NotImplementedError
+    layers = RotaryLayers
 
 
 LAYER, HF_LAYER = "backbone.stack.blocks.{i}", "model.layers.{i}"

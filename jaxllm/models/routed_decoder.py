@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 from jaxllm.common.errors import ConfigError, quoted
-from jaxllm.models import config_checks as checks
 from jaxllm.models.config import AuxLoss
 from jaxllm.models.rotary_decoder import HF_LAYER, LAYER, RotaryConfig
 from jaxllm.models.weights import Entry
@@ -41,7 +40,6 @@ class RoutedConfig(RotaryConfig):
 
     def check(self) -> None:
         super().check()
-        checks.check_size(self, "num_experts_per_tok")
         if 0 < self.expert_count < self.num_experts_per_tok:
             raise ConfigError(
                 f"num_experts_per_tok: found {self.num_experts_per_tok}, but a layer has only "

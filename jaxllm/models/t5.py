@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 from flax import nnx
@@ -16,10 +16,11 @@ from jaxllm.models import config as cfg
 from jaxllm.models import config_checks as checks
 from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.encoder_decoder import EncoderDecoderLM, EncoderModel, WithEncoder
+from jaxllm.models.layer_factory import LayerFactory, lm_head
 from jaxllm.models.weights import Entry, Table, linear, norm, same
 from jaxllm.nn.attention import Attention, Scores
 from jaxllm.nn.block import Block, Stack, clamp_to_float16
-from jaxllm.nn.linear import Embedding, Linear, RMSNorm
+from jaxllm.nn.linear import RMSNorm
 from jaxllm.nn.mlp import MLP, GatedMLP, activation
 from jaxllm.nn.relative_bias import RelativeBias
 
@@ -54,6 +55,8 @@ class T5Config(cfg.ModelConfig):
     }
 
     is_encoder_decoder: ClassVar[bool] = True
+    derived = frozenset({"bias_per_layer"})
+    unread = (*cfg.ModelConfig.unread, "initializer_factor", "feed_forward_proj")
 
     vocab_size: int = 32128
     d_model: int = 512
@@ -101,26 +104,16 @@ class T5Config(cfg.ModelConfig):
         return "gelu_new" if self.feed_forward_proj == "gated-gelu" else name
 
     @property
-    def model_type(self) -> str:
+    def model_type(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return "umt5" if self.bias_per_layer else "t5"
 
     def forward_values(self) -> dict[str, Any]:
         return super().forward_values() | {
             "num_decoder_layers": self.decoder_layers,
-            "initializer_factor": 0.0,
-            "feed_forward_proj": "relu",
             "is_gated_act": self.gated,
             "dense_act_fn": self.act,
             "scale_decoder_outputs": self.scaled,
         }
-
-    @property
-    def width(self) -> int:
-        return self.d_model
-
-    @property
-    def head_counts(self) -> dict[str, int]:
-        return {"num_heads": self.num_heads}
 
     def to_json(self, model_type: str, architecture: str) -> dict[str, Any]:
         if self.bias_per_layer:
@@ -135,14 +128,14 @@ class T5Config(cfg.ModelConfig):
         return raw
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> T5Config:
-        """Reads and checks a config.json object.
+    def handled_keys(cls, raw: Mapping[str, Any]) -> frozenset[str]:
+        return HANDLED
 
-        Raises ConfigError or UnsupportedError, naming the field.
-        """
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
         model_type = raw.get("model_type")
         raw = {**ABSENT.get(str(model_type), {}), **raw}
-        config = cfg.read_config(cls, raw, handled=HANDLED, derived=frozenset({"bias_per_layer"}))
+        config = super().from_dict(raw)
         if raw.get("scale_decoder_outputs") is None:
             untied = raw.get("tie_word_embeddings") is False
             unclear = model_type in ("mt5", "umt5")
@@ -153,18 +146,12 @@ class T5Config(cfg.ModelConfig):
         if config.decoder_start_token_id is None:
             # The T5 papers' convention, and transformers' fallback in training.
             config = dataclasses.replace(config, decoder_start_token_id=config.pad_token_id)
-        config.check()
-        cfg.check_token_ids(config)
         return config
 
     def check(self) -> None:
         super().check()
-        sizes = ("d_model", "d_kv", "d_ff", "num_heads")
-        checks.check_size(self, *sizes)
-        decoder = ("decoder_layers",) if self.decoder_layers != 0 else ()  # 0: an encoder alone
-        checks.check_size(self, "num_layers", *decoder, limit=checks.MAX_LAYERS)
-        checks.check_rate(self, "dropout_rate")
-        checks.check_positive(self, "layer_norm_epsilon", "initializer_factor")
+        if self.decoder_layers != 0:  # 0: an encoder alone
+            checks.check_size(self, "decoder_layers", limit=checks.MAX_LAYERS)
         buckets, distance = (
             self.relative_attention_num_buckets,
             self.relative_attention_max_distance,
@@ -182,7 +169,7 @@ class T5Config(cfg.ModelConfig):
         activation(self.act, where=named)
 
 
-def wo_dtypes(dtype: DTypeLike, param_dtype: DTypeLike) -> dict[str, DTypeLike]:
+def wo_dtypes(dtype: DTypeLike, param_dtype: DTypeLike) -> dict[str, Any]:
     """Dtypes of `wo`: float32 in place of float16, where T5's activations overflow.
 
     Its products stay in bfloat16, as in Hugging Face. In float32 they would take six passes on a
@@ -192,59 +179,42 @@ def wo_dtypes(dtype: DTypeLike, param_dtype: DTypeLike) -> dict[str, DTypeLike]:
     return {name: jnp.float32 if jnp.dtype(x) == jnp.float16 else x for name, x in dtypes.items()}
 
 
-@dataclasses.dataclass(frozen=True)
-class T5Layers:
-    """Builds the layers of a stack with the sizes and dtypes of one model."""
+class T5Layers(LayerFactory):
+    """Builds RMSNorm, and layers without biases whose initial weights depend on their inputs."""
 
-    config: T5Config
-    options: Options
-    rngs: nnx.Rngs | None
+    has_biases = False
 
-    def linear(self, inputs: int, outputs: int, std: float, **dtypes: Any) -> Linear:
-        """Linear without bias, drawn with `std` times the config's `initializer_factor`."""
-        dtypes = {**self.options.dtypes, **dtypes}
-        std = self.config.initializer_factor * std
-        return Linear(inputs, outputs, std=std, rngs=self.rngs, **dtypes)
+    def std(self, inputs: int) -> float:
+        return self.config.initializer_factor * inputs**-0.5
 
-    def norm(self) -> RMSNorm:
+    def norm(self, size: int | None = None) -> RMSNorm:
         c = self.config
-        return RMSNorm(c.d_model, eps=c.layer_norm_epsilon, **self.options.dtypes)
+        return RMSNorm(size or c.d_model, eps=c.layer_norm_epsilon, **self.options.dtypes)
 
-    def attention(self) -> Attention:
+    def unscaled_attention(self) -> Attention:
         """Attention without scale: the initial weights of q are scaled instead."""
         c = self.config
-        inner = c.num_heads * c.d_kv
-        return Attention(
-            q=self.linear(c.d_model, inner, (c.d_model * c.d_kv) ** -0.5),
-            k=self.linear(c.d_model, inner, c.d_model**-0.5),
-            v=self.linear(c.d_model, inner, c.d_model**-0.5),
-            o=self.linear(inner, c.d_model, inner**-0.5),
-            heads=c.num_heads,
-            kv_heads=c.num_heads,
-            head_dim=c.d_kv,
-            scores=Scores(1.0),
-            dropout_rate=c.dropout_rate,
-            implementation=self.options.attn_implementation,
-        )
+        q_std = c.initializer_factor * (c.d_model * c.d_kv) ** -0.5
+        return self.attention(scores=Scores(1.0), q_std=q_std)
 
     def mlp(self) -> MLP | GatedMLP:
         c = self.config
         act = activation(c.act, where="feed_forward_proj")
-        up = self.linear(c.d_model, c.d_ff, c.d_model**-0.5)
-        down = self.linear(c.d_ff, c.d_model, c.d_ff**-0.5, **wo_dtypes(**self.options.dtypes))
+        up = self.linear(c.d_model, c.d_ff)
+        down = self.linear(c.d_ff, c.d_model, **wo_dtypes(**self.options.dtypes))
         if not c.gated:
             return MLP(up, down, act, dropout_rate=c.dropout_rate)
-        gate = self.linear(c.d_model, c.d_ff, c.d_model**-0.5)
+        gate = self.linear(c.d_model, c.d_ff)
         return GatedMLP(gate, up, down, act, dropout_rate=c.dropout_rate)
 
     def block(self, *, decoder: bool) -> Block:
         return Block(
             self.norm(),
-            self.attention(),
+            self.unscaled_attention(),
             self.norm(),
             self.mlp(),
             cross_norm=self.norm() if decoder else None,
-            cross=self.attention() if decoder else None,
+            cross=self.unscaled_attention() if decoder else None,
             dropout_rate=self.config.dropout_rate,
             clamp=clamp_to_float16 if jnp.dtype(self.options.dtype) == jnp.float16 else None,
         )
@@ -285,13 +255,7 @@ class T5Encoder(WithEncoder[T5Config]):
 
     def __init__(self, config: T5Config, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
         super().__init__(config)
-        self.shared = Embedding(
-            config.vocab_size,
-            config.d_model,
-            std=config.initializer_factor,
-            rngs=rngs,
-            **options.dtypes,
-        )
+        self.shared = T5Layers(config, options, rngs).tokens()
         self.encoder = make_stack(config, options, decoder=False, rngs=rngs)
 
 
@@ -307,12 +271,7 @@ class T5ForConditionalGeneration(T5Encoder, EncoderDecoderLM[T5Config]):
         if config.decoder_layers == 0:
             raise ConfigError("num_decoder_layers: 0 is an encoder alone: a T5EncoderModel")
         self.decoder = make_stack(config, options, decoder=True, rngs=rngs)
-        head = (config.d_model, config.vocab_size)
-        self.lm_head = (
-            None
-            if config.tie_word_embeddings
-            else Linear(*head, std=config.initializer_factor, rngs=rngs, **options.dtypes)
-        )
+        self.lm_head = lm_head(config, options, rngs, std=config.initializer_factor)
 
     def scaled_for_head(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Scaling is independent of tying; see `T5Config`."""

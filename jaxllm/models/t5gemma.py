@@ -17,14 +17,14 @@ from jaxtyping import Array, Float, Int
 from jaxllm.cache.attention_view import AttentionView
 from jaxllm.common.errors import ConfigError, JaxLLMError, UnsupportedError, quoted
 from jaxllm.models import config as cfg
-from jaxllm.models import config_checks as checks
 from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.encoder_decoder import EncoderDecoderLM, Side
+from jaxllm.models.gemma import GemmaLayers
 from jaxllm.models.gemma2 import Gemma2Config, gemma2_attention, gemma2_block
-from jaxllm.models.rotary_decoder import LayerFactory
+from jaxllm.models.layer_factory import lm_head
 from jaxllm.models.weights import Entry, Table, linear, norm, same
 from jaxllm.nn.block import Stack
-from jaxllm.nn.linear import Embedding, Linear
+from jaxllm.nn.linear import Embedding
 
 SIDE = Gemma2Config()
 SIDES: tuple[Side, Side] = ("encoder", "decoder")
@@ -39,7 +39,9 @@ class T5GemmaConfig(cfg.ModelConfig):
     The decoder starts with its `bos_token_id`. Tokens that the top level lacks are the decoder's.
     """
 
+    model_type = "t5gemma"
     is_encoder_decoder: ClassVar[bool] = True
+    derived = frozenset(SIDES)
 
     encoder: Gemma2Config = SIDE
     decoder: Gemma2Config = SIDE
@@ -57,10 +59,6 @@ class T5GemmaConfig(cfg.ModelConfig):
         common = {"vocab_size": self.vocab_size, "attention_dropout": self.attention_dropout}
         for side in SIDES:
             object.__setattr__(self, side, dataclasses.replace(getattr(self, side), **common))
-
-    @property
-    def model_type(self) -> str:
-        return "t5gemma"
 
     @property
     def width(self) -> int:
@@ -87,14 +85,17 @@ class T5GemmaConfig(cfg.ModelConfig):
         return super().forward_values() | {x: getattr(self, x).forward_part() for x in SIDES}
 
     @classmethod
+    def handled_keys(cls, raw: Mapping[str, Any]) -> frozenset[str]:
+        return cls.derived | INERT
+
+    @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        """Reads and checks a config.json object. Errors name the field."""
-        sides, sizes = {side: _side_of(raw, side) for side in SIDES}, frozenset(SIDES)
+        sides = {side: _side_of(raw, side) for side in SIDES}
         tokens = ("pad_token_id", "bos_token_id", "eos_token_id")
         absent = {name: getattr(sides["decoder"], name) for name in ("vocab_size", *tokens)}
         absent["decoder_start_token_id"] = start = sides["decoder"].bos_token_id
         given = {name: value for name, value in raw.items() if value is not None}
-        config = cfg.read_config(cls, absent | given, handled=sizes | INERT, derived=sizes)
+        config = cfg.read_config(cls, absent | given)
         _check_equal("decoder_start_token_id", config, "decoder.bos_token_id", start)
         for side in SIDES:
             own = {"vocab_size": sides[side].vocab_size, **(raw.get(side) or {})}
@@ -111,7 +112,7 @@ class T5GemmaConfig(cfg.ModelConfig):
             raw[side] = getattr(self, side).to_json("t5_gemma_module", architecture)
             raw[side]["dropout_rate"] = self.dropout_rate
             del raw[side]["architectures"]
-        return raw | {"is_encoder_decoder": True}
+        return raw
 
     def check(self) -> None:
         super().check()
@@ -119,7 +120,6 @@ class T5GemmaConfig(cfg.ModelConfig):
             getattr(self, side).check()
             if getattr(self, side).rotary.uses_length:
                 raise UnsupportedError(f"{side}.rope_type: dynamic and longrope RoPE are not here")
-        checks.check_rate(self, "dropout_rate", "attention_dropout")
 
 
 def _side_of(raw: Mapping[str, Any], side: Side) -> Gemma2Config:
@@ -147,14 +147,12 @@ class T5GemmaForConditionalGeneration(EncoderDecoderLM[T5GemmaConfig]):
         self.shared, self.encoder = self._make("encoder", options, rngs)
         embed, self.decoder = self._make("decoder", options, rngs)
         self.decoder_input = nnx.Dict(embed=embed)
-        std, sizes = config.decoder.initializer_range, (config.width, config.vocab_size)
-        tied = config.tie_word_embeddings
-        self.lm_head = None if tied else Linear(*sizes, std=std, rngs=rngs, **options.dtypes)
+        self.lm_head = lm_head(config, options, rngs, std=config.decoder.initializer_range)
 
     def _make(self, side: Side, options: Options, rngs: Any) -> tuple[Embedding, Stack]:
         """Embedding and stack of one side."""
         own: Gemma2Config = getattr(self.config, side)
-        make = LayerFactory(own, options, rngs, unit_offset=True)
+        make = GemmaLayers(own, options, rngs)
         memory, rate = self.config.encoder_width, self.config.dropout_rate
         blocks = []
         for layer in range(own.num_hidden_layers):
@@ -162,7 +160,8 @@ class T5GemmaForConditionalGeneration(EncoderDecoderLM[T5GemmaConfig]):
             cross = gemma2_attention(own, make, memory=memory) if side == "decoder" else None
             blocks.append(gemma2_block(make, attn, cross, dropout_rate=rate))
         dropouts = {"embedding_dropout": rate, "output_dropout": rate}
-        return make.embedding(), Stack(blocks, make.norm(), **dropouts, **options.stack)
+        embed = make.embedding(own.vocab_size, own.width)
+        return embed, Stack(blocks, make.norm(), **dropouts, **options.stack)
 
     @property
     def embedding(self) -> Embedding:

@@ -235,6 +235,21 @@ def projections(attention: str, tensors: str, *, rotated: tuple[int, ...] = ()) 
         yield from linear(f"{attention}.{ours}", f"{tensors}.{theirs}", order=order)
 
 
+def attention_and_mlp(layer: str, hf: str, attention: Mapping[str, str]) -> Iterator[Entry]:
+    """Entries of a layer with fairseq's names, as in BART, OPT and XGLM.
+
+    Args:
+        layer, hf: path and name of layer {i}.
+        attention: our name of each attention sublayer -> its name in the file.
+    """
+    for ours, theirs in attention.items():
+        yield from projections(f"{layer}.{ours}", f"{hf}.{theirs}")
+        yield from norm(f"{layer}.{ours}_norm", f"{hf}.{theirs}_layer_norm", bias=True)
+    yield from linear(f"{layer}.mlp.up", f"{hf}.fc1")
+    yield from linear(f"{layer}.mlp.down", f"{hf}.fc2")
+    yield from norm(f"{layer}.mlp_norm", f"{hf}.final_layer_norm", bias=True)
+
+
 def norm(path: str, tensor: str, *, bias: bool = False) -> Iterator[Entry]:
     yield Entry((f"{path}.weight",), f"{tensor}.weight")
     if bias:

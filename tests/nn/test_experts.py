@@ -247,12 +247,12 @@ def test_equal_functions_are_one_program() -> None:
 def test_jitter_acts_with_a_key_only() -> None:
     from jaxllm.models.build_options import FLOAT32
     from jaxllm.models.mixtral import MixtralConfig
-    from jaxllm.models.rotary_decoder import LayerFactory
+    from jaxllm.models.rotary_decoder import RotaryLayers
 
     config = MixtralConfig(
         vocab_size=8, hidden_size=FEATURES, intermediate_size=INNER, hidden_act="silu"
     )
-    make = LayerFactory(config, FLOAT32, None)
+    make = RotaryLayers(config, FLOAT32, None)
     layer = make.experts(EXPERTS, INNER, top_k=2, jitter=0.5)
     assert isinstance(layer, MixtureOfExperts)
     for name, w in layers_of().items():
