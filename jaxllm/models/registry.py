@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import ConfigError, UnsupportedError, quoted
 from jaxllm.models import (
+    bart,
     bloom,
     cohere,
     gemma,
@@ -31,16 +33,9 @@ from jaxllm.models import (
     qwen3_moe,
     xglm,
 )
-from jaxllm.models.absolute_encoder_decoder import (
-    AbsoluteConfig,
-    AbsoluteEncoderDecoderLM,
-    absolute_table,
-)
-from jaxllm.models.bart import BartConfig, BartForConditionalGeneration
-from jaxllm.models.classifier import SequenceClassifier
+from jaxllm.models.absolute_encoder_decoder import absolute_table
 from jaxllm.models.config import ModelConfig
-from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
-from jaxllm.models.model import Model
+from jaxllm.models.model import BaseModel, LanguageModel, Model
 from jaxllm.models.rotary_decoder import ROTARY_TABLE
 from jaxllm.models.t5 import T5Config, T5EncoderModel, T5ForConditionalGeneration, t5_table
 from jaxllm.models.t5gemma import (
@@ -73,29 +68,39 @@ class Family:
 
 
 def _decoder_only(
-    config: type[ModelConfig],
+    file: ModuleType,
     table: Table | Callable[[Any], Table],
-    structure: tuple[str, ...],
-    *,
-    language_model: type[CausalLM],
-    classifier: type[SequenceClassifier] | None = None,
-    headless: type[DecoderOnlyModel],
+    *structure: str,
     old_names: Sequence[str] = (),
 ) -> Family:
-    """A decoder-only family, whose classes have Hugging Face's names.
+    """The decoder-only family of a file, whose classes have Hugging Face's names.
 
     The weight table may depend on the config, such as on sizes of fused tensors.
     A checkpoint whose file names the class without a head is read as a language model.
+
+    Args:
+        structure: beside the number of layers.
     """
-    classes = filter(None, (language_model, classifier, headless))
+    config, classes = _defined_in(file)
+    language_model, *_, headless = classes
     return Family(
         config=config,
-        classes={cls.__name__: cls for cls in classes},
+        classes=classes,
         table=(lambda config: table) if isinstance(table, Table) else table,
-        structure=(*structure, "tie_word_embeddings"),
-        aliases=dict.fromkeys((headless.__name__, *old_names), language_model.__name__),
-        parts={headless.__name__: ("lm_head.", "score.")},
+        structure=(config.field("layers") or "", *structure, "tie_word_embeddings"),
+        aliases=dict.fromkeys((headless, *old_names), language_model),
+        parts={headless: ("lm_head.", "score.")},
     )
+
+
+def _defined_in(file: ModuleType) -> tuple[type[ModelConfig], dict[str, type[Model[Any]]]]:
+    """The config that a family's file defines, and its models by name: the language model first, a
+    model without a head last."""
+    own = [x for x in vars(file).values() if isinstance(x, type) and x.__module__ == file.__name__]
+    (config,) = (x for x in own if issubclass(x, ModelConfig) and "model_type" in vars(x))
+    models = [x for x in own if issubclass(x, Model)]
+    models.sort(key=lambda cls: (issubclass(cls, BaseModel), not issubclass(cls, LanguageModel)))
+    return config, {cls.__name__: cls for cls in models}
 
 
 def _t5(prefix: str) -> Family:
@@ -116,187 +121,56 @@ def _t5(prefix: str) -> Family:
 
 
 def _absolute(
-    config: type[AbsoluteConfig],
-    language_model: type[AbsoluteEncoderDecoderLM[Any]],
-    headless: str,
-    table: Callable[[Any], Table] = absolute_table,
-    structure: tuple[str, ...] = (),
+    file: ModuleType, table: Callable[[Any], Table] = absolute_table, *structure: str
 ) -> Family:
     """BART or a relative; a file of the class without a head is read as a language model."""
+    config, classes = _defined_in(file)
     return Family(
         config=config,
-        classes={language_model.__name__: language_model},
+        classes=classes,
         table=table,
         structure=("encoder_layers", "decoder_layers", *structure),
-        aliases={headless: language_model.__name__},
+        aliases={config.__name__.replace("Config", "Model"): next(iter(classes))},
     )
 
 
 FAMILIES: Mapping[str, Family] = {
     "llama": _decoder_only(
-        llama.LlamaConfig,
-        ROTARY_TABLE,
-        ("num_hidden_layers", "attention_bias", "mlp_bias"),
-        language_model=llama.LlamaForCausalLM,
-        classifier=llama.LlamaForSequenceClassification,
-        headless=llama.LlamaModel,
-        old_names=["LLaMAForCausalLM"],
+        llama, ROTARY_TABLE, "attention_bias", "mlp_bias", old_names=["LLaMAForCausalLM"]
     ),
-    "mistral": _decoder_only(
-        mistral.MistralConfig,
-        ROTARY_TABLE,
-        ("num_hidden_layers",),
-        language_model=mistral.MistralForCausalLM,
-        classifier=mistral.MistralForSequenceClassification,
-        headless=mistral.MistralModel,
-    ),
-    "qwen2": _decoder_only(
-        qwen2.Qwen2Config,
-        ROTARY_TABLE,
-        ("num_hidden_layers",),
-        language_model=qwen2.Qwen2ForCausalLM,
-        classifier=qwen2.Qwen2ForSequenceClassification,
-        headless=qwen2.Qwen2Model,
-    ),
-    "qwen3": _decoder_only(
-        qwen3.Qwen3Config,
-        qwen3.QWEN3_TABLE,
-        ("num_hidden_layers", "attention_bias"),
-        language_model=qwen3.Qwen3ForCausalLM,
-        classifier=qwen3.Qwen3ForSequenceClassification,
-        headless=qwen3.Qwen3Model,
-    ),
-    "mixtral": _decoder_only(
-        mixtral.MixtralConfig,
-        mixtral.MIXTRAL_TABLE,
-        ("num_hidden_layers", "num_local_experts"),
-        language_model=mixtral.MixtralForCausalLM,
-        classifier=mixtral.MixtralForSequenceClassification,
-        headless=mixtral.MixtralModel,
-    ),
+    "mistral": _decoder_only(mistral, ROTARY_TABLE),
+    "qwen2": _decoder_only(qwen2, ROTARY_TABLE),
+    "qwen3": _decoder_only(qwen3, qwen3.QWEN3_TABLE, "attention_bias"),
+    "mixtral": _decoder_only(mixtral, mixtral.MIXTRAL_TABLE, "num_local_experts"),
     "qwen3_moe": _decoder_only(
-        qwen3_moe.Qwen3MoeConfig,
+        qwen3_moe,
         qwen3_moe.QWEN3_MOE_TABLE,
-        (
-            "num_hidden_layers",
-            "num_experts",
-            "decoder_sparse_step",
-            "mlp_only_layers",
-            "attention_bias",
-        ),
-        language_model=qwen3_moe.Qwen3MoeForCausalLM,
-        classifier=qwen3_moe.Qwen3MoeForSequenceClassification,
-        headless=qwen3_moe.Qwen3MoeModel,
+        *("num_experts", "decoder_sparse_step", "mlp_only_layers", "attention_bias"),
     ),
-    "gemma": _decoder_only(
-        gemma.GemmaConfig,
-        ROTARY_TABLE,
-        ("num_hidden_layers", "attention_bias"),
-        language_model=gemma.GemmaForCausalLM,
-        classifier=gemma.GemmaForSequenceClassification,
-        headless=gemma.GemmaModel,
-    ),
-    "gemma2": _decoder_only(
-        gemma2.Gemma2Config,
-        gemma2.GEMMA2_TABLE,
-        ("num_hidden_layers", "attention_bias"),
-        language_model=gemma2.Gemma2ForCausalLM,
-        classifier=gemma2.Gemma2ForSequenceClassification,
-        headless=gemma2.Gemma2Model,
-    ),
-    "gemma3_text": _decoder_only(
-        gemma3.Gemma3TextConfig,
-        gemma3.GEMMA3_TABLE,
-        ("num_hidden_layers", "attention_bias"),
-        language_model=gemma3.Gemma3ForCausalLM,
-        classifier=gemma3.Gemma3TextForSequenceClassification,
-        headless=gemma3.Gemma3TextModel,
-    ),
-    "phi3": _decoder_only(
-        phi3.Phi3Config,
-        phi3.phi3_table,
-        ("num_hidden_layers",),
-        language_model=phi3.Phi3ForCausalLM,
-        classifier=phi3.Phi3ForSequenceClassification,
-        headless=phi3.Phi3Model,
-    ),
-    "cohere": _decoder_only(
-        cohere.CohereConfig,
-        cohere.cohere_table,
-        ("num_hidden_layers", "attention_bias", "use_qk_norm"),
-        language_model=cohere.CohereForCausalLM,
-        headless=cohere.CohereModel,
-    ),
-    "gpt2": _decoder_only(
-        gpt2.GPT2Config,
-        gpt2.GPT2_TABLE,
-        ("n_layer", "add_cross_attention"),
-        language_model=gpt2.GPT2LMHeadModel,
-        classifier=gpt2.GPT2ForSequenceClassification,
-        headless=gpt2.GPT2Model,
-    ),
+    "gemma": _decoder_only(gemma, ROTARY_TABLE, "attention_bias"),
+    "gemma2": _decoder_only(gemma2, gemma2.GEMMA2_TABLE, "attention_bias"),
+    "gemma3_text": _decoder_only(gemma3, gemma3.GEMMA3_TABLE, "attention_bias"),
+    "phi3": _decoder_only(phi3, phi3.phi3_table),
+    "cohere": _decoder_only(cohere, cohere.cohere_table, "attention_bias", "use_qk_norm"),
+    "gpt2": _decoder_only(gpt2, gpt2.GPT2_TABLE, "add_cross_attention"),
     "opt": _decoder_only(
-        opt.OPTConfig,
+        opt,
         opt.OPT_TABLE,
-        (
-            "num_hidden_layers",
-            "enable_bias",
-            "layer_norm_elementwise_affine",
-            "word_embed_proj_dim",
-        ),
-        language_model=opt.OPTForCausalLM,
-        classifier=opt.OPTForSequenceClassification,
-        headless=opt.OPTModel,
+        *("enable_bias", "layer_norm_elementwise_affine", "word_embed_proj_dim"),
     ),
-    "gpt_neo": _decoder_only(
-        gpt_neo.GPTNeoConfig,
-        gpt_neo.GPT_NEO_TABLE,
-        ("num_layers",),
-        language_model=gpt_neo.GPTNeoForCausalLM,
-        classifier=gpt_neo.GPTNeoForSequenceClassification,
-        headless=gpt_neo.GPTNeoModel,
-    ),
-    "gptj": _decoder_only(
-        gptj.GPTJConfig,
-        gptj.gptj_table,
-        ("n_layer",),
-        language_model=gptj.GPTJForCausalLM,
-        classifier=gptj.GPTJForSequenceClassification,
-        headless=gptj.GPTJModel,
-    ),
-    "bloom": _decoder_only(
-        bloom.BloomConfig,
-        bloom.bloom_table,
-        ("n_layer",),
-        language_model=bloom.BloomForCausalLM,
-        classifier=bloom.BloomForSequenceClassification,
-        headless=bloom.BloomModel,
-    ),
-    "bart": _absolute(BartConfig, BartForConditionalGeneration, "BartModel"),
+    "gpt_neo": _decoder_only(gpt_neo, gpt_neo.GPT_NEO_TABLE),
+    "gptj": _decoder_only(gptj, gptj.gptj_table),
+    "bloom": _decoder_only(bloom, bloom.bloom_table),
+    "bart": _absolute(bart),
     "marian": _absolute(
-        marian.MarianConfig,
-        marian.MarianMTModel,
-        "MarianModel",
+        marian,
         marian.marian_table,
-        ("share_encoder_decoder_embeddings", "tie_word_embeddings"),
+        *("share_encoder_decoder_embeddings", "tie_word_embeddings"),
     ),
-    "mbart": _absolute(mbart.MBartConfig, mbart.MBartForConditionalGeneration, "MBartModel"),
-    "m2m_100": _absolute(
-        m2m_100.M2M100Config, m2m_100.M2M100ForConditionalGeneration, "M2M100Model"
-    ),
-    "pegasus": _absolute(
-        pegasus.PegasusConfig,
-        pegasus.PegasusForConditionalGeneration,
-        "PegasusModel",
-        pegasus.pegasus_table,
-    ),
-    "xglm": _decoder_only(
-        xglm.XGLMConfig,
-        xglm.xglm_table,
-        ("num_layers", "add_cross_attention"),
-        language_model=xglm.XGLMForCausalLM,
-        headless=xglm.XGLMModel,
-    ),
+    "mbart": _absolute(mbart),
+    "m2m_100": _absolute(m2m_100),
+    "pegasus": _absolute(pegasus, pegasus.pegasus_table),
+    "xglm": _decoder_only(xglm, xglm.xglm_table, "add_cross_attention"),
     "t5gemma": Family(
         config=T5GemmaConfig,
         classes={"T5GemmaForConditionalGeneration": T5GemmaForConditionalGeneration},
