@@ -179,12 +179,26 @@ class Positions(nnx.Module):
 
 
 class FairseqLayers(LayerFactory):
-    """Builds token embeddings that may be scaled, and whose pad token is not trained."""
+    """Builds token embeddings that may be scaled, whose pad token is not trained, and blocks."""
 
     def tokens(self) -> Embedding:
         c = self.config
         scale = c.d_model**0.5 if c.scale_embedding else None
         return self.embedding(c.vocab_size, c.d_model, scale=scale, padding_id=c.pad_token_id)
+
+    def block(self, *, cross: bool, **options: Any) -> Block:
+        """Block, with cross-attention or without; `options` are those of `Block`."""
+        mlp = self.mlp()
+        return Block(
+            self.norm(),
+            self.attention(),
+            self.norm(),
+            mlp,
+            cross_norm=self.norm() if cross else None,
+            cross=self.attention() if cross else None,
+            dropout_rate=self.config.dropout,
+            **options,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,25 +222,14 @@ class AbsoluteLayers(FairseqLayers):
         embed = self.tokens() if self.side == "decoder" and c.separate_embeddings else None
         return Positions(table, c.position_offset, self.norm() if c.embedding_norm else None, embed)
 
-    def block(self) -> Block:
-        c, mlp, is_decoder = self.config, self.mlp(), self.side == "decoder"
-        clamps = c.pre_norm and not is_decoder and self.options.dtype == jnp.float16
-        return Block(
-            self.norm(),
-            self.attention(),
-            self.norm(),
-            mlp,
-            cross_norm=self.norm() if is_decoder else None,
-            cross=self.attention() if is_decoder else None,
-            norm_last=not c.pre_norm,
-            dropout_rate=c.dropout,
-            clamp=clamp_to_float16 if clamps else None,
-        )
-
     def stack(self) -> Stack:
-        blocks = [self.block() for _ in range(getattr(self.config, f"{self.side}_layers"))]
-        final = self.norm() if self.config.pre_norm else None
-        return Stack(blocks, final, embedding_dropout=self.config.dropout, **self.options.stack)
+        c, is_decoder = self.config, self.side == "decoder"
+        clamps = c.pre_norm and not is_decoder and self.options.dtype == jnp.float16
+        options = {"norm_last": not c.pre_norm, "clamp": clamp_to_float16 if clamps else None}
+        depth = range(getattr(c, f"{self.side}_layers"))
+        blocks = [self.block(cross=is_decoder, **options) for _ in depth]
+        final = self.norm() if c.pre_norm else None
+        return Stack(blocks, final, embedding_dropout=c.dropout, **self.options.stack)
 
 
 class AbsoluteEncoderDecoderLM(EncoderDecoderLM[C]):

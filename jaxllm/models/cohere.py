@@ -84,7 +84,7 @@ class CohereBackbone(RotaryModel[CohereConfig]):
 
     def block(self, make: RotaryLayers, layer: int) -> Block:
         c = self.config
-        attn = make.attention(bias=c.attention_bias, output_bias=c.attention_bias)
+        attn = make.attention()
         if c.use_qk_norm:
             attn.q_norm = nnx.data(make.norm(c.num_attention_heads * c.size_per_head))
             attn.k_norm = nnx.data(make.norm(c.kv_heads * c.size_per_head))

@@ -65,6 +65,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "attention_dropout": ("attn_pdrop", "attention_dropout", "dropout_rate"),
     "activation_dropout": ("activation_dropout",),
     "bias": ("enable_bias",),
+    "attention_bias": ("attention_bias",),
+    "mlp_bias": ("mlp_bias",),
     "affine": ("layer_norm_elementwise_affine",),
 }
 """What a config field says -> its names in the families, each of which has one of them or none."""

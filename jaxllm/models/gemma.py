@@ -98,10 +98,7 @@ class GemmaBackbone(RotaryModel[GemmaConfig]):
     layers = GemmaLayers
 
     def block(self, make: RotaryLayers, layer: int) -> Block:
-        bias = self.config.attention_bias
-        return Block(
-            make.norm(), make.attention(bias=bias, output_bias=bias), make.norm(), make.mlp()
-        )
+        return Block(make.norm(), make.attention(), make.norm(), make.mlp())
 
 
 class GemmaModel(DecoderOnlyModel):

@@ -14,7 +14,7 @@ from jaxllm.models import config_checks as checks
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
 from jaxllm.models.gemma import GemmaFields, GemmaLayers
-from jaxllm.models.rotary_decoder import HF_LAYER, LAYER, ROTARY_TABLE, RotaryLayers, RotaryModel
+from jaxllm.models.rotary_decoder import HF_LAYER, LAYER, ROTARY_TABLE, RotaryModel
 from jaxllm.models.weights import norm
 from jaxllm.nn.attention import Attention, Scores
 from jaxllm.nn.block import Block
@@ -82,37 +82,31 @@ class Gemma2Config(GemmaFields):
         checks.check_layer_types(self.layer_types, self.num_hidden_layers)
 
 
+class Gemma2Layers(GemmaLayers):
+    """Builds attention with the scores of the config, and norms on both sides of each sublayer."""
+
+    @property
+    def scores(self) -> Scores:
+        c = self.config
+        return Scores(c.query_pre_attn_scalar**-0.5, c.attn_logit_softcapping)
+
+    def block(self, attn: Attention, cross: Attention | None = None, **options: Any) -> Block:
+        """Block with these attention layers; `options` are those of `Block`."""
+        norms = ["attn", "mlp"] if cross is None else ["attn", "mlp", "cross"]
+        options |= {f"{name}_post_norm": self.norm() for name in norms}
+        cross_norm = None if cross is None else self.norm()
+        return Block(self.norm(), attn, self.norm(), self.mlp(), cross_norm, cross, **options)
+
+
 class Gemma2Backbone(RotaryModel[Gemma2Config]):
     """Gemma 2 backbone: blocks with norms on both sides of attention and feed-forward layers."""
 
-    layers = GemmaLayers
+    layers = Gemma2Layers
     normed_heads = False
 
-    def block(self, make: RotaryLayers, layer: int) -> Block:
-        c = self.config
-        options = {"window": c.window(layer), "rope": c.rope_of(layer)}
-        return gemma2_block(
-            make, gemma2_attention(c, make, normed_heads=self.normed_heads, **options)
-        )
-
-
-def gemma2_attention(config: Gemma2Config, make: RotaryLayers, **options: Any) -> Attention:
-    """Attention with the scores of the config; `options` are those of `LayerFactory.attention`."""
-    c = config
-    scores = Scores(c.query_pre_attn_scalar**-0.5, c.attn_logit_softcapping)
-    return make.attention(
-        bias=c.attention_bias, output_bias=c.attention_bias, scores=scores, **options
-    )
-
-
-def gemma2_block(
-    make: RotaryLayers, attn: Attention, cross: Attention | None = None, **options: Any
-) -> Block:
-    """Block with norms before and after each sublayer; `options` are those of `Block`."""
-    norms = ["attn", "mlp"] if cross is None else ["attn", "mlp", "cross"]
-    options |= {f"{name}_post_norm": make.norm() for name in norms}
-    cross_norm = None if cross is None else make.norm()
-    return Block(make.norm(), attn, make.norm(), make.mlp(), cross_norm, cross, **options)
+    def block(self, make: Gemma2Layers, layer: int) -> Block:
+        options = {"window": self.config.window(layer), "rope": self.config.rope_of(layer)}
+        return make.block(make.attention(normed_heads=self.normed_heads, **options))
 
 
 class Gemma2Model(DecoderOnlyModel):

@@ -34,13 +34,28 @@ class LayerFactory:
         return self.config.value("heads", 1)
 
     @property
+    def head_size(self) -> int:
+        return self.config.value("head_size", self.config.hidden // self.heads)
+
+    @property
     def inner(self) -> int:
         """Size of the hidden layer of the feed-forward layer."""
         return self.config.value("inner", 4 * self.config.hidden)
 
     @property
+    def scores(self) -> Scores:
+        """Scores of attention layers that are given no others: products of queries and keys,
+        divided by the square root of the head size."""
+        return Scores(self.head_size**-0.5)
+
+    @property
     def rope(self) -> Rope | None:
         """RoPE of attention layers that are given no other."""
+        return None
+
+    @property
+    def q_std(self) -> float | None:
+        """Standard deviation of the initial weights of q; None: as of other layers."""
         return None
 
     def std(self, inputs: int) -> float:
@@ -48,11 +63,22 @@ class LayerFactory:
         return self.config.value("std", 0.02)
 
     def linear(
-        self, inputs: int, outputs: int, *, bias: bool | None = None, **options: Any
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool | None = None,
+        std: float | None = None,
+        **dtypes: Any,
     ) -> Linear:
-        use_bias = self.config.value("bias", self.has_biases) if bias is None else bias
-        made = {"std": self.std(inputs), "rngs": self.rngs, **self.options.dtypes}
-        return Linear(inputs, outputs, use_bias=use_bias, **made | options)
+        return Linear(
+            inputs,
+            outputs,
+            use_bias=self.config.value("bias", self.has_biases) if bias is None else bias,
+            std=self.std(inputs) if std is None else std,
+            rngs=self.rngs,
+            **self.options.dtypes | dtypes,
+        )
 
     def embedding(self, rows: int, features: int, **options: Any) -> Embedding:
         std, dtypes = self.config.value("std", 0.02), self.options.dtypes
@@ -78,32 +104,29 @@ class LayerFactory:
         scores: Scores | None = None,
         rope: Rope | None = None,
         memory: int | None = None,
-        q_std: float | None = None,
     ) -> Attention:
         """Attention layer, with grouped queries if the config has fewer heads of keys and values.
 
         Args:
-            bias: of q, k and v.
+            bias: of q, k and v; by default the config's `attention_bias`, if it has that field.
+            output_bias: of the output projection; the default is the same.
             normed_heads: a norm of each head's query and key.
             window: sliding-window attention.
-            scores: by default products are divided by the square root of the head size.
-            rope: by default the config's.
             memory: width of the encoder's states, for cross-attention, which has no RoPE.
-            q_std: of the initial weights of q, where it is its own.
         """
-        c, heads = self.config, self.heads
-        size, kv_heads = c.value("head_size", c.hidden // heads), c.value("kv_heads", heads)
-        read, rope = memory or c.hidden, None if memory else rope or self.rope
-        own = {} if q_std is None else {"std": q_std}
+        c, heads, size = self.config, self.heads, self.head_size
+        kv_heads, read = c.value("kv_heads", heads), memory or c.hidden
+        biases = [c.value("attention_bias", None) if x is None else x for x in (bias, output_bias)]
+        rope = None if memory else rope or self.rope
         return Attention(
-            q=self.linear(c.hidden, heads * size, bias=bias, **own),
-            k=self.linear(read, kv_heads * size, bias=bias),
-            v=self.linear(read, kv_heads * size, bias=bias),
-            o=self.linear(heads * size, c.hidden, bias=output_bias),
+            q=self.linear(c.hidden, heads * size, bias=biases[0], std=self.q_std),
+            k=self.linear(read, kv_heads * size, bias=biases[0]),
+            v=self.linear(read, kv_heads * size, bias=biases[0]),
+            o=self.linear(heads * size, c.hidden, bias=biases[1]),
             heads=heads,
             kv_heads=kv_heads,
             head_dim=size,
-            scores=scores or Scores(size**-0.5),
+            scores=scores or self.scores,
             dropout_rate=c.value("attention_dropout", 0.0),
             implementation=self.options.attn_implementation,
             q_norm=self.norm(size) if normed_heads else None,

@@ -33,9 +33,7 @@ class LlamaBackbone(RotaryModel[LlamaConfig]):
     """Llama backbone: blocks of RMSNorm, grouped-query attention with RoPE, SwiGLU."""
 
     def block(self, make: RotaryLayers, layer: int) -> Block:
-        c = self.config
-        attn = make.attention(bias=c.attention_bias, output_bias=c.attention_bias)
-        return Block(make.norm(), attn, make.norm(), make.mlp(bias=c.mlp_bias))
+        return Block(make.norm(), make.attention(), make.norm(), make.mlp())
 
 
 class LlamaModel(DecoderOnlyModel):

@@ -25,13 +25,7 @@ class Qwen3Backbone(RotaryModel[Qwen3Config]):
     """Qwen3 backbone: Llama's blocks with RMSNorm of each head's query and key (QK norm)."""
 
     def block(self, make: RotaryLayers, layer: int) -> Block:
-        c = self.config
-        attn = make.attention(
-            bias=c.attention_bias,
-            output_bias=c.attention_bias,
-            normed_heads=True,
-            window=c.window(layer),
-        )
+        attn = make.attention(normed_heads=True, window=self.config.window(layer))
         return Block(make.norm(), attn, make.norm(), make.mlp())
 
 

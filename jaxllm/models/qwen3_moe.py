@@ -78,12 +78,7 @@ class Qwen3MoeBackbone(RotaryModel[Qwen3MoeConfig]):
 
     def block(self, make: RotaryLayers, layer: int) -> Block:
         c = self.config
-        attn = make.attention(
-            bias=c.attention_bias,
-            output_bias=c.attention_bias,
-            normed_heads=True,
-            window=c.window,
-        )
+        attn = make.attention(normed_heads=True, window=c.window)
         if not c.has_experts(layer):
             return Block(make.norm(), attn, make.norm(), make.mlp())
         experts = make.experts(

@@ -160,8 +160,9 @@ class RotaryLayers(LayerFactory):
         options = {"eps": c.rms_norm_eps, "unit_offset": self.unit_offset, **self.options.dtypes}
         return RMSNorm(size or c.hidden, **options)
 
-    def mlp(self, *, bias: bool = False) -> GatedMLP:
+    def mlp(self) -> GatedMLP:
         hidden, inner = self.config.hidden, self.inner
+        bias = self.config.value("mlp_bias", default=False)
         return GatedMLP(
             gate=self.linear(hidden, inner, bias=bias),
             up=self.linear(hidden, inner, bias=bias),

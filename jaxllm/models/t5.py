@@ -15,10 +15,10 @@ from jaxllm.common.errors import ConfigError, quoted
 from jaxllm.models import config as cfg
 from jaxllm.models import config_checks as checks
 from jaxllm.models.build_options import FLOAT32, Options
-from jaxllm.models.encoder_decoder import EncoderDecoderLM, EncoderModel, WithEncoder
+from jaxllm.models.encoder_decoder import EncoderDecoderLM, EncoderModel, Side, WithEncoder
 from jaxllm.models.layer_factory import LayerFactory, lm_head
-from jaxllm.models.weights import Entry, Table, linear, norm, same
-from jaxllm.nn.attention import Attention, Scores
+from jaxllm.models.weights import Entry, Table, norm, same
+from jaxllm.nn.attention import Scores
 from jaxllm.nn.block import Block, Stack, clamp_to_float16
 from jaxllm.nn.linear import RMSNorm
 from jaxllm.nn.mlp import MLP, GatedMLP, activation
@@ -191,11 +191,14 @@ class T5Layers(LayerFactory):
         c = self.config
         return RMSNorm(size or c.d_model, eps=c.layer_norm_epsilon, **self.options.dtypes)
 
-    def unscaled_attention(self) -> Attention:
-        """Attention without scale: the initial weights of q are scaled instead."""
+    @property
+    def scores(self) -> Scores:
+        return Scores(1.0)  # the initial weights of q are scaled instead
+
+    @property
+    def q_std(self) -> float:
         c = self.config
-        q_std = c.initializer_factor * (c.d_model * c.d_kv) ** -0.5
-        return self.attention(scores=Scores(1.0), q_std=q_std)
+        return c.initializer_factor * (c.d_model * c.d_kv) ** -0.5
 
     def mlp(self) -> MLP | GatedMLP:
         c = self.config
@@ -210,11 +213,11 @@ class T5Layers(LayerFactory):
     def block(self, *, decoder: bool) -> Block:
         return Block(
             self.norm(),
-            self.unscaled_attention(),
+            self.attention(),
             self.norm(),
             self.mlp(),
             cross_norm=self.norm() if decoder else None,
-            cross=self.unscaled_attention() if decoder else None,
+            cross=self.attention() if decoder else None,
             dropout_rate=self.config.dropout_rate,
             clamp=clamp_to_float16 if jnp.dtype(self.options.dtype) == jnp.float16 else None,
         )
@@ -280,18 +283,14 @@ class T5ForConditionalGeneration(T5Encoder, EncoderDecoderLM[T5Config]):
 
 def t5_table(*, gated: bool) -> Table:
     """Weight table of T5. v1.0 has one input matrix `wi`; gated: `wi_0` (gate) and `wi_1`."""
-    entries = (
-        *same("shared.weight", "shared.weight"),
-        *_stack_entries("encoder", "encoder", decoder=False),
-        *_stack_entries("decoder", "decoder", decoder=True),
-        *same("lm_head.weight", "lm_head.weight"),
-    )
-    if not gated:
-        entries = tuple(
-            dataclasses.replace(e, tensor=e.tensor.replace(".wi_1.", ".wi.")) for e in entries
-        )
+    dense = {"gate": "wi_0", "up": "wi_1", "down": "wo"} if gated else {"up": "wi", "down": "wo"}
     return Table(
-        entries,
+        (
+            *same("shared.weight", "shared.weight"),
+            *_entries("encoder", {"attn": "SelfAttention"}, dense),
+            *_entries("decoder", {"attn": "SelfAttention", "cross": "EncDecAttention"}, dense),
+            *same("lm_head.weight", "lm_head.weight"),
+        ),
         # Files of the first T5 models have a cross-attention bias that is never used.
         buffers=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
         copies=(
@@ -301,30 +300,17 @@ def t5_table(*, gated: bool) -> Table:
     )
 
 
-def _stack_entries(path: str, tensor: str, *, decoder: bool) -> tuple[Entry, ...]:
-    layer, tensor_layer = f"{path}.blocks.{{i}}", f"{tensor}.block.{{i}}.layer"
-    attn, ff = f"{tensor_layer}.0.SelfAttention", 2 if decoder else 1
-    dense = f"{tensor_layer}.{ff}.DenseReluDense"
-    cross = (
-        *norm(f"{layer}.cross_norm", f"{tensor_layer}.1.layer_norm"),
-        *(
-            e
-            for x in "qkvo"
-            for e in _plain(f"{layer}.cross.{x}", f"{tensor_layer}.1.EncDecAttention.{x}")
-        ),
-    )
-    return (
-        *same(f"{path}.position_bias.{{i}}.table.weight", f"{attn}.relative_attention_bias.weight"),
-        *norm(f"{layer}.attn_norm", f"{tensor_layer}.0.layer_norm"),
-        *(e for x in "qkvo" for e in _plain(f"{layer}.attn.{x}", f"{attn}.{x}")),
-        *(cross if decoder else ()),
-        *norm(f"{layer}.mlp_norm", f"{tensor_layer}.{ff}.layer_norm"),
-        *_plain(f"{layer}.mlp.gate", f"{dense}.wi_0"),
-        *_plain(f"{layer}.mlp.up", f"{dense}.wi_1"),
-        *_plain(f"{layer}.mlp.down", f"{dense}.wo"),
-        *norm(f"{path}.norm", f"{tensor}.final_layer_norm"),
-    )
-
-
-def _plain(path: str, tensor: str) -> Iterator[Entry]:
-    return linear(path, tensor, bias=False)
+def _entries(side: Side, attention: Mapping[str, str], dense: Mapping[str, str]) -> Iterator[Entry]:
+    """Entries of one side, whose sublayers are numbered in a file."""
+    layer, hf = f"{side}.blocks.{{i}}", f"{side}.block.{{i}}.layer"
+    bias = f"{hf}.0.SelfAttention.relative_attention_bias.weight"
+    yield from same(f"{side}.position_bias.{{i}}.table.weight", bias)
+    for number, (ours, theirs) in enumerate(attention.items()):
+        yield from norm(f"{layer}.{ours}_norm", f"{hf}.{number}.layer_norm")
+        for x in "qkvo":
+            yield from same(f"{layer}.{ours}.{x}.weight", f"{hf}.{number}.{theirs}.{x}.weight")
+    last = f"{hf}.{len(attention)}"
+    yield from norm(f"{layer}.mlp_norm", f"{last}.layer_norm")
+    for ours, theirs in dense.items():
+        yield from same(f"{layer}.mlp.{ours}.weight", f"{last}.DenseReluDense.{theirs}.weight")
+    yield from norm(f"{side}.norm", f"{side}.final_layer_norm")

@@ -19,8 +19,7 @@ from jaxllm.common.errors import ConfigError, JaxLLMError, UnsupportedError, quo
 from jaxllm.models import config as cfg
 from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.encoder_decoder import EncoderDecoderLM, Side
-from jaxllm.models.gemma import GemmaLayers
-from jaxllm.models.gemma2 import Gemma2Config, gemma2_attention, gemma2_block
+from jaxllm.models.gemma2 import Gemma2Config, Gemma2Layers
 from jaxllm.models.layer_factory import lm_head
 from jaxllm.models.weights import Entry, Table, linear, norm, same
 from jaxllm.nn.block import Stack
@@ -152,13 +151,13 @@ class T5GemmaForConditionalGeneration(EncoderDecoderLM[T5GemmaConfig]):
     def _make(self, side: Side, options: Options, rngs: Any) -> tuple[Embedding, Stack]:
         """Embedding and stack of one side."""
         own: Gemma2Config = getattr(self.config, side)
-        make = GemmaLayers(own, options, rngs)
+        make = Gemma2Layers(own, options, rngs)
         memory, rate = self.config.encoder_width, self.config.dropout_rate
         blocks = []
         for layer in range(own.num_hidden_layers):
-            attn = gemma2_attention(own, make, window=own.window(layer))
-            cross = gemma2_attention(own, make, memory=memory) if side == "decoder" else None
-            blocks.append(gemma2_block(make, attn, cross, dropout_rate=rate))
+            attn = make.attention(window=own.window(layer))
+            cross = make.attention(memory=memory) if side == "decoder" else None
+            blocks.append(make.block(attn, cross, dropout_rate=rate))
         dropouts = {"embedding_dropout": rate, "output_dropout": rate}
         embed = make.embedding(own.vocab_size, own.width)
         return embed, Stack(blocks, make.norm(), **dropouts, **options.stack)

@@ -19,7 +19,6 @@ from jaxllm.models.absolute_encoder_decoder import (
 )
 from jaxllm.models.config import DecoderOnlyConfig
 from jaxllm.models.decoder_only import Backbone, CausalLM, DecoderOnlyModel
-from jaxllm.models.layer_factory import LayerFactory
 from jaxllm.models.layernorm_decoder import LAYER, LayerNormConfig
 from jaxllm.models.outputs import BaseOutput
 from jaxllm.models.weights import Table, attention_and_mlp, norm, same
@@ -83,20 +82,11 @@ class XGLMBackbone(Backbone[XGLMConfig]):
     layers = FairseqLayers
     position_offset = 2
 
-    def position_table(self, make: LayerFactory) -> Sinusoids:
+    def position_table(self, make: FairseqLayers) -> Sinusoids:
         return self.config.sinusoids
 
-    def block(self, make: LayerFactory, layer: int) -> Block:
-        c, mlp = self.config, make.mlp()
-        return Block(
-            make.norm(),
-            make.attention(),
-            make.norm(),
-            mlp,
-            cross_norm=make.norm() if c.add_cross_attention else None,
-            cross=make.attention() if c.add_cross_attention else None,
-            dropout_rate=c.dropout,
-        )
+    def block(self, make: FairseqLayers, layer: int) -> Block:
+        return make.block(cross=self.config.add_cross_attention)
 
 
 class XGLMModel(DecoderOnlyModel):
