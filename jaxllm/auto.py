@@ -16,9 +16,8 @@ from jaxllm.common.renamed_arguments import (
     drop_renamed,
 )
 from jaxllm.loading import tokenizer_of
-from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.config import ModelConfig
-from jaxllm.models.decoder_only import CausalLM
+from jaxllm.models.decoder_only import CausalLM, SequenceClassifier
 from jaxllm.models.encoder_decoder import EncoderDecoderLM
 from jaxllm.models.model import BaseModel
 from jaxllm.models.pretrained import pretrained

@@ -18,9 +18,8 @@ from jaxllm.generation.inputs.batching import run_in_batches
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.lengths import with_default_length
 from jaxllm.generation.stopping.sequence_end import sequence_end, stop_string_matcher
-from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.config import ModelConfig
-from jaxllm.models.decoder_only import CausalLM, with_rope_per_row
+from jaxllm.models.decoder_only import CausalLM, SequenceClassifier, with_rope_per_row
 from jaxllm.models.encoder_decoder import EncoderDecoderLM
 from jaxllm.models.model import BaseModel, Model
 from jaxllm.tokenizers import Tokenizer

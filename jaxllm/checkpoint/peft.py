@@ -35,8 +35,7 @@ from jaxllm.common.errors import (
     quoted,
 )
 from jaxllm.common.files import expanded, make_folder, write_json
-from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.decoder_only import CausalLM
+from jaxllm.models.decoder_only import CausalLM, SequenceClassifier
 from jaxllm.models.lora import (
     base_entries,
     check_plain,

@@ -19,9 +19,9 @@ from jaxllm.cache.attention_view import AttentionView
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.models import config as cfg
 from jaxllm.models import config_checks as checks
+from jaxllm.models.backbone import LayerFactory, lm_head
 from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.encoder_decoder import Encoded, EncoderDecoderLM, Seq2SeqInputs, Side
-from jaxllm.models.layer_factory import LayerFactory, lm_head
 from jaxllm.models.model import Head
 from jaxllm.models.weights import Entry, Table, attention_and_mlp, norm, same
 from jaxllm.nn.block import Block, Stack, StackOutput, clamp_to_float16

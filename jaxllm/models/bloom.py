@@ -14,14 +14,13 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxllm.common.errors import UnsupportedError
+from jaxllm.models.backbone import Backbone, LayerFactory
 from jaxllm.models.build_options import Options
-from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.decoder_only import Backbone, CausalLM, DecoderOnlyModel
-from jaxllm.models.layer_factory import LayerFactory
-from jaxllm.models.layernorm_decoder import GPT_TABLE, HF_LAYER, LAYER, LayerNormConfig
+from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel, SequenceClassifier
+from jaxllm.models.gpt2 import GPT_TABLE, HF_LAYER, LAYER, LayerNormConfig
 from jaxllm.models.weights import Table, linear, norm, same
-from jaxllm.nn.alibi import Alibi
 from jaxllm.nn.block import Block
+from jaxllm.nn.positions import Alibi
 
 TRAINING = ("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion")
 UNUSED = frozenset({*TRAINING, "offset_alibi", "skip_bias_add", "skip_bias_add_qkv"})

@@ -1,29 +1,24 @@
-"""Decoder-only models: backbone, forward pass, LM head, decoding with a KV cache."""
+"""Decoder-only models: backbone alone, with LM head and KV cache, or with a classifier's head."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache.attention_view import (
-    AttentionView,
-    SequenceMask,
-    document_lengths,
-    make_view,
-)
+from jaxllm.cache.attention_view import AttentionView, document_lengths, make_view
 from jaxllm.cache.kv_cache import KV, Cache
 from jaxllm.common.errors import InputError, UnsupportedError, quoted
 from jaxllm.models import input_checks as check
+from jaxllm.models.backbone import Backbone, lm_head
 from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.config import DecoderOnlyConfig
 from jaxllm.models.decoder import Decoder
-from jaxllm.models.layer_factory import LayerFactory, lm_head
-from jaxllm.models.losses import causal_loss, router_loss
+from jaxllm.models.losses import causal_loss, classification_loss, router_loss
 from jaxllm.models.model import (
     BaseModel,
     LanguageModel,
@@ -32,105 +27,16 @@ from jaxllm.models.model import (
     model_call,
     take_column,
 )
-from jaxllm.models.outputs import BaseOutput, CausalLMOutput, DecodeOutput
-from jaxllm.nn.block import Block, Context, Stack, StackOutput, shallow_copy
-from jaxllm.nn.linear import Embedding, LayerNorm, RMSNorm, split_key
-from jaxllm.nn.positions import Sinusoids
+from jaxllm.models.outputs import (
+    BaseOutput,
+    CausalLMOutput,
+    DecodeOutput,
+    SequenceClassifierOutput,
+)
+from jaxllm.nn.block import Stack, StackOutput, shallow_copy
+from jaxllm.nn.linear import Embedding, Linear, split_key
 
-C = TypeVar("C", bound=DecoderOnlyConfig)
 M = TypeVar("M")
-
-
-class Backbone(nnx.Module, Generic[C]):
-    """Decoder-only model without head: embedding, positions, stack of blocks.
-
-    A family defines `block`.
-    """
-
-    layers: ClassVar[type[LayerFactory]] = LayerFactory
-    """Builds the layers."""
-    position_offset: ClassVar[int] = 0
-    """Number of the first token's position, before which a table may have other rows."""
-    takes_position_ids: ClassVar[bool] = True
-    """False: the family has no positions, only distances (ALiBi)."""
-
-    token_types: ClassVar[bool] = False
-    """True if there are token types; they share the token embedding, as in transformers."""
-
-    def __init__(self, config: C, options: Options, *, rngs: nnx.Rngs | None):
-        make = self.layers(config, options, rngs)
-        self.config, self.is_causal = config, config.is_causal
-        self.max_positions = config.max_positions
-        self.embed = make.tokens()
-        self.positions = self.position_table(make)
-        self.stack = Stack(
-            [self.block(make, layer) for layer in range(config.value("layers", 0))],
-            self.final_norm(make),
-            position_bias=self.position_bias(make),
-            embedding_dropout=config.embedding_dropout,
-            **options.stack,
-        )
-        self.config = config.forward_part()
-
-    def block(self, make: Any, layer: int) -> Block:
-        """Builds block number `layer`."""
-        raise NotImplementedError
-
-    def final_norm(self, make: Any) -> LayerNorm | RMSNorm | None:
-        """Builds the norm after the last block."""
-        return make.norm()
-
-    def position_table(self, make: Any) -> Embedding | Sinusoids | None:
-        """Builds what is added to the token embeddings: learned positions, if their number is
-        limited."""
-        c = self.config
-        if c.max_positions is None:
-            return None
-        return make.embedding(c.max_positions + self.position_offset, c.hidden)
-
-    def position_bias(self, make: Any) -> Sequence[nnx.Module]:
-        """Builds the biases of attention (`Stack`): none."""
-        return ()
-
-    def embed_tokens(
-        self,
-        input_ids: Int[Array, "B T"] | None,
-        inputs_embeds: Float[Array, "B T E"] | None,
-        view: AttentionView,
-        token_type_ids: Int[Array, "B T"] | None,
-    ) -> Float[Array, "B T D"]:
-        if token_type_ids is not None and not self.token_types:
-            raise InputError("token_type_ids: only GPT-2, GPT-Neo and GPT-J have them")
-        x = self.block_input(self.embed.from_ids_or_embeds(input_ids, inputs_embeds))
-        if self.positions is not None:
-            positions = self.positions(view.positions + self.position_offset)
-            x = x + positions.astype(x.dtype)
-        return x if token_type_ids is None else x + self.embed(token_type_ids)
-
-    def block_input(self, x: Float[Array, "B T E"]) -> Float[Array, "B T D"]:
-        """Token embeddings as the first block reads them, but for their positions."""
-        return x
-
-    def run(
-        self,
-        input_ids: Int[Array, "B T"] | None,
-        view: AttentionView,
-        *,
-        inputs_embeds: Float[Array, "B T D"] | None = None,
-        token_type_ids: Int[Array, "B T"] | None = None,
-        cache: Cache | None = None,
-        cross_kv: tuple[KV, ...] | None = None,
-        cross_mask: Bool[Array, "B E"] | None = None,
-        **options: Any,
-    ) -> StackOutput:
-        x = self.embed_tokens(input_ids, inputs_embeds, view, token_type_ids)
-        context = Context(
-            view=view,
-            cross_visible=None if cross_mask is None else SequenceMask(cross_mask),
-        )
-        return self.stack(
-            x, context, layers=None if cache is None else cache.layers, cross_kv=cross_kv, **options
-        )
 
 
 class DecoderOnly(Model[DecoderOnlyConfig]):
@@ -423,6 +329,63 @@ class CausalLM(DecoderOnly, LanguageModel[DecoderOnlyConfig]):
     def early_exit(self, layers: int) -> Self:
         first = shallow_copy(self.backbone, stack=self.backbone.stack.first_blocks(layers))
         return shallow_copy(self, backbone=first)
+
+
+class SequenceClassifier(DecoderOnly):
+    """Backbone and a linear head on each row's last real token, with left or right padding."""
+
+    config_reads = ("pad_token_id", "num_labels", "problem_type")
+
+    score: Linear
+
+    def __init__(
+        self, config: DecoderOnlyConfig, options: Options = FLOAT32, *, rngs: nnx.Rngs | None
+    ):
+        super().__init__(config, options, rngs=rngs)
+        sizes, std = (config.width, config.num_labels), config.initializer_range
+        self.score = Linear(*sizes, std=std, rngs=rngs, **options.dtypes)
+
+    @model_call
+    def __call__(
+        self,
+        input_ids: Int[Array, "B T"] | None = None,
+        attention_mask: Int[Array, "B T"] | None = None,
+        *,
+        labels: Array | None = None,
+        **options: Any,
+    ) -> SequenceClassifierOutput:
+        """Class `logits` [B, C]; with `labels` also the loss of the config's `problem_type`.
+
+        The last real token is the last one in the mask; without a mask the last that is not
+        `pad_token_id`, as in transformers. `options` are those of `CausalLM`, except
+        `logits_to_keep`, `cache` and `segment_ids`.
+        """
+        if options.get("cache") is not None:
+            raise InputError("cache: a classifier reads its sequence in one call")
+        if options.get("segment_ids") is not None:
+            raise InputError("segment_ids: a classifier reads one sequence a row")
+        key, head_key = split_key(options.pop("dropout_key", None), 2)
+        out = self.hidden(input_ids, attention_mask, dropout_key=key, **options)
+        x = out.last_hidden_state
+        columns = jnp.arange(x.shape[1])
+        if attention_mask is not None:
+            real = jnp.asarray(attention_mask).astype(bool)
+        elif input_ids is not None and self.config.pad_token_id is not None:
+            real = jnp.asarray(input_ids) != self.config.pad_token_id
+        elif input_ids is not None and x.shape[0] > 1:
+            raise InputError(
+                "attention_mask: needed for a batch, since the config has no pad_token_id"
+            )
+        else:
+            real = jnp.ones(x.shape[:2], bool)
+        last = jnp.max(jnp.where(real, columns, 0), axis=-1)
+        logits = self.score(take_column(x, last), head_key)[:, 0].astype(jnp.float32)
+        loss = None
+        if labels is not None:
+            loss = classification_loss(logits, labels, self.config.problem_type)
+        return SequenceClassifierOutput(
+            logits=logits, loss=loss, hidden_states=out.hidden_states, attentions=out.attentions
+        )
 
 
 def with_rope_per_row(model: M) -> M:

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from jaxllm.common.errors import ConfigError, UnsupportedError, quoted
-from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
+from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel, SequenceClassifier
 from jaxllm.models.rotary_decoder import RotaryConfig, RotaryLayers, RotaryModel
 from jaxllm.nn.block import Block
 from jaxllm.nn.linear import Embedding

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from jaxllm.models import config_checks as checks
-from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
+from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel, SequenceClassifier
 from jaxllm.models.gemma import GemmaFields, GemmaLayers
 from jaxllm.models.rotary_decoder import HF_LAYER, LAYER, ROTARY_TABLE, RotaryModel
 from jaxllm.models.weights import norm

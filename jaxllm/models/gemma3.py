@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Self
 
 from jaxllm.common.errors import ConfigError, UnsupportedError, quoted
 from jaxllm.models import config_checks as checks
-from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
+from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel, SequenceClassifier
 from jaxllm.models.gemma2 import GEMMA2_TABLE, Gemma2Backbone, Gemma2Config
 from jaxllm.models.rotary_decoder import HEAD_NORMS
 from jaxllm.nn.rope import Rope

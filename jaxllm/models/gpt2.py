@@ -1,18 +1,42 @@
-"""GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners")."""
+"""GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"), and what its
+relatives share: a config whose fields have names of their own, and a weight table."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.decoder_only import Backbone, CausalLM, DecoderOnlyModel
-from jaxllm.models.layer_factory import LayerFactory
-from jaxllm.models.layernorm_decoder import GPT_TABLE, HF_LAYER, LAYER, LayerNormConfig
-from jaxllm.models.weights import linear, norm
+from jaxllm.models import config as cfg
+from jaxllm.models import config_checks as checks
+from jaxllm.models.backbone import Backbone, LayerFactory
+from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel, SequenceClassifier
+from jaxllm.models.weights import Table, linear, norm, same
 from jaxllm.nn.attention import Scores
 from jaxllm.nn.block import Block
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerNormConfig(cfg.DecoderOnlyConfig):
+    """Config with the field names of config.json, which differ between these families
+    (`models.config.NAMES`)."""
+
+    absent_tokens = (*cfg.DecoderOnlyConfig.absent_tokens, "pad_token_id")
+
+    tie_word_embeddings: bool = True
+
+    @property
+    def max_positions(self) -> int | None:
+        return self.value("positions", None)
+
+    def forward_values(self) -> dict[str, Any]:
+        name = self.field("inner")
+        inner = {} if name is None else {name: self.value("inner", 4 * self.hidden)}
+        return super().forward_values() | inner
+
+    def check(self) -> None:
+        super().check()
+        checks.check_divides(self, self.field("width") or "", self.field("heads") or "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +108,23 @@ class GPT2ForSequenceClassification(SequenceClassifier):
     backbone_class = GPT2Backbone
 
 
+LAYER, HF_LAYER = "backbone.stack.blocks.{i}", "transformer.h.{i}"
+GPT_TABLE = Table(
+    prefix="transformer.",
+    entries=(
+        *same("backbone.embed.weight", "transformer.wte.weight"),
+        *same("backbone.positions.weight", "transformer.wpe.weight"),
+        *norm(f"{LAYER}.attn_norm", f"{HF_LAYER}.ln_1", bias=True),
+        *norm(f"{LAYER}.mlp_norm", f"{HF_LAYER}.ln_2", bias=True),
+        *norm("backbone.stack.norm", "transformer.ln_f", bias=True),
+        *same("lm_head.weight", "lm_head.weight"),
+        *same("score.weight", "score.weight"),
+    ),
+    # Causal masks, which old files store as tensors.
+    buffers=(r"(transformer\.)?h\.\d+\.(attn|crossattention|attn\.attention)\.(bias|masked_bias)",),
+    copies=((r"lm_head\.weight", "backbone.embed.weight"),),
+)
+"""Weight table common to families with GPT-2's names, without attention and feed-forward layers."""
 QKV = tuple(f"{LAYER}.attn.{x}" for x in "qkv")
 CROSS_KV = tuple(f"{LAYER}.cross.{x}" for x in "kv")
 GPT2_TABLE = GPT_TABLE.with_entries(

@@ -11,10 +11,9 @@ from typing import Any, ClassVar, Self
 
 from jaxllm.common.errors import ConfigError, quoted
 from jaxllm.models import config_checks as checks
-from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.decoder_only import Backbone, CausalLM, DecoderOnlyModel
-from jaxllm.models.layer_factory import LayerFactory
-from jaxllm.models.layernorm_decoder import GPT_TABLE, HF_LAYER, LAYER, LayerNormConfig
+from jaxllm.models.backbone import Backbone, LayerFactory
+from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel, SequenceClassifier
+from jaxllm.models.gpt2 import GPT_TABLE, HF_LAYER, LAYER, LayerNormConfig
 from jaxllm.models.weights import linear, projections
 from jaxllm.nn.attention import Scores
 from jaxllm.nn.block import Block

@@ -13,10 +13,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxllm.common.errors import ConfigError, UnsupportedError
-from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.decoder_only import Backbone, CausalLM, DecoderOnlyModel
-from jaxllm.models.layer_factory import LayerFactory
-from jaxllm.models.layernorm_decoder import GPT_TABLE, HF_LAYER, LAYER, LayerNormConfig
+from jaxllm.models.backbone import Backbone, LayerFactory
+from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel, SequenceClassifier
+from jaxllm.models.gpt2 import GPT_TABLE, HF_LAYER, LAYER, LayerNormConfig
 from jaxllm.models.weights import Table, linear, projections
 from jaxllm.nn.block import Block
 from jaxllm.nn.rope import Rope

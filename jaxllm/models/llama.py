@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
+from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel, SequenceClassifier
 from jaxllm.models.rotary_decoder import RotaryConfig, RotaryLayers, RotaryModel
 from jaxllm.nn.block import Block
 

@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from jaxllm.common.errors import InputError
-from jaxllm.models.classifier import SequenceClassifier
+from jaxllm.models.decoder_only import SequenceClassifier
 from jaxllm.models.model import Model
 from jaxllm.models.registry import FAMILIES, architecture_of
 from jaxllm.models.weights import Entry, Table, is_quantized, parameters

@@ -14,11 +14,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxllm.common.errors import UnsupportedError
+from jaxllm.models.backbone import Backbone, LayerFactory
 from jaxllm.models.build_options import Options
-from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.decoder_only import Backbone, CausalLM, DecoderOnlyModel
-from jaxllm.models.layer_factory import LayerFactory
-from jaxllm.models.layernorm_decoder import LAYER, LayerNormConfig
+from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel, SequenceClassifier
+from jaxllm.models.gpt2 import LAYER, LayerNormConfig
 from jaxllm.models.weights import Table, attention_and_mlp, norm, same
 from jaxllm.nn.block import Block, StackOutput
 from jaxllm.nn.linear import LayerNorm, RMSNorm

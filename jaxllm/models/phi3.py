@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from jaxllm.common.errors import ConfigError
-from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
+from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel, SequenceClassifier
 from jaxllm.models.mistral import MistralConfig
 from jaxllm.models.rotary_decoder import HF_LAYER, LAYER, ROTARY_TABLE, RotaryLayers, RotaryModel
 from jaxllm.models.weights import Table, linear

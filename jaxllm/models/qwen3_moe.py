@@ -8,11 +8,10 @@ from typing import ClassVar
 
 from jaxllm.common.errors import ConfigError, quoted
 from jaxllm.models import config_checks as checks
-from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
+from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel, SequenceClassifier
+from jaxllm.models.mixtral import RoutedConfig, expert_entries
 from jaxllm.models.qwen3 import QWEN3_TABLE
 from jaxllm.models.rotary_decoder import RotaryLayers, RotaryModel
-from jaxllm.models.routed_decoder import RoutedConfig, expert_entries
 from jaxllm.nn.block import Block
 
 

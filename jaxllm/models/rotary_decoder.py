@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from jaxllm.common.errors import ConfigError, UnsupportedError
 from jaxllm.models import config as cfg
 from jaxllm.models import config_checks as checks
-from jaxllm.models.decoder_only import Backbone
-from jaxllm.models.layer_factory import LayerFactory
+from jaxllm.models.backbone import Backbone, LayerFactory
 from jaxllm.models.weights import Table, linear, norm, same
 from jaxllm.nn.experts import ExpertLinear, MixtureOfExperts, Router
 from jaxllm.nn.linear import RMSNorm

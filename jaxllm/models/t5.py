@@ -14,15 +14,15 @@ from jaxtyping import Array, Float
 from jaxllm.common.errors import ConfigError, quoted
 from jaxllm.models import config as cfg
 from jaxllm.models import config_checks as checks
+from jaxllm.models.backbone import LayerFactory, lm_head
 from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.encoder_decoder import EncoderDecoderLM, EncoderModel, Side, WithEncoder
-from jaxllm.models.layer_factory import LayerFactory, lm_head
 from jaxllm.models.weights import Entry, Table, norm, same
 from jaxllm.nn.attention import Scores
 from jaxllm.nn.block import Block, Stack, clamp_to_float16
 from jaxllm.nn.linear import RMSNorm
 from jaxllm.nn.mlp import MLP, GatedMLP, activation
-from jaxllm.nn.relative_bias import RelativeBias
+from jaxllm.nn.positions import RelativeBias
 
 # `n_positions`, in the first files, is the length of pretraining, not a limit.
 # `scalable_attention` of umT5 never had an effect.

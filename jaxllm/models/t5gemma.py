@@ -17,10 +17,10 @@ from jaxtyping import Array, Float, Int
 from jaxllm.cache.attention_view import AttentionView
 from jaxllm.common.errors import ConfigError, JaxLLMError, UnsupportedError, quoted
 from jaxllm.models import config as cfg
+from jaxllm.models.backbone import lm_head
 from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.encoder_decoder import EncoderDecoderLM, Side
 from jaxllm.models.gemma2 import Gemma2Config, Gemma2Layers
-from jaxllm.models.layer_factory import lm_head
 from jaxllm.models.weights import Entry, Table, linear, norm, same
 from jaxllm.nn.block import Stack
 from jaxllm.nn.linear import Embedding

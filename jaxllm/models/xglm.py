@@ -17,9 +17,10 @@ from jaxllm.models.absolute_encoder_decoder import (
     refuse_layerdrop,
     sinusoid_tables,
 )
+from jaxllm.models.backbone import Backbone
 from jaxllm.models.config import DecoderOnlyConfig
-from jaxllm.models.decoder_only import Backbone, CausalLM, DecoderOnlyModel
-from jaxllm.models.layernorm_decoder import LAYER, LayerNormConfig
+from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
+from jaxllm.models.gpt2 import LAYER, LayerNormConfig
 from jaxllm.models.outputs import BaseOutput
 from jaxllm.models.weights import Table, attention_and_mlp, norm, same
 from jaxllm.nn.block import Block

@@ -2,7 +2,7 @@
 
 Every layer is a Flax NNX module that is never changed after it is built. Position comes in as data
 (cosines and sines, or a bias), so no layer knows the model that it is part of. Read `attention`,
-`rope`, `relative_bias`, `block`, `linear`, `mlp`, `quantized` and `lora` in this order; what is
+`rope`, `positions`, `block`, `linear`, `mlp`, `quantized` and `lora` in this order; what is
 tuned for one kind of device is in `platform/`.
 """
 
@@ -11,7 +11,7 @@ from jaxllm.nn.block import Block, Stack, StackOutput
 from jaxllm.nn.linear import Embedding, LayerNorm, Linear, RMSNorm
 from jaxllm.nn.lora import LoraLinear
 from jaxllm.nn.mlp import MLP, GatedMLP, activation
-from jaxllm.nn.relative_bias import RelativeBias
+from jaxllm.nn.positions import RelativeBias
 from jaxllm.nn.rope import Rope, rope_from_config
 
 __all__ = [

@@ -18,13 +18,13 @@ from jaxtyping import Array, Bool, Float
 from jaxllm.cache.attention_view import AttentionView, SequenceMask, mask_array
 from jaxllm.cache.kv_cache import KV
 from jaxllm.common.errors import InputError, quoted
-from jaxllm.nn.alibi import Alibi
 from jaxllm.nn.attention import BY_PARTS, Attention, ColumnBias
 from jaxllm.nn.experts import MixtureOfExperts
 from jaxllm.nn.linear import LayerNorm, RMSNorm, dropout, split_key
 from jaxllm.nn.mlp import MLP, GatedMLP
 from jaxllm.nn.platform.attention import cache_has_head_axis
 from jaxllm.nn.platform.training import after_gradient
+from jaxllm.nn.positions import Alibi
 from jaxllm.parallel.sharding import constrain
 
 M = TypeVar("M")

@@ -10,8 +10,7 @@ from jaxtyping import Array
 
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.models.build_options import Options
-from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.decoder_only import CausalLM
+from jaxllm.models.decoder_only import CausalLM, SequenceClassifier
 from jaxllm.models.model import Model, model_shapes
 from jaxllm.models.registry import FAMILIES, architecture_of
 from jaxllm.models.weights import parameters, with_parameters

@@ -10,7 +10,7 @@ import tiny
 
 from jaxllm.common.errors import InputError
 from jaxllm.models.build_options import Options
-from jaxllm.nn.alibi import Alibi, alibi_slopes
+from jaxllm.nn.positions import Alibi, alibi_slopes
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 

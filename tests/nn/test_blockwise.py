@@ -27,7 +27,7 @@ from jaxllm.nn.attention import (
 from jaxllm.nn.linear import Linear
 from jaxllm.nn.platform import flash
 from jaxllm.nn.platform.flash import flash_applies
-from jaxllm.nn.relative_bias import RelativeBias
+from jaxllm.nn.positions import RelativeBias
 from jaxllm.training.losses import loss_for
 
 B, T, N, K, H = 3, 300, 4, 2, 8

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from parity_data import load_case
 
-from jaxllm.nn.relative_bias import RelativeBias
+from jaxllm.nn.positions import RelativeBias
 
 TABLES = {k: v for k, v in load_case("tables").calls.items() if k.startswith("buckets_")}
 # Half of the buckets reach the maximal distance: the reference's logarithm is divided by 0 there,

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from jaxllm.common.errors import ConfigError, UnsupportedError
 from jaxllm.common.validation import check_types
-from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.decoder_only import CausalLM
+from jaxllm.models.decoder_only import CausalLM, SequenceClassifier
 from jaxllm.models.model import Model
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.batch import Bucket

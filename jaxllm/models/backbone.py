@@ -1,16 +1,24 @@
-"""Builds the layers of a model from its config and its build options."""
+"""Backbones of decoder-only models, and the layers of all models, built from config and options."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, Generic, TypeVar
 
 from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
 
+from jaxllm.cache.attention_view import AttentionView, SequenceMask
+from jaxllm.cache.kv_cache import KV, Cache
+from jaxllm.common.errors import InputError
 from jaxllm.models.build_options import Options
+from jaxllm.models.config import DecoderOnlyConfig
 from jaxllm.nn.attention import Attention, Scores
+from jaxllm.nn.block import Block, Context, Stack, StackOutput
 from jaxllm.nn.linear import Embedding, LayerNorm, Linear, RMSNorm
 from jaxllm.nn.mlp import MLP, GatedMLP, activation
+from jaxllm.nn.positions import Sinusoids
 from jaxllm.nn.rope import Rope, without_unused
 
 
@@ -158,3 +166,98 @@ def lm_head(
         return None
     sizes = (config.width, config.vocab_size)
     return Linear(*sizes, use_bias=bias, std=std, rngs=rngs, **options.dtypes)
+
+
+C = TypeVar("C", bound=DecoderOnlyConfig)
+
+
+class Backbone(nnx.Module, Generic[C]):
+    """Decoder-only model without head: embedding, positions, stack of blocks.
+
+    A family defines `block`.
+    """
+
+    layers: ClassVar[type[LayerFactory]] = LayerFactory
+    """Builds the layers."""
+    position_offset: ClassVar[int] = 0
+    """Number of the first token's position, before which a table may have other rows."""
+    takes_position_ids: ClassVar[bool] = True
+    """False: the family has no positions, only distances (ALiBi)."""
+
+    token_types: ClassVar[bool] = False
+    """True if there are token types; they share the token embedding, as in transformers."""
+
+    def __init__(self, config: C, options: Options, *, rngs: nnx.Rngs | None):
+        make = self.layers(config, options, rngs)
+        self.config, self.is_causal = config, config.is_causal
+        self.max_positions = config.max_positions
+        self.embed = make.tokens()
+        self.positions = self.position_table(make)
+        self.stack = Stack(
+            [self.block(make, layer) for layer in range(config.value("layers", 0))],
+            self.final_norm(make),
+            position_bias=self.position_bias(make),
+            embedding_dropout=config.embedding_dropout,
+            **options.stack,
+        )
+        self.config = config.forward_part()
+
+    def block(self, make: Any, layer: int) -> Block:
+        """Builds block number `layer`."""
+        raise NotImplementedError
+
+    def final_norm(self, make: Any) -> LayerNorm | RMSNorm | None:
+        """Builds the norm after the last block."""
+        return make.norm()
+
+    def position_table(self, make: Any) -> Embedding | Sinusoids | None:
+        """Builds what is added to the token embeddings: learned positions, if their number is
+        limited."""
+        c = self.config
+        if c.max_positions is None:
+            return None
+        return make.embedding(c.max_positions + self.position_offset, c.hidden)
+
+    def position_bias(self, make: Any) -> Sequence[nnx.Module]:
+        """Builds the biases of attention (`Stack`): none."""
+        return ()
+
+    def embed_tokens(
+        self,
+        input_ids: Int[Array, "B T"] | None,
+        inputs_embeds: Float[Array, "B T E"] | None,
+        view: AttentionView,
+        token_type_ids: Int[Array, "B T"] | None,
+    ) -> Float[Array, "B T D"]:
+        if token_type_ids is not None and not self.token_types:
+            raise InputError("token_type_ids: only GPT-2, GPT-Neo and GPT-J have them")
+        x = self.block_input(self.embed.from_ids_or_embeds(input_ids, inputs_embeds))
+        if self.positions is not None:
+            positions = self.positions(view.positions + self.position_offset)
+            x = x + positions.astype(x.dtype)
+        return x if token_type_ids is None else x + self.embed(token_type_ids)
+
+    def block_input(self, x: Float[Array, "B T E"]) -> Float[Array, "B T D"]:
+        """Token embeddings as the first block reads them, but for their positions."""
+        return x
+
+    def run(
+        self,
+        input_ids: Int[Array, "B T"] | None,
+        view: AttentionView,
+        *,
+        inputs_embeds: Float[Array, "B T D"] | None = None,
+        token_type_ids: Int[Array, "B T"] | None = None,
+        cache: Cache | None = None,
+        cross_kv: tuple[KV, ...] | None = None,
+        cross_mask: Bool[Array, "B E"] | None = None,
+        **options: Any,
+    ) -> StackOutput:
+        x = self.embed_tokens(input_ids, inputs_embeds, view, token_type_ids)
+        context = Context(
+            view=view,
+            cross_visible=None if cross_mask is None else SequenceMask(cross_mask),
+        )
+        return self.stack(
+            x, context, layers=None if cache is None else cache.layers, cross_kv=cross_kv, **options
+        )
