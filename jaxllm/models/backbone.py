@@ -17,7 +17,7 @@ from jaxllm.models.config import DecoderOnlyConfig
 from jaxllm.nn.attention import Attention, Scores
 from jaxllm.nn.block import Block, Context, Stack, StackOutput
 from jaxllm.nn.linear import Embedding, LayerNorm, Linear, RMSNorm
-from jaxllm.nn.mlp import MLP, GatedMLP, activation
+from jaxllm.nn.mlp import MLP, Activation, GatedMLP, activation
 from jaxllm.nn.positions import Sinusoids
 from jaxllm.nn.rope import Rope, without_unused
 
@@ -148,7 +148,7 @@ class LayerFactory:
         up, down = self.linear(c.hidden, self.inner), self.linear(self.inner, c.hidden)
         return MLP(up, down, act, dropout_rate=c.value("activation_dropout", 0.0))
 
-    def activation(self) -> Any:
+    def activation(self) -> Activation:
         """Activation function of the feed-forward layer."""
         return activation(self.config.value("activation", "gelu_new"), where="activation")
 

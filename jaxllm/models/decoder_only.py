@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.attention_view import AttentionView, document_lengths, make_view
 from jaxllm.cache.kv_cache import KV, Cache
+from jaxllm.common.arguments import checks_flags
 from jaxllm.common.errors import InputError, UnsupportedError, quoted
 from jaxllm.models import input_checks as check
 from jaxllm.models.backbone import Backbone, lm_head
@@ -57,6 +58,7 @@ class DecoderOnly(Model[DecoderOnlyConfig]):
     def embedding(self) -> Embedding:
         return self.backbone.embed
 
+    @checks_flags
     def hidden(
         self,
         input_ids: object = None,
@@ -75,7 +77,6 @@ class DecoderOnly(Model[DecoderOnlyConfig]):
         output_attentions: bool = False,
     ) -> BaseOutput:
         """Checks the inputs and runs the backbone; for the arguments see `CausalLM.__call__`."""
-        check.flags(output_hidden_states=output_hidden_states, output_attentions=output_attentions)
         inputs = check.sequence_inputs(
             input_ids,
             inputs_embeds,

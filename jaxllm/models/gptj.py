@@ -15,7 +15,7 @@ import numpy as np
 from jaxllm.common.errors import ConfigError, UnsupportedError
 from jaxllm.models.backbone import Backbone, LayerFactory
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel, SequenceClassifier
-from jaxllm.models.gpt2 import GPT_TABLE, HF_LAYER, LAYER, LayerNormConfig
+from jaxllm.models.gpt2 import GPT_TABLE, HF_LAYER, LAYER, GPT2Config, LayerNormConfig
 from jaxllm.models.weights import Table, linear, projections
 from jaxllm.nn.block import Block
 from jaxllm.nn.rope import Rope
@@ -28,12 +28,7 @@ class GPTJConfig(LayerNormConfig):
     model_type = "gptj"
     no_effect: ClassVar[Mapping[str, Any]] = {"rotary": True, "scale_attn_weights": True}
     unread = (*LayerNormConfig.unread, "n_positions")
-    attribute_map: ClassVar[Mapping[str, str]] = {
-        "hidden_size": "n_embd",
-        "max_position_embeddings": "n_positions",
-        "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer",
-    }
+    attribute_map = GPT2Config.attribute_map
 
     vocab_size: int = 50400
     n_positions: int = 2048

@@ -41,13 +41,6 @@ def on_host(name: str, x: object) -> Any:
         raise InputError(f"{name}: expected an array of numbers, found {quoted(x)}") from None
 
 
-def flags(**values: object) -> None:
-    """Raises InputError unless all values are True or False."""
-    for name, value in values.items():
-        if not isinstance(value, bool | np.bool_):
-            checked(value, (bool,), name, "True or False")
-
-
 @dataclasses.dataclass(frozen=True)
 class SequenceInputs:
     """Checked inputs of one forward call, of an encoder or a decoder."""

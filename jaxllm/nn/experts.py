@@ -214,23 +214,6 @@ def by_kernel(
     return product(act(product(x, "expert_gate")) * product(x, "expert_up"), "expert_down")
 
 
-def all_experts(
-    x: Float[Array, "B T D"],
-    experts: Int[Array, "B T k"],
-    weights: Float[Array, "B T k"],
-    layers: dict[str, Any],
-    *,
-    act: Activation,
-) -> Float[Array, "B T D"]:
-    """The definition of `weighted_sum`: computes all experts for all tokens."""
-    function = ExpertFunction(act)
-    rows = x.reshape(-1, x.shape[-1])
-    y = jax.vmap(lambda layers: function(layers, rows))(layers)
-    y = jnp.moveaxis(y, 0, 1).reshape(*x.shape[:-1], -1, x.shape[-1])
-    chosen = jnp.take_along_axis(y, experts[..., None], axis=-2)
-    return jnp.sum((chosen * weights[..., None]).astype(jnp.float32), axis=-2).astype(x.dtype)
-
-
 def on_mesh(
     compute: Callable[..., Array],
     x: Float[Array, "B T D"],

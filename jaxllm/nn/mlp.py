@@ -1,12 +1,11 @@
 """Feed-forward layers, and activation functions by their config.json names.
 
-`down` is passed in ready-made, so that T5 can keep it in float32. All activations are functions of
-this module, so that a model, which refers to one, can be pickled: functions of `jax.nn` are jitted
-objects, which pickle refuses.
+`down` is passed in ready-made, so that T5 can keep it in float32.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -60,101 +59,55 @@ class GatedMLP(nnx.Module):
         return self.down(dropout(y, self.dropout_rate, key), down_key)
 
 
-def gelu_new(x: jax.Array) -> jax.Array:
-    """GELU, tanh approximation (Hendrycks & Gimpel 2016): used by GPT-2 and T5 v1.1."""
-    return jax.nn.gelu(x, approximate=True)
-
-
-def gelu(x: jax.Array) -> jax.Array:
-    """Exact GELU (erf). The default of `jax.nn.gelu` is the tanh approximation."""
-    return jax.nn.gelu(x, approximate=False)
-
-
-def gelu_10(x: jax.Array) -> jax.Array:
-    return jnp.clip(gelu(x), -10, 10)
-
-
-def quick_gelu(x: jax.Array) -> jax.Array:
-    return x * jax.nn.sigmoid(1.702 * x)
-
-
-def silu(x: jax.Array) -> jax.Array:
-    return jax.nn.silu(x)
-
-
-def relu(x: jax.Array) -> jax.Array:
-    return jax.nn.relu(x)
-
-
-def relu6(x: jax.Array) -> jax.Array:
-    return jax.nn.relu6(x)
-
-
-def leaky_relu(x: jax.Array) -> jax.Array:
-    return jax.nn.leaky_relu(x)
-
-
-def hard_swish(x: jax.Array) -> jax.Array:
-    return jax.nn.hard_swish(x)
-
-
-def mish(x: jax.Array) -> jax.Array:
-    return jax.nn.mish(x)
-
-
-def sigmoid(x: jax.Array) -> jax.Array:
-    return jax.nn.sigmoid(x)
-
-
-def tanh(x: jax.Array) -> jax.Array:
-    return jnp.tanh(x)
-
-
-def relu2(x: jax.Array) -> jax.Array:
-    return jnp.square(jax.nn.relu(x))
-
-
-def sqrt_softplus(x: jax.Array) -> jax.Array:
-    return jnp.sqrt(jax.nn.softplus(x))
-
-
-def identity(x: jax.Array) -> jax.Array:
-    return x
-
-
-def laplace(x: jax.Array) -> jax.Array:
-    """Laplace activation, a bounded approximation of relu2 (Ma et al. 2022, arXiv:2209.10655)."""
-    return 0.5 * (1 + jax.lax.erf((x - 0.707107) / (0.282095 * math.sqrt(2))))
-
-
-# All names in transformers except "prelu" and "xielu", which have weights.
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": gelu,
-    "gelu_python": gelu,
-    "gelu_10": gelu_10,
-    "gelu_new": gelu_new,
-    "gelu_accurate": gelu_new,
-    "gelu_fast": gelu_new,
-    "gelu_python_tanh": gelu_new,
-    "gelu_pytorch_tanh": gelu_new,
-    "hardswish": hard_swish,
-    "laplace": laplace,
-    "leaky_relu": leaky_relu,
-    "linear": identity,
-    "mish": mish,
-    "quick_gelu": quick_gelu,
-    "relu": relu,
-    "relu2": relu2,
-    "relu6": relu6,
-    "sigmoid": sigmoid,
-    "silu": silu,
-    "sqrtsoftplus": sqrt_softplus,
-    "swish": silu,
-    "tanh": tanh,
+# By transformers' names: all except "prelu" and "xielu", which have weights.
+FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),  # by erf
+    "gelu_10": lambda x: jnp.clip(jax.nn.gelu(x, approximate=False), -10, 10),
+    "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),  # by tanh (Hendrycks & Gimpel 2016)
+    "hardswish": jax.nn.hard_swish,
+    # Laplace activation, a bounded approximation of relu2 (Ma et al. 2022, arXiv:2209.10655).
+    "laplace": lambda x: 0.5 * (1 + jax.lax.erf((x - 0.707107) / (0.282095 * math.sqrt(2)))),
+    "leaky_relu": jax.nn.leaky_relu,
+    "linear": lambda x: x,
+    "mish": jax.nn.mish,
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "relu6": jax.nn.relu6,
+    "sigmoid": jax.nn.sigmoid,
+    "silu": jax.nn.silu,
+    "sqrtsoftplus": lambda x: jnp.sqrt(jax.nn.softplus(x)),
+    "tanh": jnp.tanh,
+}
+OTHER_NAMES = {
+    "gelu_python": "gelu",
+    "gelu_accurate": "gelu_new",
+    "gelu_fast": "gelu_new",
+    "gelu_python_tanh": "gelu_new",
+    "gelu_pytorch_tanh": "gelu_new",
+    "swish": "silu",
 }
 
 
-def activation(name: str, *, where: str) -> Callable[[jax.Array], jax.Array]:
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """Activation function by its name in `FUNCTIONS`, so that a model, which has one, can be
+    pickled; functions of `jax.nn` are jitted objects, which pickle refuses."""
+
+    name: str
+
+    def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
+        return FUNCTIONS[self.name](x)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    **{name: Activation(name) for name in FUNCTIONS},
+    **{other: Activation(name) for other, name in OTHER_NAMES.items()},
+}
+"""Activations by their names in config.json."""
+
+
+def activation(name: str, *, where: str) -> Activation:
     """Looks up an activation function by name; `where` is the config field, for the error.
 
     >>> float(activation("relu", where="hidden_act")(jnp.float32(-1.0)))

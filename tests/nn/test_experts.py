@@ -10,21 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
+from jaxtyping import Array, Float, Int
 
 from jaxllm.nn.experts import (
     ExpertFunction,
     MixtureOfExperts,
     Router,
-    all_experts,
     weighted_sum,
 )
-from jaxllm.nn.mlp import silu
+from jaxllm.nn.mlp import ACTIVATIONS, Activation
 from jaxllm.nn.platform import experts as platform_experts
 from jaxllm.nn.platform.experts import by_tiles, grouped_product, tile_rows, tiles_of
 from jaxllm.nn.quantized import Int8Matrix
 
 EXPERTS, FEATURES, INNER = 6, 16, 24
 UNUSED = 4
+silu = ACTIVATIONS["silu"]
 
 
 def layers_of(seed: int = 0) -> dict[str, jax.Array]:
@@ -55,6 +56,23 @@ def inputs_of(kind: str, rows: int, columns: int, top_k: int = 2) -> tuple[Any, 
     x = jnp.asarray(rng.standard_normal((rows, columns, FEATURES)), jnp.float32)
     weights = jnp.asarray(rng.uniform(0.1, 1, (rows, columns, top_k)), jnp.float32)
     return x, jnp.asarray(routing(kind, rows, columns, top_k)), weights
+
+
+def all_experts(
+    x: Float[Array, "B T D"],
+    experts: Int[Array, "B T k"],
+    weights: Float[Array, "B T k"],
+    layers: dict[str, Any],
+    *,
+    act: Activation,
+) -> Float[Array, "B T D"]:
+    """The definition of `weighted_sum`: computes all experts for all tokens."""
+    function = ExpertFunction(act)
+    rows = x.reshape(-1, x.shape[-1])
+    y = jax.vmap(lambda layers: function(layers, rows))(layers)
+    y = jnp.moveaxis(y, 0, 1).reshape(*x.shape[:-1], -1, x.shape[-1])
+    chosen = jnp.take_along_axis(y, experts[..., None], axis=-2)
+    return jnp.sum((chosen * weights[..., None]).astype(jnp.float32), axis=-2).astype(x.dtype)
 
 
 @pytest.mark.parametrize(
