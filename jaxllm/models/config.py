@@ -49,6 +49,7 @@ _ELSEWHERE = {
     "label2id": "jaxllm.pipeline('text-classification', ...) gives the names of labels",
 }
 MAX_DEFAULT_WINDOW = 2048
+TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 
 NAMES: Mapping[str, tuple[str, ...]] = {
     "width": ("hidden_size", "n_embd", "d_model"),
@@ -113,10 +114,7 @@ class ModelConfig(metaclass=_ConfigType):
     """Fields that are computed from others, and are not keys of config.json."""
     absent_tokens: ClassVar[tuple[str, ...]] = ("bos_token_id", "eos_token_id")
     """Tokens that a file may name although the vocabulary lacks them: there are none then."""
-    unread: ClassVar[tuple[str, ...]] = (
-        *("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"),
-        *("num_labels", "problem_type"),
-    )
+    unread: ClassVar[tuple[str, ...]] = (*TOKENS, "num_labels", "problem_type")
     """Fields that the forward pass does not read from the config; families add theirs. The model's
     layers have some of them."""
     is_encoder_decoder: ClassVar[bool] = False
@@ -404,7 +402,7 @@ def without_absent_tokens(config: C) -> C:
 
     changes: dict[str, Any] = {}
     names = config.absent_tokens
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
+    for name in TOKENS:
         value = getattr(config, name)
         if value == -1 or (name in names and isinstance(value, int) and not present(value)):
             changes[name] = None
@@ -426,7 +424,7 @@ def count_labels(id2label: object, num_labels: int | None) -> int:
 
 def check_token_ids(config: ModelConfig) -> None:
     """Raises ConfigError for a special token that is not in the vocabulary."""
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
+    for name in TOKENS:
         value = getattr(config, name)
         for i in value if isinstance(value, tuple) else (value,):
             if i is not None and not 0 <= i < config.vocab_size:

@@ -112,6 +112,18 @@ class WithEncoder(Model[C]):
         check.check_capacity(inputs.mask, None, self.config.max_positions, inputs.segments)
         return inputs
 
+    def encoded(self, inputs: check.SequenceInputs, head_mask: object, **options: Any) -> Encoded:
+        """Runs the encoder on checked inputs."""
+        out = self.encode(
+            inputs.input_ids,
+            inputs.mask,
+            inputs_embeds=inputs.inputs_embeds,
+            segments=inputs.segments,
+            head_mask=self.head_mask("head_mask", head_mask, self.encoder),
+            **options,
+        )
+        return Encoded(base_output(out), inputs.mask, inputs.segments)
+
     def head_mask(self, name: str, mask: object, stack: Stack) -> Float[Array, "L N"] | None:
         return check.head_mask(name, mask, len(stack.blocks), stack.blocks[0].attn.heads)
 
@@ -137,18 +149,13 @@ class EncoderModel(WithEncoder[C], BaseModel[C]):
         `attention_mask` is 1 at real tokens; pads may be anywhere. For packed rows pass
         `segment_ids` instead (0 at pads, a document's number from 1 elsewhere).
         """
-        inputs = self.inputs(input_ids, inputs_embeds, attention_mask, segment_ids)
-        out = self.encode(
-            inputs.input_ids,
-            inputs.mask,
-            inputs_embeds=inputs.inputs_embeds,
-            segments=inputs.segments,
-            head_mask=self.head_mask("head_mask", head_mask, self.encoder),
+        return self.encoded(
+            self.inputs(input_ids, inputs_embeds, attention_mask, segment_ids),
+            head_mask,
             key=dropout_key,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
-        )
-        return base_output(out)
+        ).output
 
 
 class EncoderDecoderLM(WithEncoder[C], LanguageModel[C]):
@@ -251,7 +258,7 @@ class EncoderDecoderLM(WithEncoder[C], LanguageModel[C]):
         """Output of encoder and decoder; `keys` are those of encoder, decoder and cross-attention's
         keys and values."""
         encoder_key, decoder_key, cross_key = keys
-        encoded = self._encoded(inputs, key=encoder_key, **records)
+        encoded = self._encoder_output(inputs, key=encoder_key, **records)
         decoder = self._decoder_inputs(inputs, encoded, labels)
         view = make_view(decoder.mask, segments=decoder.segments)
         x = self.decoder_embedding.from_ids_or_embeds(decoder.input_ids, decoder.inputs_embeds)
@@ -275,21 +282,13 @@ class EncoderDecoderLM(WithEncoder[C], LanguageModel[C]):
         )
         return encoded, out
 
-    def _encoded(self, inputs: Seq2SeqInputs, **options: Any) -> Encoded:
+    def _encoder_output(self, inputs: Seq2SeqInputs, **options: Any) -> Encoded:
         """Runs the encoder, or checks and uses the caller's `encoder_outputs`."""
         output = inputs.encoder_outputs
         if output is None:
             arrays = (inputs.input_ids, inputs.inputs_embeds)
             encoder = self.inputs(*arrays, inputs.attention_mask, inputs.segment_ids)
-            out = self.encode(
-                encoder.input_ids,
-                encoder.mask,
-                inputs_embeds=encoder.inputs_embeds,
-                segments=encoder.segments,
-                head_mask=self.head_mask("head_mask", inputs.head_mask, self.encoder),
-                **options,
-            )
-            return Encoded(base_output(out), encoder.mask, encoder.segments)
+            return self.encoded(encoder, inputs.head_mask, **options)
         for name in ("input_ids", "inputs_embeds", "head_mask", "segment_ids"):
             if getattr(inputs, name) is not None:
                 raise InputError(f"{name}: has no effect beside encoder_outputs; drop it")

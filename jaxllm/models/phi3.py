@@ -26,7 +26,7 @@ class Phi3Config(MistralConfig):
     """Phi-3 config. `embd_pdrop` has no effect, as in transformers; `auto_map` names other code."""
 
     model_type = "phi3"
-    no_effect: ClassVar[Mapping[str, Any]] = {
+    no_effect: ClassVar[Mapping[str, Any]] = {  # in Phi-4-mini's files
         "full_attn_mod": 1,
         "interpolate_factor": 1,
         "lm_head_bias": False,

@@ -71,10 +71,6 @@ class RotaryConfig(cfg.DecoderOnlyConfig):
         }
 
     @property
-    def context_length(self) -> int | None:
-        return self.max_position_embeddings or None
-
-    @property
     def longest_prompt(self) -> int | None:
         # Dynamic scaling is for prompts that are longer than the context.
         return None if self.rotary.rope_type == "dynamic" else self.context_length

@@ -53,7 +53,6 @@ class T5Config(cfg.ModelConfig):
         "num_hidden_layers": "num_layers",
         "head_dim": "d_kv",
     }
-
     is_encoder_decoder: ClassVar[bool] = True
     derived = frozenset({"bias_per_layer"})
     unread = (*cfg.ModelConfig.unread, "initializer_factor", "feed_forward_proj")

@@ -50,20 +50,24 @@ def kernel_product(x: Float[Array, "B I"], w: Float[Array, "O I"]) -> Float[Arra
     return _call_kernel("jaxllm_linear", (len(x), len(w)), x, w)
 
 
+@jax.custom_vjp
 def kernel_int8_product(
     x: Float[Array, "B I"], values: Int8[Array, "O I"], scale: Float[Array, " O"]
 ) -> Float[Array, "B O"]:
-    """``x W^T`` of a matrix ``W[o] = scale[o] * values[o]``, in float32."""
+    """``x W^T`` of a matrix ``W[o] = scale[o] * values[o]``, in float32. The kernel converts the
+    values as it reads them."""
     return _call_kernel("jaxllm_linear_int8", (len(x), len(values)), x, values, scale)
 
 
+@jax.custom_vjp
 def kernel_int4_product(
     x: Float[Array, "B I"],
     groups: Int4[Array, "G O 32"],
     multipliers: Int8[Array, "G O"],
     scale: Float[Array, " O"],
 ) -> Float[Array, "B O"]:
-    """``x W^T`` of an `Int4Matrix` in groups of `INT4_GROUP`, in float32."""
+    """``x W^T`` of an `Int4Matrix` in groups of `INT4_GROUP`, in float32. The kernel unpacks a few
+    rows at a time."""
     return _call_kernel("jaxllm_linear_int4", (len(x), len(scale)), x, groups, multipliers, scale)
 
 
@@ -165,7 +169,7 @@ def times_int8_transposed(
     rows = x.reshape(-1, x.shape[-1])
     on_cpu = times_converted
     if len(rows) <= MAX_INT8_ROWS:
-        on_cpu = times_int8_in_kernel if kernel_usable(rows, scale) else times_as_int8
+        on_cpu = kernel_int8_product if kernel_usable(rows, scale) else times_as_int8
     y = jax.lax.platform_dependent(rows, values, scale, cpu=on_cpu, default=times_converted)
     return y.reshape(*x.shape[:-1], len(values))
 
@@ -202,14 +206,6 @@ def times_as_int8(
     return ((256 * upper + lower) * unit * scale).astype(x.dtype)
 
 
-@jax.custom_vjp
-def times_int8_in_kernel(
-    x: Float[Array, "B I"], values: Int8[Array, "O I"], scale: Float[Array, " O"]
-) -> Float[Array, "B O"]:
-    """`times_int8_transposed` with a kernel, which converts the values as it reads them."""
-    return kernel_int8_product(x, values, scale)
-
-
 def _int8_gradients(
     kept: tuple[Array, Array], gradient: Float[Array, "B O"]
 ) -> tuple[Float[Array, "B I"], None, Float[Array, " O"]]:
@@ -223,8 +219,8 @@ def _int8_gradients(
 times_as_int8.defvjp(
     lambda x, values, scale: (times_as_int8(x, values, scale), (values, scale)), _int8_gradients
 )
-times_int8_in_kernel.defvjp(
-    lambda x, values, scale: (times_int8_in_kernel(x, values, scale), (values, scale)),
+kernel_int8_product.defvjp(
+    lambda x, values, scale: (kernel_int8_product(x, values, scale), (values, scale)),
     _int8_gradients,
 )
 
@@ -249,20 +245,9 @@ def times_int4_transposed(
     on_cpu = as_one_matrix
     few = len(rows) <= MAX_ROWS and groups.shape[2] == INT4_GROUP
     if few and kernel_usable(rows, scale):
-        on_cpu = times_int4_in_kernel
+        on_cpu = kernel_int4_product
     y = jax.lax.platform_dependent(rows, groups, multipliers, scale, cpu=on_cpu, default=in_groups)
     return y.reshape(*x.shape[:-1], groups.shape[1])
-
-
-@jax.custom_vjp
-def times_int4_in_kernel(
-    x: Float[Array, "B I"],
-    groups: Int4[Array, "G O S"],
-    multipliers: Int8[Array, "G O"],
-    scale: Float[Array, " O"],
-) -> Float[Array, "B O"]:
-    """`times_int4_transposed` with a kernel, which unpacks a few rows at a time."""
-    return kernel_int4_product(x, groups, multipliers, scale)
 
 
 def _int4_gradients(
@@ -273,9 +258,9 @@ def _int4_gradients(
     return of_x, None, None, of_scale
 
 
-times_int4_in_kernel.defvjp(
+kernel_int4_product.defvjp(
     lambda x, groups, multipliers, scale: (
-        times_int4_in_kernel(x, groups, multipliers, scale),
+        kernel_int4_product(x, groups, multipliers, scale),
         (groups, multipliers, scale),
     ),
     _int4_gradients,
