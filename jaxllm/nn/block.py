@@ -266,14 +266,6 @@ def checked_remat(remat: bool | str) -> bool | str:
     return remat
 
 
-def _layer_head_mask(head_mask: Array | None, i: int):
-    """Layer i's head mask: row i of [L, N]; a mask [N] applies to every layer."""
-    if head_mask is None:
-        return None
-    head_mask = jnp.asarray(head_mask)
-    return head_mask if head_mask.ndim == 1 else head_mask[i]
-
-
 class Stack(nnx.Module):
     """Transformer blocks in sequence, then the final norm, if there is one.
 
@@ -355,8 +347,8 @@ class Stack(nnx.Module):
         layers: tuple[KV, ...] | None = None,
         cross_kv: tuple[KV, ...] | None = None,
         cache_is_empty: bool = False,
-        head_mask: Float[Array, "L N"] | Float[Array, " N"] | None = None,
-        cross_head_mask: Float[Array, "L N"] | Float[Array, " N"] | None = None,
+        head_mask: Float[Array, "L N"] | None = None,
+        cross_head_mask: Float[Array, "L N"] | None = None,
         key: Array | None = None,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
@@ -374,23 +366,15 @@ class Stack(nnx.Module):
         keys = split_key(key, len(self.blocks) + 2)
         x = constrain(dropout(x, self.embedding_dropout, keys[-2]), "rows")
 
-        def kept(out: BlockOutput) -> tuple[Any, ...]:
-            return out.kv, out.attentions, out.cross_attentions, out.router_logits
-
         def step(x: Array, layer: tuple[Any, ...]) -> tuple[Array, tuple[Any, ...]]:
             out = run(layer[0], x, *layer[1:], cache_is_empty, output_attentions)
-            return out.x, (x if output_hidden_states else None, *kept(out))
+            kept = (out.kv, out.attentions, out.cross_attentions, out.router_logits)
+            return out.x, (x if output_hidden_states else None, *kept)
 
         inputs = self._layer_inputs(context, layers, cross_kv, head_mask, cross_head_mask, keys)
         # A scan would copy the KV caches of all layers, at every decode step.
-        if self.scan_layers and layers is None:
-            x, outputs = scan_layers(step, x, inputs)
-        else:
-            outputs = []
-            for layer in inputs:
-                out = run(layer[0], x, *layer[1:], cache_is_empty, output_attentions)
-                outputs.append((x, *kept(out)))
-                x = out.x
+        run_layers = scan_layers if self.scan_layers and layers is None else unroll_layers
+        x, outputs = run_layers(step, x, inputs)
         x = x if self.norm is None else self.norm(x)
         x = dropout(x, self.output_dropout, keys[-1])
         hidden, new_layers, attentions, cross_attentions, routers = zip(*outputs, strict=True)
@@ -417,8 +401,8 @@ class Stack(nnx.Module):
         inputs = []
         for i, (block, own) in enumerate(zip(self.blocks, self._contexts(context), strict=True)):
             options = BlockOptions(
-                head_mask=_layer_head_mask(head_mask, i),
-                cross_head_mask=_layer_head_mask(cross_head_mask, i),
+                head_mask=None if head_mask is None else head_mask[i],
+                cross_head_mask=None if cross_head_mask is None else cross_head_mask[i],
                 key=keys[i],
             )
             cache = None if layers is None else layers[i]
