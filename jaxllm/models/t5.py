@@ -228,28 +228,25 @@ class T5Layers(LayerFactory):
             c.relative_attention_max_distance,
             c.num_heads,
             bidirectional=not decoder,
-            std=c.initializer_factor * c.d_model**-0.5,
+            std=self.std(c.d_model),
             rngs=self.rngs,
             **self.options.dtypes,
         )
 
-
-def make_stack(
-    config: T5Config, options: Options, *, decoder: bool, rngs: nnx.Rngs | None
-) -> Stack:
-    """Encoder, or decoder with cross-attention."""
-    make = T5Layers(config, options, rngs)
-    depth = config.decoder_layers if decoder else config.num_layers
-    biases = depth if config.bias_per_layer else 1
-    position_bias = [make.relative_bias(decoder=decoder) for _ in range(biases)]
-    return Stack(
-        [make.block(decoder=decoder) for _ in range(depth)],
-        make.norm(),
-        position_bias=position_bias,
-        embedding_dropout=config.dropout_rate,
-        output_dropout=config.dropout_rate,
-        **options.stack,
-    )
+    def stack(self, *, decoder: bool) -> Stack:
+        """Encoder, or decoder with cross-attention."""
+        c = self.config
+        depth = c.decoder_layers if decoder else c.num_layers
+        biases = range(depth if c.bias_per_layer else 1)
+        position_bias = [self.relative_bias(decoder=decoder) for _ in biases]
+        return Stack(
+            [self.block(decoder=decoder) for _ in range(depth)],
+            self.norm(),
+            position_bias=position_bias,
+            embedding_dropout=c.dropout_rate,
+            output_dropout=c.dropout_rate,
+            **self.options.stack,
+        )
 
 
 class T5Encoder(WithEncoder[T5Config]):
@@ -257,8 +254,8 @@ class T5Encoder(WithEncoder[T5Config]):
 
     def __init__(self, config: T5Config, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
         super().__init__(config)
-        self.shared = T5Layers(config, options, rngs).tokens()
-        self.encoder = make_stack(config, options, decoder=False, rngs=rngs)
+        make = T5Layers(config, options, rngs)
+        self.shared, self.encoder = make.tokens(), make.stack(decoder=False)
 
 
 class T5EncoderModel(T5Encoder, EncoderModel[T5Config]):
@@ -272,7 +269,7 @@ class T5ForConditionalGeneration(T5Encoder, EncoderDecoderLM[T5Config]):
         super().__init__(config, options, rngs=rngs)
         if config.decoder_layers == 0:
             raise ConfigError("num_decoder_layers: 0 is an encoder alone: a T5EncoderModel")
-        self.decoder = make_stack(config, options, decoder=True, rngs=rngs)
+        self.decoder = T5Layers(config, options, rngs).stack(decoder=True)
         self.lm_head = lm_head(config, options, rngs, std=config.initializer_factor)
 
     def scaled_for_head(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
