@@ -24,7 +24,8 @@ from jaxllm.generation.strategies.strategy import (
     Strategy,
     unfinished_rows,
 )
-from jaxllm.models.decoder import Decoder, EncoderDecoder
+from jaxllm.models.decoder import Decoder
+from jaxllm.models.encoder_decoder import EncoderDecoderLM
 from jaxllm.models.outputs import DecodeOutput
 from jaxllm.nn.block import StackOutput
 from jaxllm.nn.platform.decoding import steps_between_checks
@@ -162,8 +163,7 @@ def recorded_encoding(
         return encoder_inputs, None
     encoder_arguments = dict(encoder_inputs)
     mask = encoder_arguments.pop("attention_mask")
-    encoder = cast(EncoderDecoder, model)
-    encoded = encoder.encode(
+    encoded = cast(EncoderDecoderLM[Any], model).encode(
         encoder_arguments.pop("input_ids", None), mask, **encoder_arguments, **output_options
     )
     return {"encoder_states": encoded.x, "attention_mask": mask}, encoded

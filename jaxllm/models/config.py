@@ -68,6 +68,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "bias": ("enable_bias",),
     "attention_bias": ("attention_bias",),
     "mlp_bias": ("mlp_bias",),
+    "experts": ("num_local_experts", "num_experts"),
     "affine": ("layer_norm_elementwise_affine",),
 }
 """What a config field says -> its names in the families, each of which has one of them or none."""

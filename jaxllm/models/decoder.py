@@ -17,7 +17,6 @@ from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.outputs import DecodeOutput
-from jaxllm.nn.block import StackOutput
 
 
 class Decoder(Protocol):
@@ -89,20 +88,6 @@ class Decoder(Protocol):
 
     def early_exit(self, layers: int) -> Decoder:
         """A model with only the first decoder layers; it shares the parameters."""
-        ...
-
-
-class EncoderDecoder(Decoder, Protocol):
-    """Interface of encoder-decoder models."""
-
-    def encode(
-        self,
-        input_ids: Int[Array, "B E"] | None,
-        attention_mask: Bool[Array, "B E"] | None = None,
-        *,
-        inputs_embeds: Float[Array, "B E D"] | None = None,
-    ) -> StackOutput:
-        """Runs the encoder. Its output `x` is the argument `encoder_states` of `init_cache`."""
         ...
 
 

@@ -16,7 +16,7 @@ from jaxllm.cache.attention_view import AttentionView, SequenceMask, document_st
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import ConfigError, InputError
 from jaxllm.models import input_checks as check
-from jaxllm.models.decoder import EncoderDecoder
+from jaxllm.models.decoder import Decoder
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.losses import token_loss
 from jaxllm.models.model import BaseModel, C, LanguageModel, Model, base_output, model_call
@@ -381,7 +381,7 @@ class EncoderDecoderLM(WithEncoder[C], LanguageModel[C]):
 
 
 if TYPE_CHECKING:
-    _: type[EncoderDecoder] = EncoderDecoderLM
+    _: type[Decoder] = EncoderDecoderLM
 
 
 def shift_tokens_right(

@@ -39,7 +39,7 @@ class RoutedConfig(RotaryConfig):
     @property
     def expert_count(self) -> int:
         """Number of experts of a layer."""
-        raise NotImplementedError
+        return self.value("experts", 0)
 
     @property
     def aux_loss(self) -> AuxLoss | None:
@@ -83,10 +83,6 @@ class MixtralConfig(RoutedConfig):
     sliding_window: int | None = None
     num_local_experts: int = 8
     router_jitter_noise: float = 0.0
-
-    @property
-    def expert_count(self) -> int:
-        return self.num_local_experts
 
 
 class MixtralBackbone(RotaryModel[MixtralConfig]):

@@ -48,10 +48,6 @@ class Qwen3MoeConfig(RoutedConfig):
     norm_topk_prob: bool = False
 
     @property
-    def expert_count(self) -> int:
-        return self.num_experts
-
-    @property
     def window(self) -> int | None:
         return self.sliding_window if self.use_sliding_window else None
 

@@ -65,10 +65,7 @@ class RotaryConfig(cfg.DecoderOnlyConfig):
 
     @property
     def head_counts(self) -> dict[str, int]:
-        return {
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.kv_heads,
-        }
+        return super().head_counts | {"num_key_value_heads": self.kv_heads}
 
     @property
     def longest_prompt(self) -> int | None:
