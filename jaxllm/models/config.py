@@ -331,6 +331,11 @@ class DecoderOnlyConfig(ModelConfig):
         return self.value("head_size", self.hidden // self.heads)
 
     @property
+    def inner(self) -> int:
+        """Size of the hidden layer of the feed-forward layer."""
+        return self.value("inner", 4 * self.hidden)
+
+    @property
     def embedding_dropout(self) -> float:
         """Dropout rate of the token embeddings with their positions."""
         return self.value("embedding_dropout", 0.0)

@@ -31,8 +31,7 @@ class LayerNormConfig(cfg.DecoderOnlyConfig):
 
     def forward_values(self) -> dict[str, Any]:
         name = self.field("inner")
-        inner = {} if name is None else {name: self.value("inner", 4 * self.hidden)}
-        return super().forward_values() | inner
+        return super().forward_values() | ({} if name is None else {name: self.inner})
 
     def check(self) -> None:
         super().check()
