@@ -30,6 +30,8 @@ class Gemma2Config(GemmaFields):
 
     model_type = "gemma2"
     written_names: ClassVar[Mapping[str, str]] = {"hidden_act": "hidden_activation"}
+    # Sliding layers keep their window only. It saves memory and changes no result.
+    no_effect: ClassVar[Mapping[str, Any]] = {"cache_implementation": "hybrid"}
     unread = (
         *GemmaFields.unread,
         *("sliding_window", "layer_types", "attn_logit_softcapping", "query_pre_attn_scalar"),
@@ -67,14 +69,8 @@ class Gemma2Config(GemmaFields):
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
         activation = raw.get("hidden_activation")
-        others = {"hidden_activation"}
-        if raw.get("cache_implementation") in (None, "hybrid"):
-            # Sliding layers keep their window only. It saves memory and changes no result.
-            others.add("cache_implementation")
-        named = {name: value for name, value in raw.items() if name not in others}
-        if activation is None:
-            activation = cls.hidden_act
-        return super().from_dict({**named, "hidden_act": activation})
+        activation = cls.hidden_act if activation is None else activation
+        return super().from_dict({**raw, "hidden_activation": None, "hidden_act": activation})
 
     def check(self) -> None:
         super().check()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -208,11 +207,8 @@ class QuantizedLinear(Linear):
         self.bias = base.bias  # shared, also where it is the shape of an array
         self.dtype, self.axes = base.dtype, base.axes
 
-    def __call__(
-        self, x: Float[Array, "... I"], key: jax.Array | None = None
-    ) -> Float[Array, "... O"]:
-        y = self.matrix.times(x.astype(self.dtype))
-        return y if self.bias is None else y + self.bias[...].astype(self.dtype)
+    def product(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+        return self.matrix.times(x)
 
 
 class QuantizedExpertLinear(ExpertLinear):
