@@ -66,12 +66,12 @@ class OPTConfig(LayerNormConfig):
         return super().forward_values() | {"word_embed_proj_dim": self.width}
 
     def check(self) -> None:
-        super().check()
         if self.layerdrop:
             raise UnsupportedError(
                 f"layerdrop: LayerDrop is not implemented, found {self.layerdrop}; it acts in "
                 "training only, so 0 gives the same answers"
             )
+        super().check()
 
 
 class OPTBackbone(Backbone[OPTConfig]):
