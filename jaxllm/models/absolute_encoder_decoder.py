@@ -24,7 +24,7 @@ from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.encoder_decoder import Encoded, EncoderDecoderLM, Seq2SeqInputs, Side
 from jaxllm.models.model import Head
 from jaxllm.models.weights import Entry, Table, attention_and_mlp, norm, same
-from jaxllm.nn.block import Block, Stack, StackOutput, clamp_to_float16
+from jaxllm.nn.block import Stack, StackOutput, clamp_to_float16
 from jaxllm.nn.linear import Embedding, LayerNorm, RMSNorm
 from jaxllm.nn.positions import Sinusoids
 
@@ -179,26 +179,12 @@ class Positions(nnx.Module):
 
 
 class FairseqLayers(LayerFactory):
-    """Builds token embeddings that may be scaled, whose pad token is not trained, and blocks."""
+    """Builds token embeddings that may be scaled, and whose pad token is not trained."""
 
     def tokens(self) -> Embedding:
         c = self.config
         scale = c.d_model**0.5 if c.scale_embedding else None
         return self.embedding(c.vocab_size, c.d_model, scale=scale, padding_id=c.pad_token_id)
-
-    def block(self, *, cross: bool, **options: Any) -> Block:
-        """Block, with cross-attention or without; `options` are those of `Block`."""
-        mlp = self.mlp()
-        return Block(
-            self.norm(),
-            self.attention(),
-            self.norm(),
-            mlp,
-            cross_norm=self.norm() if cross else None,
-            cross=self.attention() if cross else None,
-            dropout_rate=self.config.dropout,
-            **options,
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,9 +211,13 @@ class AbsoluteLayers(FairseqLayers):
     def stack(self) -> Stack:
         c, is_decoder = self.config, self.side == "decoder"
         clamps = c.pre_norm and not is_decoder and self.options.dtype == jnp.float16
-        options = {"norm_last": not c.pre_norm, "clamp": clamp_to_float16 if clamps else None}
+        options = {
+            "norm_last": not c.pre_norm,
+            "dropout_rate": c.dropout,
+            "clamp": clamp_to_float16 if clamps else None,
+        }
         depth = range(getattr(c, f"{self.side}_layers"))
-        blocks = [self.block(cross=is_decoder, **options) for _ in depth]
+        blocks = [self.plain_block(cross=is_decoder, **options) for _ in depth]
         final = self.norm() if c.pre_norm else None
         return Stack(blocks, final, embedding_dropout=c.dropout, **self.options.stack)
 

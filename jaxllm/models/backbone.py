@@ -148,6 +148,24 @@ class LayerFactory:
         up, down = self.linear(c.hidden, self.inner), self.linear(self.inner, c.hidden)
         return MLP(up, down, act, dropout_rate=c.value("activation_dropout", 0.0))
 
+    def plain_block(self, *, cross: bool, scores: Scores | None = None, **options: Any) -> Block:
+        """Block of attention, cross-attention if there is any, and a feed-forward layer.
+
+        Args:
+            scores: of attention and cross-attention.
+            options: those of `Block`.
+        """
+        mlp = self.mlp()
+        return Block(
+            self.norm(),
+            self.attention(scores=scores),
+            self.norm(),
+            mlp,
+            cross_norm=self.norm() if cross else None,
+            cross=self.attention(scores=scores) if cross else None,
+            **options,
+        )
+
     def activation(self) -> Activation:
         """Activation function of the feed-forward layer."""
         return activation(self.config.value("activation", "gelu_new"), where="activation")
@@ -183,7 +201,6 @@ class Backbone(nnx.Module, Generic[C]):
     """Number of the first token's position, before which a table may have other rows."""
     takes_position_ids: ClassVar[bool] = True
     """False: the family has no positions, only distances (ALiBi)."""
-
     token_types: ClassVar[bool] = False
     """True if there are token types; they share the token embedding, as in transformers."""
 

@@ -79,20 +79,12 @@ class GPT2Backbone(Backbone[GPT2Config]):
     token_types = True
 
     def block(self, make: LayerFactory, layer: int) -> Block:
-        c, mlp = self.config, make.mlp()
+        c = self.config
         scale = c.size_per_head**-0.5 if c.scale_attn_weights else 1.0
         if c.scale_attn_by_inverse_layer_idx:
             scale /= layer + 1
-        scores = Scores(scale)
-        return Block(
-            make.norm(),
-            make.attention(scores=scores),
-            make.norm(),
-            mlp,
-            cross_norm=make.norm() if c.add_cross_attention else None,
-            cross=make.attention(scores=scores) if c.add_cross_attention else None,
-            dropout_rate=c.resid_pdrop,
-        )
+        options = {"cross": c.add_cross_attention, "dropout_rate": c.resid_pdrop}
+        return make.plain_block(scores=Scores(scale), **options)
 
 
 class GPT2Model(DecoderOnlyModel):

@@ -87,7 +87,8 @@ class XGLMBackbone(Backbone[XGLMConfig]):
         return self.config.sinusoids
 
     def block(self, make: FairseqLayers, layer: int) -> Block:
-        return make.block(cross=self.config.add_cross_attention)
+        c = self.config
+        return make.plain_block(cross=c.add_cross_attention, dropout_rate=c.dropout)
 
 
 class XGLMModel(DecoderOnlyModel):
