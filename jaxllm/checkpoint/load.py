@@ -163,10 +163,16 @@ def load_model(
     shapes = model_shapes(spec.make, spec.config, options)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
     expected = {parameter_path(path): leaf for path, leaf in leaves}
-    stripped = lacks_prefix(spec.table, checkpoint.weights.names())
-    entries = {
+    present = dict.fromkeys(checkpoint.weights.names())
+    stripped = lacks_prefix(spec.table, list(present))
+    wanted = {
         tensor_name(entry, spec.table, stripped): entry for entry in spec.table.for_model(expected)
     }
+    renamed = {
+        stored_name(name, entry.parameters[0], spec, present, wanted): name
+        for name, entry in wanted.items()
+    }
+    entries = {stored: wanted[name] for stored, name in renamed.items()}
     counts = {
         name: expected[entry.parameters[0]].shape[0]
         for name, entry in entries.items()
@@ -206,7 +212,7 @@ def load_model(
         config=json.dumps(with_overrides(checkpoint, overrides) | named_class),
         dtypes=tuple(
             sorted(
-                (tensor, source.info(name).dtype.name)
+                (renamed.get(tensor, tensor), source.info(name).dtype.name)
                 for name in {*entries, *dict(copies), *dict(constants)}
                 for tensor in source.tensors(name)
             )
@@ -306,23 +312,42 @@ def with_tied_head(spec: ModelSpec, source: WeightSource) -> ModelSpec:
     """Sets `tie_word_embeddings` according to the tensors.
 
     An LM head that differs from the embedding is used even if the config calls it tied:
-    transformers 5 writes such files. A missing head means tied for T5, and is an error elsewhere.
+    transformers 5 writes such files. In a family whose head is always tied it is an error
+    (`check_parameter_names`). A missing head means tied for T5, and is an error elsewhere.
     """
-    config, has_head = spec.config, "lm_head.weight" in source.names()
-    if "lm_head.weight".startswith(spec.unread):
+    config, table = spec.config, spec.table
+    entries = {entry.parameters[0]: entry for entry in table.entries}
+    if "lm_head.weight" not in entries or "lm_head.weight".startswith(spec.unread):
         return spec
-    if config.tie_word_embeddings and has_head:
-        path = spec.table.copied_from("lm_head.weight")
-        entry = next(entry for entry in spec.table.entries if entry.parameters == (path,))
-        embedding = tensor_name(entry, spec.table, lacks_prefix(spec.table, source.names()))
-        tied = embedding in source.names() and same_bits(
-            source.read("lm_head.weight"), source.read(embedding)
-        )
+    head, names = entries["lm_head.weight"].tensor, dict.fromkeys(source.names())
+    if config.tie_word_embeddings and head in names:
+        path = table.copied_from(head)
+        assert path is not None  # families without it have no tied head
+        embedding = tensor_name(entries[path], table, lacks_prefix(table, list(names)))
+        embedding = stored_name(embedding, path, spec, names, {head})
+        tied = embedding not in names or same_bits(source.read(head), source.read(embedding))
     else:
-        tied = config.tie_word_embeddings or (spec.family.headless_means_tied and not has_head)
+        tied = config.tie_word_embeddings or (spec.family.headless_means_tied and head not in names)
     if tied == config.tie_word_embeddings:
         return spec
     return dataclasses.replace(spec, config=dataclasses.replace(config, tie_word_embeddings=tied))
+
+
+def stored_name(
+    name: str, path: str, spec: ModelSpec, present: Collection[str], others: Collection[str]
+) -> str:
+    """The name that tensor `name` of parameter `path` has in the file.
+
+    Files may hold a matrix that several modules share under the name of any of them.
+
+    Args:
+        present: names of the file's tensors.
+        others: names that are not looked for, as the model has other parameters of these names.
+    """
+    if name in present:
+        return name
+    copies = (x for x in spec.table.copies_of(path, present) if x not in others)
+    return next((x for x in copies if not x.startswith(spec.unread)), name)
 
 
 def compute_dtype_of(path: Path, platform: str) -> str:
@@ -407,6 +432,8 @@ def check_parameter_names(
             tensors = list(tensors_of(name, min(count, len(names) + 1)))
             missing += [tensor for tensor in tensors if tensor not in present]
             parts.update(tensors)
+    config = ", ".join(f"{f} {getattr(spec.config, f)!r}" for f in spec.family.structure)
+    fit = f"fit a {spec.architecture} of this config.json ({config})"
     copies, unexpected = [], []
     for name in names:
         is_ignored = table.is_buffer(name) or table.constant(name) is not None
@@ -418,15 +445,14 @@ def check_parameter_names(
             unexpected.append(name)
         elif not same_bits(source.read(name), source.read(tensor_of[path])):
             raise CheckpointError(
-                f"{file}: {name} is a copy of {tensor_of[path]} in this architecture, but "
-                "they differ"
+                f"{file}: the tensors do not {fit}: {name} is a copy of {tensor_of[path]} there, "
+                "but they differ"
             )
         else:
             copies.append((name, path))
     if missing or unexpected:
-        config = ", ".join(f"{f} {getattr(spec.config, f)!r}" for f in spec.family.structure)
         raise CheckpointError(
-            f"{file}: the tensors do not fit a {spec.architecture} of this config.json ({config})"
+            f"{file}: the tensors do not {fit}"
             + (f"; missing {listed(missing)}" if missing else "")
             + (f"; unexpected {listed(unexpected)}" if unexpected else "")
             + (_NEW_HEAD if "score.weight" in missing else "")

@@ -129,7 +129,7 @@ def _absolute(
         config=config,
         classes=classes,
         table=table,
-        structure=("encoder_layers", "decoder_layers", *structure),
+        structure=("encoder_layers", "decoder_layers", *structure, "tie_word_embeddings"),
         aliases={config.__name__.replace("Config", "Model"): next(iter(classes))},
     )
 
@@ -162,11 +162,7 @@ FAMILIES: Mapping[str, Family] = {
     "gptj": _decoder_only(gptj, gptj.gptj_table),
     "bloom": _decoder_only(bloom, bloom.bloom_table),
     "bart": _absolute(bart),
-    "marian": _absolute(
-        marian,
-        marian.marian_table,
-        *("share_encoder_decoder_embeddings", "tie_word_embeddings"),
-    ),
+    "marian": _absolute(marian, marian.marian_table, "share_encoder_decoder_embeddings"),
     "mbart": _absolute(mbart),
     "m2m_100": _absolute(m2m_100),
     "pegasus": _absolute(pegasus, pegasus.pegasus_table),

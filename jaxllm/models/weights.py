@@ -190,6 +190,11 @@ class Table:
         """Our path of the parameter that tensor `name` duplicates; None if it is no known copy."""
         return next((path for pattern, path in self.copies if re.fullmatch(pattern, name)), None)
 
+    def copies_of(self, path: str, names: Iterable[str]) -> Iterator[str]:
+        """Those of the tensors that duplicate our parameter `path`."""
+        patterns = [pattern for pattern, ours in self.copies if ours == path]
+        return (name for name in names if any(re.fullmatch(p, name) for p in patterns))
+
     def constant(self, name: str) -> Callable[[int], np.ndarray] | None:
         """The function that makes rows of tensor `name`; None if it is no known constant."""
         return next((make for pattern, make in self.constants if re.fullmatch(pattern, name)), None)

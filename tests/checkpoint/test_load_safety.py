@@ -231,6 +231,67 @@ def test_copies_must_be_equal(copy):
         jaxllm.load(copy("t5_relu", {name: tensor(name, "t5_relu") + 1}))
 
 
+@pytest.mark.by_default("gemma", "mbart decoder")
+@pytest.mark.parametrize(
+    ("case", "name", "stored"),
+    [
+        ("gemma_published", "model.embed_tokens.weight", "lm_head.weight"),
+        ("mbart_full", "model.shared.weight", "model.decoder.embed_tokens.weight"),
+        ("mbart_full", "model.shared.weight", "lm_head.weight"),
+        ("t5_relu", "shared.weight", "lm_head.weight"),
+        ("t5gemma_published", "model.decoder.embed_tokens.weight", "lm_head.out_proj.weight"),
+    ],
+    ids=["gemma", "mbart decoder", "mbart head", "t5", "t5gemma"],
+)
+def test_a_tied_matrix_may_have_the_name_of_any_of_its_copies(copy, case, name, stored):
+    copies = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")  # of T5
+    dropped = {name: None} | (dict.fromkeys(copies) if case.startswith("t5_") else {})
+    matrix = tensor(name, case).astype(ml_dtypes.bfloat16)
+    folder = copy(case, dropped | {stored: matrix})
+    model, _ = jaxllm.load(folder, param_dtype="float32")
+    assert model.lm_head is None
+    jaxllm.save_hf(folder.parent / "saved", model)
+    with open_safetensors(folder.parent / "saved") as saved:
+        assert stored not in saved.names()
+        np.testing.assert_array_equal(saved.read(name), matrix)
+        assert saved.info(name).dtype == matrix.dtype
+
+
+def test_a_head_of_its_own_is_no_embedding(copy):
+    folder = copy("gemma_full", {"model.embed_tokens.weight": None})
+    with pytest.raises(CheckpointError, match=r"missing model\.embed_tokens\.weight"):
+        jaxllm.load(folder)
+
+
+@pytest.mark.by_default("marian_separate-lm_head.weight")
+@pytest.mark.parametrize(
+    ("case", "head"),
+    [("marian_separate", "lm_head.weight"), ("t5gemma_full", "lm_head.out_proj.weight")],
+)
+def test_differing_heads_of_families_that_can_untie(copy, case, head):
+    model, _ = jaxllm.load(copy(case, config={"tie_word_embeddings": True}))
+    assert not model.config.tie_word_embeddings
+    np.testing.assert_array_equal(model.lm_head.weight[...], tensor(head, case))
+
+
+@pytest.mark.by_default("mbart_full")
+@pytest.mark.parametrize("case", ["mbart_full", "marian_full"])
+def test_differing_heads_of_families_that_cannot(copy, case):
+    head = tensor("model.shared.weight", case) + 1
+    message = (
+        r"model\.safetensors: .* config\.json \(.*tie_word_embeddings True\): lm_head\.weight is a "
+        r"copy of model\.shared\.weight there, but they differ"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        jaxllm.load(copy(case, {"lm_head.weight": head}))
+
+
+def test_separate_embeddings_that_the_config_calls_shared(copy):
+    config = {"share_encoder_decoder_embeddings": True, "tie_word_embeddings": True}
+    with pytest.raises(CheckpointError, match=r"share_encoder_decoder_embeddings True.*is a copy"):
+        jaxllm.load(copy("marian_separate", config=config))
+
+
 @pytest.mark.ci
 def test_missing_head_of_untied_config_is_an_error_except_for_t5(copy):
     folder = copy("llama_base_keys", config={"tie_word_embeddings": False})
