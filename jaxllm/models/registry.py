@@ -63,7 +63,7 @@ class Family:
     """True if a checkpoint without lm_head.weight is tied regardless of its config (T5)."""
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Other class names -> class that reads their checkpoints: headless classes (a tied head needs
-    no extra tensor) and old spellings."""
+    no extra tensor) and old spellings. A caller who names one of `classes` gets that class."""
     parts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 
@@ -232,7 +232,8 @@ def model_spec(raw: Mapping[str, Any], architecture: str | type | None = None) -
     if isinstance(architecture, type):
         return ModelSpec(family, _derived(architecture, raw, family), family.config.from_dict(raw))
     name = architecture if architecture is not None else _listed(raw, family)
-    name = family.aliases.get(name, name)
+    if architecture is None or name not in family.classes:
+        name = family.aliases.get(name, name)
     if name not in family.classes:
         raise UnsupportedError(
             f"architectures: {quoted(name)}; for model_type {quoted(model_type)} jaxllm has "

@@ -279,6 +279,19 @@ def test_model_without_checkpoint(name, tmp_path):
     assert config_of(tmp_path)["torch_dtype"] == "float32"
 
 
+@pytest.mark.parametrize("listed", ["GemmaModel", "GemmaForCausalLM"])
+def test_a_class_without_a_head_by_its_name(listed, tmp_path):
+    """A file that names this class is read as a language model; a caller gets what they name."""
+    shutil.copytree(ROOT / "gemma_published", tmp_path / "model")
+    raw = config_of(tmp_path / "model") | {"architectures": [listed]}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(raw))
+    assert type(jaxllm.load(tmp_path / "model")[0]).__name__ == "GemmaForCausalLM"
+    model, _ = jaxllm.load(tmp_path / "model", architecture="GemmaModel")
+    assert type(model).__name__ == "GemmaModel"
+    jaxllm.save_hf(tmp_path / "saved", model)
+    assert config_of(tmp_path / "saved")["architectures"] == ["GemmaModel"]
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "architecture"),
