@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
-from jaxllm.common.errors import TokenizerError
+from jaxllm.common.errors import TokenizerError, quoted
 from jaxllm.common.strict_json import parse_json
 from jaxllm.tokenizers.languages import MBART50_CODES, MBART_CODES, WithLanguages
 from jaxllm.tokenizers.sentencepiece_model import BPE, UNIGRAM, SentencePieceModel
@@ -86,16 +86,24 @@ class FairseqTokenizer(FastTokenizer):
     def _spec(cls, model: SentencePieceModel, settings: TokenizerSettings) -> dict[str, Any]:
         """A tokenizer.json of the model."""
         pieces = cls._pieces(model, settings)
+        ids = {piece: index for index, (piece, _) in enumerate(pieces)}
+        for name in ("unk_token", "eos_token"):
+            token = settings.named.get(name)
+            if token is None or token.content not in ids:
+                found = "null" if token is None else quoted(token.content)
+                raise TokenizerError(
+                    f"tokenizer_config.json: {name} is {found}, which is no token of "
+                    f"{cls.model_file} or of a {cls.__name__}"
+                )
         unknown = settings.named["unk_token"].content
         if cls.model_type == BPE:
-            vocab: Any = {piece: index for index, (piece, _) in enumerate(pieces)}
-            merges = [list(pair) for pair in merges_of(vocab)]
-            algorithm = {"type": "BPE", "vocab": vocab, "merges": merges, "fuse_unk": True}
+            merges = [list(pair) for pair in merges_of(ids)]
+            algorithm: dict[str, Any] = {"type": "BPE", "vocab": ids, "merges": merges}
+            algorithm |= {"fuse_unk": True}
             algorithm |= {"unk_token": unknown}
         else:
-            index = next(i for i, (piece, _) in enumerate(pieces) if piece == unknown)
             algorithm = {"type": "Unigram", "vocab": [list(pair) for pair in pieces]}
-            algorithm |= {"unk_id": index, "byte_fallback": False}
+            algorithm |= {"unk_id": ids[unknown], "byte_fallback": False}
         charsmap = base64.b64encode(model.flags.charsmap).decode()
         normalizers = [{"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}]
         if charsmap:
@@ -163,7 +171,7 @@ class MBartTokenizer(_LanguageTokenizer):
 
     def target_fields(self, tgt_lang: str) -> dict[str, int]:
         # The labels end in the code, so that the decoder's inputs begin with it.
-        return {"decoder_start_token_id": self.get_lang_id(tgt_lang)}
+        return {"decoder_start_token_id": self.get_lang_id(tgt_lang, "tgt_lang")}
 
     @classmethod
     def _pre_tokenizer(cls) -> dict[str, Any]:
@@ -212,7 +220,9 @@ class PegasusTokenizer(FairseqTokenizer):
     def _completed(cls, settings: TokenizerSettings) -> TokenizerSettings:
         offset = settings.options.get("offset", 103)
         if type(offset) is not int or not 2 <= offset <= 2**16:
-            raise TokenizerError(f"tokenizer_config.json: offset is {offset!r}, not a count")
+            raise TokenizerError(
+                f"tokenizer_config.json: offset is {quoted(offset)}, not a number from 2 to {2**16}"
+            )
         sentence = settings.options.get("mask_token_sent", "<mask_1>")
         own = [] if sentence is None else [str(sentence)]
         own += [f"<unk_{number}>" for number in range(2, offset)]

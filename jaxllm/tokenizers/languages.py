@@ -1,7 +1,7 @@
 """Tokenizers of translation models, which say in what language a text is.
 
 A language code is a token before or after the text. Sources have that of `src_lang`, and targets
-that of `tgt_lang`, by which generation begins (`forced_bos_token_id`).
+that of `tgt_lang`, with which the generated text begins (`forced_bos_token_id`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import copy
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from jaxllm.common.errors import InputError, TokenizerError, quoted, shortened
 from jaxllm.tokenizers.settings import TokenizerSettings
@@ -54,6 +54,15 @@ class WithLanguages(Tokenizer):
     default_language: ClassVar[str]
     _encodes_targets = False
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for name in ("src_lang", "tgt_lang"):
+            language = _language(self.settings, name)
+            try:
+                _ = language is None or self.get_lang_id(language, name)
+            except InputError as error:
+                raise TokenizerError(f"tokenizer_config.json: {error}") from None
+
     @property
     def code_comes_first(self) -> bool:
         """True for ``code text </s>``, False for ``text </s> code``."""
@@ -64,13 +73,21 @@ class WithLanguages(Tokenizer):
         """Id of the token of each language."""
         raise NotImplementedError
 
-    def get_lang_id(self, lang: str) -> int:
-        """Id of a language's token, for `forced_bos_token_id`."""
-        index = self.lang_code_to_id.get(lang) if isinstance(lang, str) else None
+    def get_lang_id(self, lang: str, field: str = "lang") -> int:
+        """Id of a language's token, for `forced_bos_token_id`.
+
+        Args:
+            lang: the language.
+            field: name of the argument or setting that has it, for messages.
+        """
+        known = self.lang_code_to_id
+        index = known.get(lang) if isinstance(lang, str) else None
         if index is None:
+            # NLLB's and other files list them.
+            none = "none: additional_special_tokens of tokenizer_config.json lists none"
+            listed = shortened(", ".join(known), 250) or none
             raise InputError(
-                f"{quoted(lang)}: no language of this tokenizer, which has "
-                + shortened(", ".join(self.lang_code_to_id), 250)
+                f"{field}: {quoted(lang)} is no language of this tokenizer, which has {listed}"
             )
         return index
 
@@ -81,7 +98,7 @@ class WithLanguages(Tokenizer):
 
     @src_lang.setter
     def src_lang(self, value: str) -> None:
-        self.get_lang_id(value)
+        self.get_lang_id(value, "src_lang")
         self._set_option("src_lang", value)
 
     @property
@@ -92,20 +109,20 @@ class WithLanguages(Tokenizer):
     @tgt_lang.setter
     def tgt_lang(self, value: str | None) -> None:
         if value is not None:
-            self.get_lang_id(value)
+            self.get_lang_id(value, "tgt_lang")
         self._set_option("tgt_lang", value)
 
     def with_languages(self, src_lang: str | None = None, tgt_lang: str | None = None) -> Self:
         given = {"src_lang": src_lang, "tgt_lang": tgt_lang}
         changed = {name: lang for name, lang in given.items() if lang is not None}
-        for lang in changed.values():
-            self.get_lang_id(lang)
+        for name, lang in changed.items():
+            self.get_lang_id(lang, name)
         copied = copy.copy(self)
         copied.settings = replace(self.settings, options={**self.settings.options, **changed})
         return copied
 
     def target_fields(self, tgt_lang: str) -> dict[str, int]:
-        return {"forced_bos_token_id": self.get_lang_id(tgt_lang)}
+        return {"forced_bos_token_id": self.get_lang_id(tgt_lang, "tgt_lang")}
 
     def for_targets(self) -> Self:
         copied = copy.copy(self)
@@ -122,8 +139,9 @@ class WithLanguages(Tokenizer):
             self._encodes_targets = False
 
     def _add_special_tokens(self, ids: list[int], pair: list[int] | None) -> list[int]:
-        language = (self.tgt_lang if self._encodes_targets else None) or self.src_lang
-        code, end = self.get_lang_id(language), self.eos_token_id
+        target = self.tgt_lang if self._encodes_targets else None
+        code = self.get_lang_id(target or self.src_lang, "tgt_lang" if target else "src_lang")
+        end = self.eos_token_id
         if end is None:
             raise TokenizerError("tokenizer_config.json: a language code needs an eos_token")
         before, after = ([code], [end]) if self.code_comes_first else ([], [end, code])

@@ -6,11 +6,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from jaxllm.common.errors import UnsupportedError
+from jaxllm.common.errors import TokenizerError, UnsupportedError
 from jaxllm.tokenizers.byte_level import ByT5Tokenizer
 from jaxllm.tokenizers.fairseq_tokenizers import CLASSES as FAIRSEQ_CLASSES
 from jaxllm.tokenizers.sentencepiece_tokenizers import LlamaTokenizer, T5Tokenizer
-from jaxllm.tokenizers.settings import TokenizerFiles, read_settings
+from jaxllm.tokenizers.settings import TokenizerFiles, TokenizerSettings, read_settings
 from jaxllm.tokenizers.tokenizer import Tokenizer
 from jaxllm.tokenizers.tokenizer_json import CLASSES, FastTokenizer
 from jaxllm.tokenizers.vocabulary_tokenizers import M2M100Tokenizer, MarianTokenizer
@@ -45,7 +45,16 @@ def load_tokenizer(folder: str | PathLike[str], **options: Any) -> Tokenizer | N
     """
     files = TokenizerFiles(Path(folder), options)
     files.add_class()
-    settings = read_settings(files)
+    try:
+        return _read(files, read_settings(files))
+    except (TokenizerError, UnsupportedError) as error:
+        if not str(error).startswith("tokenizer_config.json: "):
+            raise
+        raise type(error)(f"{files.folder}/{error}") from None
+
+
+def _read(files: TokenizerFiles, settings: TokenizerSettings) -> Tokenizer | None:
+    """The tokenizer of the class that the settings name, or that the files say."""
     class_name = (settings.tokenizer_class or "").removesuffix("Fast")
     if class_name == "ByT5Tokenizer":
         return ByT5Tokenizer.from_files(files, settings)

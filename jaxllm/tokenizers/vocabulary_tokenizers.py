@@ -64,6 +64,8 @@ class VocabularyTokenizer(SlowTokenizer):
         unknown = self.unk_token_id
         if unknown is None:
             raise TokenizerError(f"{source}: needs an unk_token, which tokenizer_config.json names")
+        if self.unk_token not in self._pieces:
+            raise TokenizerError(f"{source}: lacks the unk_token, {quoted(self.unk_token)}")
         self._unknown = unknown
 
     @classmethod

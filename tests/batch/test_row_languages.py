@@ -45,8 +45,8 @@ def test_wrong_languages_are_errors_of_their_rows(engine):
         {"prompt": "Hello"},
     ]
     errors = [output.error for output in engine.generate(rows)]
-    assert "'x': no language of this tokenizer" in errors[0]
-    assert "'x': no language of this tokenizer" in errors[1]
+    assert "src_lang: 'x' is no language of this tokenizer" in errors[0]
+    assert "tgt_lang: 'x' is no language of this tokenizer" in errors[1]
     assert "src_lang: has no effect on input_ids" in errors[2]
     assert errors[3] is None
 

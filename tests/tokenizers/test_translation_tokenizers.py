@@ -2,12 +2,14 @@
 
 import base64
 import json
+from dataclasses import replace
 
 import pytest
 from translation_tools import CASES, DATA, write
 
 from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError
 from jaxllm.tokenizers import Tokenizer, load_tokenizer
+from jaxllm.tokenizers.fairseq_tokenizers import CLASSES as FAIRSEQ
 
 every_case = pytest.mark.parametrize("name", CASES)
 
@@ -113,13 +115,14 @@ def test_added_tokens_keep_the_languages(load, tmp_path, name):
 
 def test_languages_that_a_tokenizer_lacks(load, tmp_path):
     tokenizer = load("nllb")
-    message = r"'fr': no language of this tokenizer, which has ace_Arab, deu_Latn, eng_Latn"
-    for wrong in (
-        lambda: tokenizer("Hello", src_lang="fr"),
-        lambda: tokenizer.with_languages(tgt_lang="fr"),
-        lambda: setattr(tokenizer, "src_lang", "fr"),
+    message = "'fr' is no language of this tokenizer, which has ace_Arab, deu_Latn, eng_Latn"
+    for field, wrong in (
+        ("src_lang", lambda: tokenizer("Hello", src_lang="fr")),
+        ("tgt_lang", lambda: tokenizer.with_languages(tgt_lang="fr")),
+        ("tgt_lang", lambda: tokenizer.target_fields("fr")),
+        ("src_lang", lambda: setattr(tokenizer, "src_lang", "fr")),
     ):
-        with pytest.raises(InputError, match=message):
+        with pytest.raises(InputError, match=f"^{field}: {message}"):
             wrong()
     with pytest.raises(InputError, match=r"tgt_lang: a MarianTokenizer has no languages"):
         load("marian")("Hello", tgt_lang="de")
@@ -144,14 +147,40 @@ def test_languages_from_the_call_that_loads(tmp_path):
         ("marian", {"separate_vocabs": True}, "separate_vocabs: source and target with different"),
         ("marian", {"sp_model_kwargs": {"alpha": 1}}, "sp_model_kwargs: sampling"),
         ("m2m_100", {"language_codes": "m3m"}, "language_codes: expected one of m2m100, wmt21"),
-        ("m2m_100", {"src_lang": "xx"}, "'xx': no language of this tokenizer"),
+        ("m2m_100", {"src_lang": "xx"}, "src_lang: 'xx' is no language of this tokenizer"),
+        ("mbart", {"tgt_lang": "xx"}, "tgt_lang: 'xx' is no language of this tokenizer"),
         ("nllb", {"src_lang": 3}, "src_lang is 3, not a language"),
-        ("pegasus", {"offset": "many"}, "offset is 'many', not a count"),
+        ("pegasus", {"offset": "many"}, "offset is 'many', not a number from 2 to 65536"),
     ],
 )
-def test_settings_that_cannot_be(load, name, config, message):
-    with pytest.raises((TokenizerError, UnsupportedError, InputError), match=message):
-        load(name, **config).encode("Hello")
+def test_settings_that_cannot_be(load, tmp_path, name, config, message):
+    """They are an error of the call that loads, which names the file."""
+    with pytest.raises((TokenizerError, UnsupportedError)) as caught:
+        load(name, **config)
+    assert str(caught.value).startswith(f"{tmp_path / name / 'tokenizer_config.json'}: {message}")
+
+
+@pytest.mark.parametrize(
+    ("name", "token"), [("xglm", "eos_token"), ("xglm", "unk_token"), ("pegasus", "unk_token")]
+)
+def test_tokens_that_a_sentencepiece_model_lacks(tmp_path, name, token):
+    folder = write(tmp_path / name, name, **{token: "<nope>"})
+    (folder / "tokenizer.json").unlink(missing_ok=True)
+    model = base64.b64decode(DATA["models"]["unigram"])
+    (folder / FAIRSEQ[CASES[name]["config"]["tokenizer_class"]].model_file).write_bytes(model)
+    message = (
+        rf"tokenizer_config\.json: {token} is '<nope>', which is no token of s.*\.model or of a "
+    )
+    with pytest.raises(TokenizerError, match=message):
+        load_tokenizer(folder)
+
+
+def test_a_tokenizer_without_languages(load):
+    tokenizer = load("nllb")
+    tokenizer.settings = replace(tokenizer.settings, extra=())
+    tokenizer._added = {}
+    with pytest.raises(InputError, match=r"which has none: additional_special_tokens of"):
+        tokenizer("Hello", src_lang="eng_Latn")
 
 
 def test_vocabularies_that_cannot_be(tmp_path):
@@ -159,6 +188,10 @@ def test_vocabularies_that_cannot_be(tmp_path):
     vocab = DATA["vocabularies"]["marian"]
     (folder / "vocab.json").write_text(json.dumps({**vocab, "</s>": 900}))
     with pytest.raises(TokenizerError, match=r"vocab.json: '</s>' has the id 900; 176 tokens have"):
+        load_tokenizer(folder)
+    renamed = {"<nope>" if token == "<unk>" else token: index for token, index in vocab.items()}
+    (folder / "vocab.json").write_text(json.dumps(renamed))
+    with pytest.raises(TokenizerError, match=r"vocab\.json: lacks the unk_token, '<unk>'"):
         load_tokenizer(folder)
     (folder / "vocab.json").write_text(json.dumps(vocab))
     (folder / "target.spm").unlink()

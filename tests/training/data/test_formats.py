@@ -146,7 +146,7 @@ def test_sources_and_targets_have_the_languages_of_their_rows(tmp_path):
     plain = encode({"source": "Hello", "target": "Hello"})  # in the languages of the file
     assert (plain.input_ids[0], plain.labels[0]) == (fra, fra)
     np.testing.assert_array_equal(plain.input_ids[1:], example.input_ids[1:])
-    with pytest.raises(InputError, match="'en': no language of this tokenizer"):
+    with pytest.raises(InputError, match="'en' is no language of this tokenizer"):
         encode({**row, "src_lang": "en"})
     named = Seq2SeqFormat(tokenizer, 2, "source", "target", "", "from", "to")
     with pytest.raises(DataError, match="from: no such field"):
