@@ -105,7 +105,7 @@ def check_fields(config: Any) -> None:
         elif name in POSITIVE:
             check_positive(config, name)
         elif name in ACTIVATIONS:
-            activation(getattr(config, name), where=name)
+            activation(getattr(config, name), where=config.written_names.get(name, name))
 
 
 def check_size(config: object, *names: str, limit: int = MAX_SIZE) -> None:

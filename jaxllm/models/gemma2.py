@@ -70,7 +70,7 @@ class Gemma2Config(GemmaFields):
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
         activation = raw.get("hidden_activation")
         activation = cls.hidden_act if activation is None else activation
-        return super().from_dict({**raw, "hidden_activation": None, "hidden_act": activation})
+        return super().from_dict({**raw, "hidden_act": None, "hidden_activation": activation})
 
     def check(self) -> None:
         super().check()

@@ -79,7 +79,7 @@ class Gemma3TextConfig(Gemma2Config):
 def _with_flat_ropes(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The fields with the names of transformers 4, from those of version 5.
 
-    That has an object for each type of layer in `rope_parameters`.
+    Version 5 has an object for each type of layer in `rope_parameters`.
     """
     nested = raw.get("rope_parameters")
     if nested is None:
@@ -87,8 +87,17 @@ def _with_flat_ropes(raw: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(nested, Mapping) or not nested.keys() <= {*ROPES}:
         found = quoted(nested)
         raise ConfigError(f"rope_parameters: expected {' and '.join(ROPES)}, found {found}")
+    for name, parameters in nested.items():
+        if not isinstance(parameters, Mapping | None):
+            found = quoted(parameters)
+            raise ConfigError(f"rope_parameters.{name}: expected an object, found {found}")
     full, local = (dict(nested.get(name) or {}) for name in ROPES)
     theta = local.pop("rope_theta", None)
+    if theta is not None and not (checks.is_float32_number(theta) and theta > 0):
+        raise ConfigError(
+            f"rope_parameters.{checks.SLIDING}.rope_theta: expected a number > 0, found "
+            f"{quoted(theta)}"
+        )
     if local.pop("rope_type", "default") != "default" or local:
         raise UnsupportedError(
             f"rope_parameters.{checks.SLIDING}: layers with a window have RoPE without scaling, "

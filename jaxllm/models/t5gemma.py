@@ -56,6 +56,7 @@ class T5GemmaConfig(cfg.ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         common = {"vocab_size": self.vocab_size, "attention_dropout": self.attention_dropout}
+        common["tie_word_embeddings"] = SIDE.tie_word_embeddings  # the top level's acts
         for side in SIDES:
             object.__setattr__(self, side, dataclasses.replace(getattr(self, side), **common))
 
@@ -97,9 +98,16 @@ class T5GemmaConfig(cfg.ModelConfig):
         config = cfg.read_config(cls, absent | given)
         _check_equal("decoder_start_token_id", config, "decoder.bos_token_id", start)
         for side in SIDES:
-            own = {"vocab_size": sides[side].vocab_size, **(raw.get(side) or {})}
+            own = {"vocab_size": sides[side].vocab_size, **raw.get(side, {})}
             for name in {"vocab_size", "dropout_rate", "attention_dropout"} & own.keys():
                 _check_equal(name, config, f"{side}.{name}", own[name])
+        width = sides["encoder"].width
+        memory = raw.get("decoder", {}).get("cross_attention_hidden_size")
+        if memory not in (None, width):
+            raise ConfigError(
+                f"decoder.cross_attention_hidden_size: {quoted(memory)} contradicts "
+                f"encoder.hidden_size, {width}"
+            )
         config = dataclasses.replace(config, **sides)
         config.check()
         cfg.check_token_ids(config)
@@ -122,11 +130,13 @@ class T5GemmaConfig(cfg.ModelConfig):
 
 
 def _side_of(raw: Mapping[str, Any], side: Side) -> Gemma2Config:
-    """Reads the config of one side, without the fields of which the top level's act."""
-    own = raw.get(side) or {}
+    """Reads the config of one side, without `dropout_rate`, which Gemma 2 does not have."""
+    own = {} if raw.keys() == {"model_type"} else raw.get(side)  # the defaults of both sides
+    if own is None:
+        raise ConfigError(f"{side}: missing")
     if not isinstance(own, Mapping):
         raise ConfigError(f"{side}: expected an object, found {quoted(own)}")
-    own = {k: v for k, v in own.items() if k not in ("dropout_rate", "tie_word_embeddings")}
+    own = {name: value for name, value in own.items() if name != "dropout_rate"}
     try:
         return Gemma2Config.from_dict({"model_type": "t5_gemma_module", **own})
     except JaxLLMError as error:

@@ -416,7 +416,8 @@ def _read_parameters(config: Mapping[str, Any]) -> _Parameters:
                 f"{quoted(merged[key])}"
             )
 
-    fields = [name for name in ("rope_parameters", "rope_scaling") if config.get(name)]
+    places = ("rope_parameters", "rope_scaling")
+    fields = [name for name in places if config.get(name) not in (None, {})]
     for name in fields:
         if not isinstance(config[name], Mapping):
             raise ConfigError(f"{name}: expected an object, found {quoted(config[name])}")

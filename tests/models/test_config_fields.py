@@ -551,6 +551,25 @@ ROPE = {
             {"rope_parameters": {"sliding_attention": {"rope_theta": 7.0}}},
             "rope_local_base_freq: 100.0 contradicts rope_parameters.sliding_attention",
         ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": [["a", 1]]}},
+            r"rope_parameters.full_attention: expected an object, found \[\['a', 1\]\]",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": 0}},
+            "rope_parameters.sliding_attention: expected an object, found 0",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {"rope_theta": "x"}}},
+            "rope_parameters.sliding_attention.rope_theta: expected a number > 0, found 'x'",
+        ),
+        ("gemma2", {"hidden_activation": "nope"}, "hidden_activation: unknown activation 'nope'"),
+        ("gemma2", {"hidden_activation": 3}, "hidden_activation: expected str, found 3"),
+        ("llama", {"rope_parameters": []}, r"rope_parameters: expected an object, found \[\]"),
+        ("llama", {"rope_scaling": 0}, "rope_scaling: expected an object, found 0"),
         ("phi3", {"resid_pdrop": 1.0}, "resid_pdrop: expected 0 <= rate < 1"),
     ],
 )

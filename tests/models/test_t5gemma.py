@@ -62,6 +62,14 @@ def test_fields_of_a_side_change_the_logits(side, field):
             "decoder.bos_token_id: 2 contradicts decoder_start_token_id",
         ),
         ({"encoder": "gemma2"}, "encoder: expected an object, found 'gemma2'"),
+        ({"encoder": 0}, "encoder: expected an object, found 0"),
+        ({"encoder": None}, "encoder: missing"),
+        (changed("encoder", tie_word_embeddings=3), "encoder.tie_word_embeddings: expected bool"),
+        (changed("decoder", hidden_activation="x"), "decoder.hidden_activation: unknown activ"),
+        (
+            changed("decoder", cross_attention_hidden_size=99),
+            "decoder.cross_attention_hidden_size: 99 contradicts encoder.hidden_size, 24",
+        ),
         (changed("decoder", head_dim=7), "decoder.head_dim: rotary embeddings need an even number"),
         (changed("decoder", logit_scale=2.0), r"decoder.logit_scale \(2.0\): unknown"),
         ({"dropout_rate": 1.0}, "dropout_rate: expected 0 <= rate < 1"),
@@ -74,6 +82,12 @@ def test_fields_of_a_side_change_the_logits(side, field):
 def test_what_raises(change, message):
     with pytest.raises((ConfigError, UnsupportedError), match=rf"^{message}"):
         model_spec({**RAW, **change})
+
+
+def test_what_a_side_repeats_changes_nothing():
+    sides = changed("encoder", tie_word_embeddings=False)
+    sides |= changed("decoder", cross_attention_hidden_size=24)
+    assert model_spec({**RAW, **sides}).config == model_spec(RAW).config
 
 
 def test_tokens_that_the_top_level_lacks_are_the_decoders():
