@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 from collections.abc import Collection, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -432,7 +433,7 @@ def check_parameter_names(
             tensors = list(tensors_of(name, min(count, len(names) + 1)))
             missing += [tensor for tensor in tensors if tensor not in present]
             parts.update(tensors)
-    config = ", ".join(f"{f} {getattr(spec.config, f)!r}" for f in spec.family.structure)
+    config = ", ".join(f"{f} {attrgetter(f)(spec.config)!r}" for f in spec.family.structure)
     fit = f"fit a {spec.architecture} of this config.json ({config})"
     copies, unexpected = [], []
     for name in names:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
 from collections import deque
@@ -28,7 +29,7 @@ from jaxllm.checkpoint.source import (
 )
 from jaxllm.common.errors import InputError, NonFiniteError
 from jaxllm.models.quantize import BLOCK_FORMATS, Quantize
-from jaxllm.models.weights import Entry
+from jaxllm.models.weights import Entry, tensors_of
 from jaxllm.nn.quantized import BlockMatrix, QuantizedMatrix
 from jaxllm.parallel.device_memory import format_bytes, total_memory
 from jaxllm.parallel.sharding import parameter_path, parameter_sharding, row_axis
@@ -265,19 +266,28 @@ class Tensor:
             values = self.source.read(self.name)[np.asarray(self.entry.order[rows]), *rest]
         else:
             values = self.source.read(self.name, index)
-        problem = None if self.allow_nonfinite else find_nonfinite(self.name, values)
-        if problem:
-            raise NonFiniteError(
-                f"{self.source.info(self.name).file}: {problem}; pass allow_nonfinite=True "
-                "(--allow-nonfinite) to load it all the same"
-            )
+        for name, part in () if self.allow_nonfinite else self.named(values, index):
+            if problem := find_nonfinite(name, part):
+                raise NonFiniteError(
+                    f"{self.source.info(self.name).file}: {problem}; pass allow_nonfinite=True "
+                    "(--allow-nonfinite) to load it all the same"
+                )
         return values
+
+    def named(self, values: np.ndarray, index: Index = ()) -> Iterator[tuple[str, np.ndarray]]:
+        """The values of this slice of the tensor, or of each expert's tensor, with their names."""
+        if not self.entry.is_stack:
+            yield self.name, values
+            return
+        first = index[0].start or 0 if index else 0
+        names = tensors_of(self.name, first + len(values))
+        yield from zip(itertools.islice(names, first, None), values, strict=True)
 
     def parameters(self, dtypes: list[np.dtype]) -> list[np.ndarray]:
         """Copies of the parameters that this tensor holds, cast to their dtypes."""
         parts = self.entry.split(self.read(()))
         for part, dtype in zip(parts, dtypes, strict=True):
-            check_range(f"{self.source.info(self.name).file}: {self.name}", part, dtype)
+            self.check_range(part, dtype)
         return [on_host(part, dtype) for part, dtype in zip(parts, dtypes, strict=True)]
 
     def part(self, number: int) -> np.ndarray:
@@ -291,8 +301,13 @@ class Tensor:
         else:
             values = self.read(self.entry.index(number, rows, index))
             values = values.T if self.entry.transposed else values
-        check_range(f"{self.source.info(self.name).file}: {self.name}", values, dtype)
+        self.check_range(values, dtype, index)
         return np.array(values, dtype, order="C")  # a copy: nothing keeps the file mapped
+
+    def check_range(self, values: np.ndarray, dtype: DTypeLike, index: Index = ()) -> None:
+        """Raises NonFiniteError if casting to float16 would turn a finite weight into infinity."""
+        for name, part in self.named(values, index):
+            check_range(f"{self.source.info(self.name).file}: {name}", part, dtype)
 
 
 def sharded_array(

@@ -58,7 +58,8 @@ class Family:
     classes: Mapping[str, Callable[..., Any]]
     table: Callable[[Any], Table]
     structure: tuple[str, ...]
-    """Config fields that determine which tensors exist; named in errors."""
+    """Config fields that determine which tensors exist; named in errors, with dots where one
+    config holds another."""
     headless_means_tied: bool = False
     """True if a checkpoint without lm_head.weight is tied regardless of its config (T5)."""
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -171,7 +172,10 @@ FAMILIES: Mapping[str, Family] = {
         config=T5GemmaConfig,
         classes={"T5GemmaForConditionalGeneration": T5GemmaForConditionalGeneration},
         table=lambda config: T5GEMMA_TABLE,
-        structure=("encoder", "decoder", "tie_word_embeddings"),
+        structure=(
+            *("encoder.num_hidden_layers", "encoder.attention_bias"),
+            *("decoder.num_hidden_layers", "decoder.attention_bias", "tie_word_embeddings"),
+        ),
         aliases={"T5GemmaModel": "T5GemmaForConditionalGeneration"},
     ),
     "t5": _t5("T5"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -71,6 +72,12 @@ def test_one_missing_tensor(copy):
         jaxllm.load(folder)
 
 
+def test_fields_of_two_configs_are_named(copy):
+    fields = r"\(encoder.num_hidden_layers \d, encoder.attention_bias \w+, decoder.num"
+    with pytest.raises(CheckpointError, match=rf"{fields}[^(]*\); missing model\.encoder\.norm"):
+        jaxllm.load(copy("t5gemma_published", {"model.encoder.norm.weight": None}))
+
+
 def test_one_unexpected_tensor(copy):
     folder = copy("llama_bias", {"model.layers.0.self_attn.q_norm.weight": np.ones(6, np.float32)})
     with pytest.raises(CheckpointError, match=r"; unexpected model.*q_norm\.weight$"):
@@ -106,6 +113,17 @@ def test_nonfinite_weights(copy, value, dtype):
         jaxllm.load(folder)
     model, _ = jaxllm.load(folder, allow_nonfinite=True)
     np.testing.assert_equal(np.asarray(model.backbone.stack.norm.weight[...])[3], value)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [(np.nan, "1 of [0-9]+ values are NaN"), (1e6, "holds 1e.06, which")]
+)
+def test_weights_of_an_expert_out_of_range(copy, value, message):
+    name = "model.layers.0.block_sparse_moe.experts.2.w1.weight"
+    weight = tensor(name, "mixtral_window")
+    weight[3, 1] = value
+    with pytest.raises(NonFiniteError, match=rf"safetensors: {re.escape(name)}: {message}"):
+        jaxllm.load(copy("mixtral_window", {name: weight}), param_dtype="float16")
 
 
 def test_float16_and_bfloat16_in_one_file(copy):
