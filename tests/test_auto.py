@@ -153,6 +153,7 @@ CALLS = {
     "do_lower_case": lambda m: jaxllm.auto.AutoTokenizer.from_pretrained("x", do_lower_case=True),
     "cache_dir": lambda model: jaxllm.auto.AutoConfig.from_pretrained("x", cache_dir="y"),
     "return_dict": lambda model: model(tiny.ids(), return_dict=False),
+    "output_router_logits": lambda model: model(tiny.ids(), output_router_logits=True),
     "max_shard_size": lambda model: model.save_pretrained("x", max_shard_size="1GB"),
 }
 

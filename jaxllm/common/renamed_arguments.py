@@ -19,6 +19,10 @@ CALL = {
     "past_key_values": "give cache=, made by model.init_cache(batch, capacity)",
     "use_cache": "give cache=, made by model.init_cache(batch, capacity), for a cached call",
     "return_dict": "outputs have their fields by name and by index; out.to_tuple() is the tuple",
+    "output_router_logits": (
+        "the config's field of this name decides: load a mixture of experts with"
+        ' config={"output_router_logits": True}'
+    ),
 }
 """Arguments of the call of a model."""
 GENERATE = {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import jax.numpy as jnp
@@ -57,6 +58,10 @@ class DecoderOnly(Model[DecoderOnlyConfig]):
     @property
     def embedding(self) -> Embedding:
         return self.backbone.embed
+
+    @classmethod
+    def call_options(cls) -> Set[str]:
+        return inspect.signature(DecoderOnly.hidden).parameters.keys()
 
     @checks_flags
     def hidden(

@@ -6,7 +6,7 @@ A family builds the stacks, and may change what `embed_inputs` gives them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import jax.numpy as jnp
@@ -165,6 +165,10 @@ class EncoderDecoderLM(WithEncoder[C], LanguageModel[C]):
     config_reads = ("pad_token_id", "decoder_start_token_id")
 
     decoder: Stack
+
+    @classmethod
+    def call_options(cls) -> Set[str]:
+        return {field.name for field in dataclasses.fields(Seq2SeqInputs)}
 
     @model_call
     def __call__(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Set
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import jax
@@ -29,7 +30,7 @@ from jaxllm.nn.platform.attention import LANES
 from jaxllm.parallel.sharding import constrain
 
 C = TypeVar("C", bound=ModelConfig)
-M = TypeVar("M")
+M = TypeVar("M", bound="Model[Any]")
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -252,6 +253,11 @@ class Model(Pretrained, Carded, nnx.Module, Generic[C]):
         model = shallow_copy(model, forward_config=forward_config)
         return model.with_card(card, config=config)
 
+    @classmethod
+    def call_options(cls) -> Set[str]:
+        """Names of the arguments that `__call__` takes beside those that it declares."""
+        return frozenset()
+
     def resized_constants(self, size: int) -> dict[str, jax.Array]:
         """Arrays over the vocabulary that are no matrices, for another number of tokens."""
         return {}
@@ -294,11 +300,14 @@ def has_arrays(tree: object) -> bool:
 def model_call(call: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
     """Decorates a model's `__call__`: checks names and flags, and allows for trees of labels.
 
+    The names are those of its arguments and of `Model.call_options`.
+
     `optax.multi_transform` and `optax.masked` call a tree of labels or masks if it is callable. One
     with the structure of a model is, and returns itself then.
     """
 
     with_keywords = checks_flags(call)
+    own_names = inspect.signature(call).parameters.keys()
 
     @functools.wraps(call)
     def wrapped(self: M, *args: P.args, **kwargs: P.kwargs) -> Any:
@@ -307,6 +316,12 @@ def model_call(call: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, 
         if not kwargs:
             return call(self, *args)  # pyright: ignore[reportCallIssue]
         own: Any = drop_renamed(type(self).__name__, kwargs, CALL)
+        if (others := own.keys() - own_names) and (unknown := others - self.call_options()):
+            names = sorted({*own_names, *self.call_options()} - {"self", "options", "arrays"})
+            raise InputError(
+                f"{min(unknown)}: no argument of a {type(self).__name__}, which has "
+                f"{', '.join(names)}"
+            )
         return with_keywords(self, *args, **own)  # pyright: ignore[reportCallIssue]
 
     return wrapped

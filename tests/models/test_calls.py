@@ -166,6 +166,14 @@ def test_a_call_inside_jit_is_equal(family):
     np.testing.assert_allclose(inside.loss, outside.loss, rtol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["llama", "xglm", "t5"])
+def test_arguments_that_a_call_has_not(family):
+    model = tiny.cached(family)
+    message = rf"atention_mask: no argument of a {type(model).__name__}, which has attention_mask, "
+    with pytest.raises(InputError, match=message):
+        model(tiny.ids(), atention_mask=np.ones((2, 9), int))
+
+
 def test_explicit_positions():
     for family in ("llama", "gpt2"):
         model, ids = tiny.cached(family), tiny.ids()
