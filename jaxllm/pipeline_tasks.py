@@ -47,7 +47,7 @@ def with_task_settings(task: str, model: Model[Any]) -> tuple[Model[Any], str]:
     As in transformers' pipelines, `task_specific_params` has generation fields and the prefix of
     prompts by the name of a task, and `prefix` is that of all tasks.
     """
-    if task not in ("text-generation", "text2text-generation"):
+    if task not in ("text-generation", "text2text-generation", "translation"):
         return model, ""
     origin = model.checked_card("pipeline").origin
     if origin is None:
@@ -154,12 +154,33 @@ def _prompt_ids(tokenizer: Tokenizer, prompt: str | Chat, prefix: str) -> list[i
 
 
 def _text_to_text(
-    pipe: TaskModel, inputs: list[str], *, key: Any = None, **fields: Any
+    pipe: TaskModel,
+    inputs: list[str],
+    *,
+    key: Any = None,
+    src_lang: str | None = None,
+    tgt_lang: str | None = None,
+    **fields: Any,
 ) -> Iterator[list[dict[str, str]]]:
-    prompts = [pipe.tokenizer.encode(pipe.prefix + text) for text in inputs]
-    for results in _generate(pipe, prompts, key, fields):
-        texts = pipe.tokenizer.batch_decode(results, skip_special_tokens=True)
+    tokenizer = pipe.tokenizer.with_languages(src_lang)
+    prompts = [tokenizer.encode(pipe.prefix + text) for text in inputs]
+    for results in _generate(pipe, prompts, key, tokenizer.with_target(fields, tgt_lang)):
+        texts = tokenizer.batch_decode(results, skip_special_tokens=True)
         yield [{"generated_text": text} for text in texts]
+
+
+def _translation(
+    pipe: TaskModel,
+    inputs: list[str],
+    *,
+    key: Any = None,
+    src_lang: str | None = None,
+    tgt_lang: str | None = None,
+    **fields: Any,
+) -> Iterator[list[dict[str, str]]]:
+    languages = {"src_lang": src_lang, "tgt_lang": tgt_lang}
+    for results in _text_to_text(pipe, inputs, key=key, **languages, **fields):
+        yield [{"translation_text": each["generated_text"]} for each in results]
 
 
 @jax.jit
@@ -266,6 +287,7 @@ class PipelineTask:
 TASKS: Mapping[str, PipelineTask] = {
     "text-generation": PipelineTask(CausalLM, _text_generation),
     "text2text-generation": PipelineTask(EncoderDecoderLM, _text_to_text),
+    "translation": PipelineTask(EncoderDecoderLM, _translation),
     "text-classification": PipelineTask(SequenceClassifier, _classification),
     "feature-extraction": PipelineTask(BaseModel, _features),
 }

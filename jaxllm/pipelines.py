@@ -45,7 +45,8 @@ class Pipeline(TaskModel):
             inputs: a string or a list of strings; for "text-generation" also the messages of a
                 chat, or a list of such conversations.
             batch_size: number of inputs of a batch. None: that of the pipeline.
-            options: fields of `GenerationConfig` and `key` for generation, and
+            options: fields of `GenerationConfig` and `key` for generation; `src_lang` and
+                `tgt_lang` for translation models ("translation", "text2text-generation");
                 `return_full_text=False` for the new text alone ("text-generation"); `top_k=None`
                 for the scores of all labels ("text-classification"); `pooling=None` for a vector
                 per token ("feature-extraction"); `truncation` and `max_length` of the tokenizer for
@@ -59,6 +60,7 @@ class Pipeline(TaskModel):
               answer.
             - "text2text-generation": the same; for a list of strings with one result each, only
               ``{"generated_text": text}`` for each.
+            - "translation": as "text2text-generation", with the key ``"translation_text"``.
             - "text-classification": ``{"label": name, "score": probability}`` for each input; a
               list of them with `top_k=None` or above 1.
             - "feature-extraction": float32 [D] for each input, the mean over its tokens.
@@ -78,8 +80,9 @@ class Pipeline(TaskModel):
         results = list(TASKS[self.task].run(pipe, rows, **options))
         if single:
             return results if isinstance(results[0], dict) else results[0]
-        if self.task == "text2text-generation" and all(len(each) == 1 for each in results):
-            return [each[0] for each in results]  # transformers flattens this task alone
+        flattened = ("text2text-generation", "translation")  # by transformers
+        if self.task in flattened and all(len(each) == 1 for each in results):
+            return [each[0] for each in results]
         return results
 
 
@@ -94,7 +97,7 @@ def pipeline(
     """A function of strings, like transformers' `pipeline()`.
 
     Args:
-        task: "text-generation", "text2text-generation", "text-classification" or
+        task: "text-generation", "text2text-generation", "translation", "text-classification" or
             "feature-extraction".
         model: a model, or what `jaxllm.load` takes.
         tokenizer: a tokenizer, or its path or Hub id. None: the model's, if that is a path or id.
@@ -108,8 +111,9 @@ def pipeline(
     """
     if checked(task, (str,), "task", "a name") not in TASKS:
         raise UnsupportedError(
-            f"task: {quoted(task)}; pipelines have {', '.join(TASKS)} (a T5 summarises and"
-            " translates with 'text2text-generation'; 'sentiment-analysis' is"
+            f"task: {quoted(task)}; pipelines have {', '.join(TASKS)} (summaries are"
+            " 'text2text-generation'; 'translation_en_to_fr' is 'translation' with src_lang and"
+            " tgt_lang, or a T5's prefix in the text; 'sentiment-analysis' is"
             " 'text-classification')"
         )
     model_class = TASKS[task].model_class

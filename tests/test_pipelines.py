@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import tiny
 from paths import DATA
+from translation_tools import write
 
 import jaxllm
 from jaxllm.errors import ConfigError, InputError, NonFiniteError, UnsupportedError
 from jaxllm.models.model import BaseModel
+from jaxllm.tokenizers import load_tokenizer
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 
 REFERENCE = DATA / "reference"
@@ -91,6 +93,27 @@ def test_text_to_text():
     answers = pipe(TEXTS[0], **two)
     assert [list(answer) for answer in answers] == [["generated_text"]] * 2
     assert pipe(TEXTS[:1], **two) == [answers]
+
+
+def test_translation(tmp_path):
+    tokenizer = load_tokenizer(write(tmp_path, "nllb"))
+    assert tokenizer is not None
+    model = tiny.make("m2m_100", vocab_size=len(tokenizer), seed=1)
+    languages = {"src_lang": "deu_Latn", "tgt_lang": "zul_Latn"}
+    pipe = jaxllm.pipeline(
+        "translation", model, tokenizer, max_new_tokens=4, eos_token_id=None, **languages
+    )
+    ids = tokenizer("Hello world.", src_lang="deu_Latn", return_tensors="np")
+    fields = tokenizer.target_fields("zul_Latn")
+    sequences = model.generate(**ids, max_new_tokens=4, eos_token_id=None, **fields).sequences
+    expected = {"translation_text": tokenizer.decode(sequences[0], skip_special_tokens=True)}
+    assert pipe("Hello world.") == pipe(["Hello world."]) == [expected]
+    assert expected["translation_text"]
+    assert pipe("Hello world.", src_lang="fra_Latn", tgt_lang="ace_Arab") != [expected]
+    with pytest.raises(InputError, match=r"forced_bos_token_id: 7 contradicts tgt_lang 'zul_Latn'"):
+        pipe("Hello", forced_bos_token_id=7)
+    with pytest.raises(InputError, match=r"tgt_lang: a \w+ has no languages"):
+        jaxllm.pipeline("translation", tiny.cached("t5"), byte_tokenizer())("a", tgt_lang="de")
 
 
 @pytest.mark.ci
@@ -196,8 +219,8 @@ def test_options_of_transformers(writer):
 
 @pytest.mark.ci
 def test_refusals(writer):
-    with pytest.raises(UnsupportedError, match="'translation'; pipelines have text-generation"):
-        jaxllm.pipeline("translation", writer.model)
+    with pytest.raises(UnsupportedError, match="'fill-mask'; pipelines have text-generation"):
+        jaxllm.pipeline("fill-mask", writer.model)
     with pytest.raises(UnsupportedError, match="needs a CausalLM, not a T5ForCond"):
         jaxllm.pipeline("text-generation", tiny.cached("t5"), writer.tokenizer)
     with pytest.raises(InputError, match="tokenizer: give the model's"):

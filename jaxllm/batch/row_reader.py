@@ -46,7 +46,7 @@ class RowInput(RowPrompt):
     seed: int | None = None
     tgt_lang: str | None = None
     """Language of the new text, for a translation model: sets `forced_bos_token_id`, or for mBART
-    `decoder_start_token_id`, unless the row does."""
+    `decoder_start_token_id`. A row that sets it to another token is an error."""
     schema: Annotated[dict[str, Any] | bool | None, "a JSON schema"] = None
     regex: str | None = None
     grammar: str | None = None
@@ -110,7 +110,7 @@ class RowReader:
         if row_input.tgt_lang is not None:
             if self._tokenizer is None:
                 raise InputError("tgt_lang: needs a tokenizer, which this model does not have")
-            fields = self._tokenizer.target_fields(row_input.tgt_lang) | fields
+            fields = self._tokenizer.with_target(fields, row_input.tgt_lang)
         settings = self._read_settings(fields)
         input_ids = self._prompts.ids(row_input)
         context = self._model.config.longest_prompt

@@ -70,7 +70,7 @@ examples:
 """
 
 _GIVE_ONE = 'give one, such as "Once upon a time", or - for stdin'
-_ONE_PROMPT = ("text", "prompt", "input_ids", "assistant_model")
+_ONE_PROMPT = ("text", "prompt", "input_ids", "assistant_model", "src_lang", "tgt_lang")
 _BATCH = (
     *("output", "resume", "retry_errors", "slots", "memory", "whole_digest"),
     *("prompt_column", "completion_column", "dataset_name", "split", "context"),
@@ -102,6 +102,17 @@ def _parser(program: str) -> Parser:
     )
     parser.add_argument("--chat", action="store_true", help="send the prompt as a chat message")
     parser.add_argument("--system", help="the system message, with --chat")
+    parser.add_argument(
+        "--src-lang",
+        metavar="CODE",
+        help="the language of the prompt of a translation model, such as eng_Latn (in the rows of "
+        "--input: src_lang)",
+    )
+    parser.add_argument(
+        "--tgt-lang",
+        metavar="CODE",
+        help="the language to translate into (in the rows of --input: tgt_lang)",
+    )
     add_model(parser, "--model")
     parser.add_argument(
         "--assistant-model",
@@ -291,6 +302,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InputError("give one of PROMPT, --prompt and --input-ids, not several")
     if arguments.chat and arguments.input_ids is not None:
         raise InputError("--chat needs a text prompt, not --input-ids")
+    if arguments.src_lang is not None and (arguments.chat or arguments.input_ids is not None):
+        raise InputError("--src-lang has no effect with --chat or --input-ids; leave it out")
 
 
 def check_flags(arguments: argparse.Namespace) -> None:
@@ -329,6 +342,11 @@ def _generate(
     with contextlib.closing(CompileClock()) as clock:
         model, tokenizer, assistant = _load(arguments, mesh, reporter)
         ids = _ids(arguments, prompt, tokenizer)
+        if arguments.tgt_lang is not None:
+            if tokenizer is None:
+                raise InputError(f"--tgt-lang: {arguments.model} has no tokenizer; leave it out")
+            given = generation_fields(arguments)
+            fields = GenerationConfig(**tokenizer.with_target(given, arguments.tgt_lang))
         fields = with_default_length(fields, model, len(ids))
         config, eos_ids = _effective(fields, model, assistant)
         for name, value in config.to_dict().items():
@@ -416,7 +434,8 @@ def _ids(
             "or put its tokenizer files into the folder"
         )
     if not arguments.chat:
-        return tokenizer([prompt], return_tensors="np").input_ids[0].tolist()
+        languages = {"src_lang": arguments.src_lang}
+        return tokenizer([prompt], return_tensors="np", **languages).input_ids[0].tolist()
     messages = [{"role": "user", "content": prompt}]
     if arguments.system is not None:
         messages.insert(0, {"role": "system", "content": arguments.system})

@@ -30,7 +30,7 @@ from jaxllm.generation.processors.base import (
     logits_processor,
     store,
 )
-from jaxllm.generation.processors.host.allowed_tokens import WORD_BITS, unpack_bits
+from jaxllm.generation.processors.host.allowed_tokens import WORD_BITS, pack_bits, unpack_bits
 from jaxllm.generation.processors.host.grammar import GrammarLogitsProcessor
 from jaxllm.generation.processors.per_row import signature
 from jaxllm.generation.stopping.sequence_end import StopStringMatcher, stop_string_matcher
@@ -66,9 +66,21 @@ class LiveRow(BatchRow):
     logprobs: bool
     stop_strings: tuple[str, ...]
     grammar: GrammarLogitsProcessor | None
+    forced_token: int | None = None
+    """First new token, such as a language; a grammar is that of the tokens after it."""
+
+    def changes_mask(self, new_tokens: Sequence[int]) -> bool:
+        """True if the mask after some new tokens may differ from the mask before the last one."""
+        is_forced = self.forced_token is not None and len(new_tokens) <= 1
+        return is_forced or self.grammar is not None
 
     def mask(self, new_tokens: Sequence[int], vocab_size: int) -> UInt32[np.ndarray, " W"]:
-        """The tokens that its grammar allows after some new tokens, as bits."""
+        """The tokens that are allowed after some new tokens, as bits."""
+        if self.forced_token is not None:
+            if not new_tokens:
+                is_allowed = np.arange(vocab_size)[None] == self.forced_token
+                return pack_bits(is_allowed)[0]
+            new_tokens = new_tokens[1:]
         if self.grammar is None:
             return np.full(-(-vocab_size // WORD_BITS), ALL_TOKENS)
         return self.grammar.allowed_bits(new_tokens, vocab_size)
@@ -201,15 +213,19 @@ class LiveRowReader:
 def _live_row(
     row: BatchRow, *, logprobs: bool = False, grammar: GrammarLogitsProcessor | None = None
 ) -> LiveRow:
-    """The row with its stop strings apart from the settings, since the host looks for them."""
+    """The row with its stop strings and its forced token apart from the settings: the host looks
+    for the one, and writes a mask for the other."""
     values = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
-    values["config"] = row.config.without(["stop_strings"])
+    forced = row.config.forced_bos_token_id if row.config.begin_suppress_tokens is None else None
+    names = ["stop_strings"] if forced is None else ["stop_strings", "forced_bos_token_id"]
+    values["config"] = row.config.without(names)
     values["constraint"] = None  # the host writes its masks
     return LiveRow(
         **values,
         logprobs=logprobs,
         stop_strings=row.config.stop_strings or (),
         grammar=grammar,
+        forced_token=forced if len(row.decoder_prompt) == 1 else None,
     )
 
 

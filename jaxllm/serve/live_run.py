@@ -151,9 +151,9 @@ class LiveRun:
         return self._collect(jax.device_get(pool.decode(free_slots, steps)))
 
     def _write_masks(self) -> list[tuple[LiveTask, Chunk]]:
-        """Writes the masks of rows with a grammar into the slots, and ends those whose grammar
+        """Writes the masks of all rows into the slots if one changes, and ends those whose grammar
         fails, such as one that is too complex."""
-        if not any(task.row.grammar for task in self.running):
+        if not any(task.row.changes_mask(task.tokens) for task in self.running):
             return []
         every_token = np.full(-(-self._vocab // WORD_BITS), ALL_TOKENS)
         masks = [every_token] * self._pool.arrays.current.count

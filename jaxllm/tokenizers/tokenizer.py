@@ -260,6 +260,21 @@ class Tokenizer(TextEncoder):
         self.with_languages(tgt_lang=tgt_lang)
         return {}
 
+    def with_target(self, fields: Mapping[str, Any], tgt_lang: str | None) -> dict[str, Any]:
+        """Generation settings with those of `target_fields`; None: as they are.
+
+        Raises:
+            InputError: as `with_languages`, or a setting contradicts the language.
+        """
+        own = {} if tgt_lang is None else self.target_fields(tgt_lang)
+        for name, value in own.items():
+            if fields.get(name) not in (None, value):
+                raise InputError(
+                    f"{name}: {quoted(fields[name])} contradicts tgt_lang {quoted(tgt_lang)}, "
+                    f"which is {value}; leave one of the two out"
+                )
+        return {**fields, **own}
+
     def for_targets(self) -> Self:
         """The tokenizer of the texts that the model should write: itself, or a copy."""
         return self

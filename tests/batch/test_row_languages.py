@@ -38,17 +38,22 @@ def test_each_row_has_its_languages(engine):
 
 
 def test_wrong_languages_are_errors_of_their_rows(engine):
+    language = next(iter(engine.tokenizer.lang_code_to_id))
+    fields = engine.tokenizer.target_fields(language)
     rows = [
         {"prompt": "Hello", "src_lang": "x"},
         {"prompt": "Hello", "tgt_lang": "x"},
         {"input_ids": [5, 6], "src_lang": "en_XX"},
         {"prompt": "Hello"},
+        {"prompt": "Hello", "tgt_lang": language, **fields},
+        {"prompt": "Hello", "tgt_lang": language, **dict.fromkeys(fields, 7)},
     ]
     errors = [output.error for output in engine.generate(rows)]
     assert "src_lang: 'x' is no language of this tokenizer" in errors[0]
     assert "tgt_lang: 'x' is no language of this tokenizer" in errors[1]
     assert "src_lang: has no effect on input_ids" in errors[2]
-    assert errors[3] is None
+    assert errors[3] is errors[4] is None
+    assert f"{min(fields)}: 7 contradicts tgt_lang '{language}'" in errors[5]
 
 
 def test_a_tokenizer_without_languages():

@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import tiny
 from paths import ROOT
+from translation_tools import write
 
+from jaxllm import save_hf
 from jaxllm.cli.generate import main
 from jaxllm.generation.settings.config import FIELDS
 from jaxllm.generation.settings.lengths import DEFAULT_NEW_TOKENS
+from jaxllm.tokenizers import load_tokenizer
 
 MODELS = ROOT / "tests" / "data" / "conformance" / "models"
 PARITY = ROOT / "tests" / "data" / "parity"
@@ -208,6 +212,28 @@ def test_ids_of_an_encoder_decoder(run) -> None:
 
 
 @pytest.mark.ci
+def test_languages_of_a_translation(run, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write(tmp_path, "nllb"))
+    assert tokenizer is not None
+    model = tiny.make("m2m_100", vocab_size=len(tokenizer), seed=1)
+    save_hf(tmp_path, model)
+    texts = []
+    for source, target in (("deu_Latn", "zul_Latn"), ("fra_Latn", "ace_Arab")):
+        languages = ("--src-lang", source, "--tgt-lang", target)
+        result = run("--model", tmp_path, *SHORT, "--eos-token-id", "none", *languages, "Hello.")
+        ids = tokenizer("Hello.", src_lang=source, return_tensors="np")
+        fields = {"eos_token_id": None, **tokenizer.target_fields(target)}
+        out = model.generate(**ids, max_new_tokens=8, **fields).sequences[0]
+        assert result.out == tokenizer.decode(out, skip_special_tokens=True) + "\n", result.err
+        texts.append(result.out)
+    assert texts[0] != texts[1]
+    refused = run("--model", tmp_path, "--tgt-lang", "xx", "Hello.")
+    assert "tgt_lang: 'xx' is no language of this tokenizer" in refused.err
+    both = ("--tgt-lang", "zul_Latn", "--forced-bos-token-id", 3)
+    assert "3 contradicts tgt_lang 'zul_Latn'" in run("--model", tmp_path, *both, "Hello.").err
+
+
+@pytest.mark.ci
 def test_lists_and_end_tokens(run) -> None:
     def ids(*options: object) -> list[str]:
         result = run("--model", T5, *SHORT, "--input-ids", "5,6,7,1", *options)
@@ -250,6 +276,7 @@ ERRORS = {
     "system alone": (("--system", "be brief", "hi"), "--chat"),
     "chat with ids": (("--chat", "--input-ids", "1"), "--chat needs a text prompt"),
     "no tokenizer": (("--model", T5, "hi"), "--input-ids"),
+    "a language of ids": (("--src-lang", "de", "--input-ids", "1"), "--src-lang has no effect"),
     "a classifier": (
         ("--model", PARITY / "gpt2_cls_single", "--input-ids", "1"),
         "no language-model head",

@@ -14,8 +14,10 @@ import openai
 import pytest
 import tiny
 from serving_tools import RunningServer, running_server
+from translation_tools import write
 
 import jaxllm
+from jaxllm.tokenizers import load_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
@@ -300,6 +302,32 @@ def test_t5_reads_the_prompt_with_its_encoder():
         with pytest.raises(openai.BadRequestError, match="prompt: has 80 tokens"):
             client.completions.create(model="tiny", prompt=[5] * 80, max_tokens=1)
         client.close()
+
+
+@pytest.mark.parametrize(("name", "family"), [("nllb", "m2m_100"), ("mbart", "mbart")])
+def test_requests_name_their_languages(tmp_path, name, family):
+    tokenizer = load_tokenizer(write(tmp_path, name))
+    assert tokenizer is not None
+    first, second, third, *_ = tokenizer.lang_code_to_id
+    model = tiny.make(family, vocab_size=len(tokenizer), seed=1)
+    with running_server(model, tokenizer, embeddings=False) as server:
+        url = f"{server.url}/v1/completions"
+        body = {"prompt": "Hello world.", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        for source, target in ((first, second), (second, third)):
+            named = {**body, "src_lang": source, "tgt_lang": target}
+            (choice,) = httpx.post(url, json=named).json()["choices"]
+            ids = tokenizer.encode("Hello world.", src_lang=source)
+            fields = {"eos_token_id": None, **tokenizer.target_fields(target)}
+            out = jaxllm.generate(model, [ids], max_new_tokens=4, **fields).sequences[0]
+            assert choice["text"] == tokenizer.decode(out, skip_special_tokens=True) != ""
+        for wrong, message in (
+            ({"tgt_lang": "xx"}, "tgt_lang: 'xx' is no language"),
+            ({"src_lang": "xx"}, "src_lang: 'xx' is no language"),
+            ({"src_lang": first, "prompt": [5, 6]}, "src_lang: has no effect on token ids"),
+        ):
+            answer = httpx.post(url, json={**body, **wrong})
+            assert answer.status_code == 400
+            assert message in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -88,12 +88,14 @@ class Answer:
         max_new_tokens: int | None,
         *,
         logprobs: bool,
+        **row_fields: str,
     ) -> list[GenerationStream]:
         """Queues the prompts.
 
         Args:
             prompts: token ids.
             max_new_tokens: None: `default_new_tokens`.
+            row_fields: fields of each row beside those of `ServerState.fields`.
 
         Raises:
             JaxLLMError: a field is wrong, a prompt is too long, or the queue is full.
@@ -103,6 +105,7 @@ class Answer:
             raise InputError(f"prompt: {len(prompts)} prompts, but at most {MAX_PROMPTS} are taken")
         grammar = await state.grammar(self.request.response_format)
         fields = await asyncio.to_thread(state.fields, self.request)
+        fields |= row_fields
         fields["seed"] = secrets.randbits(32) if seed is None else seed % 2**32
         if not fields["do_sample"]:
             self._copies = self.request.samples

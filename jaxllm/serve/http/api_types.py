@@ -169,6 +169,10 @@ class CompletionRequest(SamplingFields):
     logprobs: int | None = None
     best_of: int | None = None
     """Choices that are generated, of which the `n` most probable ones are the answer."""
+    src_lang: str | None = None
+    """Language of the prompts, for a translation model."""
+    tgt_lang: str | None = None
+    """Language of the answers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -29,9 +29,12 @@ class CompletionAnswer(Answer):
 
     async def start(self) -> list[GenerationStream]:
         """Tokenizes the prompts and queues them."""
-        ids = await self.state.in_thread(prompt_ids, self.state, self.request.prompts, "prompt")
-        logprobs = self.request.logprobs is not None or self.request.best_of is not None
-        return await self.submit(ids, self.request.max_tokens, logprobs=logprobs)
+        request = self.request
+        prompts = (request.prompts, "prompt", request.src_lang)
+        ids = await self.state.in_thread(prompt_ids, self.state, *prompts)
+        logprobs = request.logprobs is not None or request.best_of is not None
+        language = {} if request.tgt_lang is None else {"tgt_lang": request.tgt_lang}
+        return await self.submit(ids, request.max_tokens, logprobs=logprobs, **language)
 
     def selected(self, choices: list[Choice]) -> list[Choice]:
         """The `n` most probable choices of each prompt, the best first, with `best_of`."""
@@ -68,18 +71,24 @@ class CompletionAnswer(Answer):
 
 
 def prompt_ids(
-    state: ServerState, prompts: list[str | tuple[int, ...]], name: str
+    state: ServerState,
+    prompts: list[str | tuple[int, ...]],
+    name: str,
+    src_lang: str | None = None,
 ) -> list[list[int]]:
-    """The token ids of prompts.
+    """The token ids of prompts, whose texts are in the language `src_lang`.
 
     Raises:
         InputError: a prompt is empty or too long, or has an id that the model does not know.
     """
     vocab_size, result = state.engine.model.config.vocab_size, []
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if src_lang is not None and len(texts) < len(prompts):
+        raise InputError("src_lang: has no effect on token ids; leave it out")
     encoded: Iterator[list[int]] = iter(())
     if texts:
-        batch = state.tokenize("__call__", texts, max_bytes=state.limits.body_bytes)
+        options = {"max_bytes": state.limits.body_bytes, "src_lang": src_lang}
+        batch = state.tokenize("__call__", texts, **options)
         encoded = iter(batch["input_ids"])
     for prompt in prompts:
         ids = next(encoded) if isinstance(prompt, str) else list(prompt)
