@@ -83,6 +83,20 @@ def test_the_tree_of_gemma():
     np.testing.assert_array_equal(model(tiny.ids()).logits, tiny.logits(net))
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("FlaxBartModel", r"take FlaxBartForConditionalGeneration.*decoder_hidden_states\[-1\]"),
+        ("FlaxMarianModel", "take FlaxMarianMTModel"),
+        ("FlaxBartForSequenceClassification", "of transformers' Flax classes jaxllm has FlaxAuto"),
+        ("BertConfig", r"no attribute 'BertConfig'$"),
+    ],
+)
+def test_names_that_are_not_here(name, hint):
+    with pytest.raises(AttributeError, match=hint):
+        getattr(flax_classes, name)
+
+
 def test_dropout_is_for_training_only():
     key = jax.random.key(0)
     assert dropout_key(key, train=True) is key

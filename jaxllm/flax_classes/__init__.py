@@ -8,7 +8,7 @@ calls the models of `jaxllm` themselves, which are their own parameters.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxllm import models
 from jaxllm.auto import AutoConfig, AutoTokenizer
@@ -63,6 +63,8 @@ from jaxllm.models import (
     shift_tokens_right,
 )
 
+FlaxMT5EncoderModel = FlaxT5EncoderModel
+FlaxMT5ForConditionalGeneration = FlaxT5ForConditionalGeneration
 BartTokenizer = BartTokenizerFast = AutoTokenizer
 GPT2Tokenizer = GPT2TokenizerFast = AutoTokenizer
 GemmaTokenizer = GemmaTokenizerFast = AutoTokenizer
@@ -70,11 +72,36 @@ LlamaTokenizer = LlamaTokenizerFast = AutoTokenizer
 MarianTokenizer = AutoTokenizer
 MBartTokenizer = MBartTokenizerFast = MBart50Tokenizer = MBart50TokenizerFast = AutoTokenizer
 PegasusTokenizer = PegasusTokenizerFast = AutoTokenizer
-T5Tokenizer = T5TokenizerFast = AutoTokenizer
+T5Tokenizer = T5TokenizerFast = MT5Tokenizer = MT5TokenizerFast = AutoTokenizer
 XGLMTokenizer = XGLMTokenizerFast = AutoTokenizer
 CONFIG_MAPPING: Mapping[str, Any] = {
     name: family.config for name, family in models.FAMILIES.items()
 }
+_HEADLESS = {
+    f"Flax{family}Model": f"Flax{family}{head}"
+    for head, families in (
+        ("ForConditionalGeneration", ("Bart", "MBart", "MT5", "Pegasus", "T5")),
+        ("MTModel", ("Marian",)),
+    )
+    for family in families
+}
+"""transformers' encoder-decoders without a head -> the class whose output has the same states."""
+
+if not TYPE_CHECKING:  # it would hide misspelt names from type checkers
+
+    def __getattr__(name: str) -> Any:
+        """Explains classes that transformers has; called for missing names only."""
+        hint = ""
+        if name in _HEADLESS:
+            hint = (
+                f": take {_HEADLESS[name]}, and its output's decoder_hidden_states[-1] (with "
+                "output_hidden_states=True) for last_hidden_state"
+            )
+        elif name.startswith("Flax"):
+            classes = ", ".join(each for each in __all__ if each.startswith("Flax"))
+            hint = f": of transformers' Flax classes jaxllm has {classes}"
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+
 
 __all__ = [
     "CONFIG_MAPPING",
@@ -102,6 +129,8 @@ __all__ = [
     "FlaxLlamaForCausalLM",
     "FlaxLlamaModel",
     "FlaxMBartForConditionalGeneration",
+    "FlaxMT5EncoderModel",
+    "FlaxMT5ForConditionalGeneration",
     "FlaxMarianMTModel",
     "FlaxMistralForCausalLM",
     "FlaxMistralModel",
@@ -130,6 +159,8 @@ __all__ = [
     "MBartConfig",
     "MBartTokenizer",
     "MBartTokenizerFast",
+    "MT5Tokenizer",
+    "MT5TokenizerFast",
     "MarianConfig",
     "MarianTokenizer",
     "MistralConfig",
