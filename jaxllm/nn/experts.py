@@ -233,7 +233,7 @@ def on_mesh(
     rows = partition_spec(x.shape, ("rows",), mesh)
     scattered = FSDP in used and rows[0] is not None
 
-    def of_device(x: Array, experts: Array, weights: Array, layers: dict[str, Any]) -> Array:
+    def on_device(x: Array, experts: Array, weights: Array, layers: dict[str, Any]) -> Array:
         first: int | Array = 0
         if FSDP in used:
             first = jax.lax.axis_index(FSDP) * len(jax.tree.leaves(layers)[0])
@@ -248,7 +248,7 @@ def on_mesh(
         return jax.lax.psum(y, FSDP) if FSDP in used else y
 
     run = jax.shard_map(
-        of_device, mesh=mesh, in_specs=(rows, rows, rows, specs), out_specs=rows, check_vma=False
+        on_device, mesh=mesh, in_specs=(rows, rows, rows, specs), out_specs=rows, check_vma=False
     )
     return jax.jit(run)(x, experts, weights, layers)
 
