@@ -193,11 +193,12 @@ def extrapolated(low: Mapping[str, Any], high: Mapping[str, Any], layers: int) -
 def table(out: Path) -> Iterator[str]:
     """The rows as a table in Markdown; figures from fewer layers are marked with a tilde."""
     heads = ("shape", "topology", "mesh", "program", "peak GB", "estimate ms", "floor ms")
-    heads += ("collectives ms", "in series ms", "overlapped ms", "MFU")
+    heads += ("collectives ms", "in series ms", "overlapped ms", "MFU", "kernels")
     yield "| " + " | ".join(heads) + " |"
     yield "|" + "---|" * len(heads)
     for row in rows(out):
-        mesh = ",".join(f"{axis}={size}" for axis, size in (row["mesh"] or {}).items()) or "1"
+        mesh = ",".join(f"{axis}={size}" for axis, size in (row["mesh"] or {}).items() if size > 1)
+        mesh = mesh or "1"
         program = row.get("program", "")
         workload = row["workload"]
         name = f"{program}: {workload}" if program.startswith("batch") else workload
@@ -208,9 +209,10 @@ def table(out: Path) -> Iterator[str]:
             continue
         times = ("estimated_step_us", "floor_step_us", "collective_us", "series_step_us")
         cells.append(number(row["peak_bytes"], 1e9))
-        cells += [number(row[x], 1e3) for x in (*times, "overlapped_step_us")]
+        cells += [number(row.get(x), 1e3) for x in (*times, "overlapped_step_us")]
         mfu = row.get("mfu")
         cells.append("" if mfu is None else f"{mfu:.0%} / {row['overlapped_mfu']:.0%}")
+        cells.append(number(row["kernels"], 1).removesuffix(".00"))
         yield "| " + " | ".join(cells) + " |"
 
 
