@@ -25,7 +25,7 @@ from jaxllm.models.expert_use import used_shares
 from jaxllm.models.model import LanguageModel, Model
 from jaxllm.models.weights import parameters
 from jaxllm.parallel.placement import put_tree
-from jaxllm.parallel.sharding import TENSOR, abstract_mesh, row_shards
+from jaxllm.parallel.sharding import FSDP, TENSOR, abstract_mesh, row_shards
 from jaxllm.planning.abstract import abstract_model, device_bytes, with_lora
 from jaxllm.planning.lower import BatchEngine, Workload, forward_flops
 from jaxllm.planning.topology import Chip, chip_and_count
@@ -157,11 +157,12 @@ def decide(
     if isinstance(placed, LanguageModel):
         costs = Costs.of(placed, plain, workload)
         heads = math.gcd(*plain.config.head_counts.values())
-        meshes = [
-            costs.on(abstract_mesh(data=count // tensor, tensor=tensor), chip)
-            for tensor in range(1, count + 1)
-            if count % tensor == 0 and heads % tensor == 0
-        ]
+        tensors = [n for n in range(1, count + 1) if count % n == 0 and heads % n == 0]
+        # Gathering weights for each step is slow: only where they fit in no other way.
+        for rows in ("data", "fsdp"):
+            if not any(bounds.rows for bounds in meshes):
+                sizes = [{rows: count // n, "tensor": n} for n in tensors]
+                meshes += [costs.on(abstract_mesh(**axes), chip) for axes in sizes]
     training = None
     if quantize is None:
         training = training_bounds(plain, workload, chip, count, lora_rank)
@@ -218,11 +219,15 @@ class Costs:
         leaves = jax.tree.leaves(model)
         weights = device_bytes(leaves)
 
+        # Weights that are sharded over `fsdp` are gathered for their products.
+        fsdp = mesh.shape[FSDP]
+        gathered = [device_bytes(x) * (fsdp if FSDP in x.sharding.spec else 1) for x in leaves]
+
         def read(tokens: int) -> float:
             """Bytes that a step of so many tokens reads."""
             used = used_shares(self.model, tokens).values()
             shares = with_experts(self.read_shares, used)
-            return sum(s * device_bytes(x) for s, x in zip(shares, leaves, strict=True))
+            return sum(s * size for s, size in zip(shares, gathered, strict=True))
 
         sizes = dataclasses.replace(self.engine.sizes, shards=shards, slots=shards)
         slots = dataclasses.replace(self.engine, sizes=sizes).slots(self.model, mesh)
@@ -231,8 +236,15 @@ class Costs:
         rows = max(0, int((SHARE_OF_DEVICE * chip.memory_bytes - weights) / row_bytes))
         peak = tensor * chip.peak(self.model.dtype)
 
+        # All experts of a layer are gathered, used or not.
+        is_expert = [used < 1 for used in used_shares(self.model).values()]
+        shares = [max(x) for x in zip(self.read_shares, is_expert, strict=True)]
+        missing = [size - device_bytes(x) for size, x in zip(gathered, leaves, strict=True)]
+        received = sum(s * size for s, size in zip(shares, missing, strict=True))
+        gathers = chip.ring_seconds(received, fsdp // 2)
+
         def collectives(tokens: int, *, decoding: bool) -> float:
-            return sum(
+            return gathers + sum(
                 chip.all_reduce_seconds(tokens * outputs * self.model.dtype.itemsize, tensor)
                 for outputs, share in zip(reduced_outputs(model), self.read_shares, strict=True)
                 if outputs and (share or not decoding)

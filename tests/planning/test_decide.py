@@ -62,6 +62,25 @@ def test_meshes_of_an_8b_model() -> None:
     assert bounds.requests_per_s < bounds.tokens_per_s / 128
 
 
+def test_weights_are_gathered_where_they_fit_in_no_other_way() -> None:
+    config = LLAMA_8B | {"num_key_value_heads": 4, "num_hidden_layers": 150}
+    decision = decide(config, "v5e:2x4", prompt=896, new=128)
+    best, chip = decision.best, CHIPS["v5e"]
+    assert best is not None
+    assert chip.bandwidth is not None
+    assert best.mesh == {"data": 1, "fsdp": 2, "tensor": 4}
+    plain = [bounds for bounds in decision.meshes if bounds.mesh["fsdp"] == 1]
+    assert [bounds.rows for bounds in plain] == [0, 0, 0]
+    # A step receives half of all weights but the embedding, and reads them whole.
+    embedding = 128256 * 4096 * 2 / 8
+    received = best.weight_bytes - embedding
+    rows = best.rows / 2
+    reduced = 300 * 2 * 3 / 4 * rows * 4096 * 2  # two all-reduces a layer, over `tensor`
+    assert best.collective_us == pytest.approx((received + reduced) / 90e9 * 1e6, rel=1e-2)
+    read = 2 * received + rows * best.row_bytes
+    assert best.step_us == pytest.approx(read / chip.bandwidth * 1e6, rel=1e-2)
+
+
 def test_training_of_all_weights_and_of_lora() -> None:
     full = decide(LLAMA_8B, "v5e:2x4", batch=8, prompt=1024).training
     assert full is not None
