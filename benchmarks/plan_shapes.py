@@ -5,8 +5,8 @@
 Compiles programs for the models of `shapes/` on the meshes of `RUNS`, and writes one line of JSON
 for each; lines that are there already are kept, so that a run can go on. Programs that generate are
 compiled with all layers. Training takes minutes for each layer: it comes last, with 1 and with 2
-layers, and the table prints the figures for all layers from those two, since every figure grows
-linearly with the number of equal layers. The compilers for TPU and GPU
+layers, and the table prints the figures for all layers from those two, marked with a tilde: times
+grow linearly with the number of equal layers, memory nearly so. The compilers for TPU and GPU
 (`pip install 'jaxllm[plan-tpu]'`, `'jaxllm[plan-gpu]'`) are in environments of their own, so that
 there is a run for each.
 
@@ -182,6 +182,9 @@ def extrapolated(low: Mapping[str, Any], high: Mapping[str, Any], layers: int) -
         figures[name] = (
             None if a is None or b is None else a + (b - a) * (layers - few) / (more - few)
         )
+    # The peak grows linearly only where the same arrays are alive at it.
+    if (figures["peak_bytes"] or 0) < (figures["weight_bytes"] or 0):
+        figures["peak_bytes"] = None
     if low.get("mfu") and high.get("mfu"):
         ideal = [x["mfu"] * x["series_step_us"] for x in (low, high)]
         model_us = ideal[0] + (ideal[1] - ideal[0]) * (layers - few) / (more - few)
