@@ -24,7 +24,7 @@ from jaxllm.nn.rope import Rope, without_unused
 
 @dataclasses.dataclass(frozen=True)
 class LayerFactory:
-    """Builds layers with the sizes and dtypes of one model: those of GPT-2 and its relatives.
+    """Builds the layers of GPT-2 and its relatives, with the sizes and dtypes of one model.
 
     The sizes are config fields, whatever their names are in the family (`models.config.NAMES`).
     Subclasses build the layers of other families.
@@ -153,7 +153,7 @@ class LayerFactory:
 
         Args:
             scores: of attention and cross-attention.
-            options: those of `Block`.
+            options: keyword arguments of `Block`.
         """
         mlp = self.mlp()
         return Block(

@@ -71,7 +71,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "experts": ("num_local_experts", "num_experts"),
     "affine": ("layer_norm_elementwise_affine",),
 }
-"""What a config field says -> its names in the families, each of which has one of them or none."""
+"""Meaning of a config field -> names of the field. A family has a field of one name, or none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +170,7 @@ class ModelConfig(metaclass=_ConfigType):
         return dataclasses.replace(self, **values)
 
     def forward_values(self) -> dict[str, Any]:
-        """Fields that `forward_part` changes: nothing in place of those that are not read. Families
+        """Values that `forward_part` replaces: `unread` fields get None, 0 or the like. Families
         add fields that have several spellings."""
         hints = _field_types(type(self))
         return {name: _nothing(hints[name]) for name in self.unread}

@@ -54,7 +54,13 @@ def implementation_for(name: str, platform: str) -> str:
             f"attn_implementation: {name} is a kernel for {kind}, and this runs on {platform}; "
             "choose auto, eager or blockwise"
         )
-    return PLATFORM_IMPLEMENTATIONS.get(platform, "eager") if name == "auto" else name
+    if name != "auto":
+        return name
+    # PERF(gpu): Triton compiles for compute capability 8 and later; a T4 has 7.5.
+    is_old = platform == "gpu" and any(
+        float(getattr(device, "compute_capability", 8)) < 8 for device in jax.local_devices()
+    )
+    return "blockwise" if is_old else PLATFORM_IMPLEMENTATIONS.get(platform, "eager")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -203,6 +204,14 @@ def test_auto_is_resolved_by_platform():
         implementation_for("splash", "cpu")
     with pytest.raises(UnsupportedError, match="triton is a kernel for GPUs, and this runs on tpu"):
         implementation_for("triton", "tpu")
+
+
+@pytest.mark.parametrize(("capability", "expected"), [("7.5", "blockwise"), ("9.0", "triton")])
+def test_auto_is_resolved_by_the_generation_of_the_gpu(capability, expected, monkeypatch):
+    gpu = SimpleNamespace(compute_capability=capability)  # no GPU runs the tests
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+    assert implementation_for("auto", "gpu") == expected
+    assert implementation_for("auto", "cuda") == "triton"  # a planned device, not this machine's
 
 
 @pytest.mark.slow
