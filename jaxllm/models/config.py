@@ -170,7 +170,7 @@ class ModelConfig(metaclass=_ConfigType):
         return dataclasses.replace(self, **values)
 
     def forward_values(self) -> dict[str, Any]:
-        """Values that `forward_part` replaces: `unread` fields get None, 0 or the like. Families
+        """New values of the fields that `forward_part` changes: `unread` fields get None or 0. Families
         add fields that have several spellings."""
         hints = _field_types(type(self))
         return {name: _nothing(hints[name]) for name in self.unread}
