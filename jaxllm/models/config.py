@@ -170,8 +170,10 @@ class ModelConfig(metaclass=_ConfigType):
         return dataclasses.replace(self, **values)
 
     def forward_values(self) -> dict[str, Any]:
-        """New values of the fields that `forward_part` changes: `unread` fields get None or 0. Families
-        add fields that have several spellings."""
+        """New values of the fields that `forward_part` changes: `unread` fields get None or 0.
+
+        Families add fields that have several spellings.
+        """
         hints = _field_types(type(self))
         return {name: _nothing(hints[name]) for name in self.unread}
 
