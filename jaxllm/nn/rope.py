@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.common.config_keys import describe_keys, unknown_keys
 from jaxllm.common.errors import ConfigError, UnsupportedError, quoted, shortened
+from jaxllm.nn.platform.attention import LANES
 from jaxllm.parallel.sharding import heads_are_sharded
 
 MAX_PRODUCT_WIDTH = 1024
@@ -166,12 +167,14 @@ def rotate(
     if rotated < x.shape[-1]:
         first, rest = x[..., :rotated], x[..., rotated:]
         return jnp.concatenate([rotate(first, cos, sin), rest], axis=-1)
-    # PERF(tpu): slices and negations of heads are small copies, a sixth of a decode step of
-    # SmolLM2; docs/decisions/tpu-decode-step.md. A matrix for larger heads would cost more than the
-    # copies do.
-    if x.shape[1] > 1 or math.prod(x.shape[2:]) > MAX_PRODUCT_WIDTH or heads_are_sharded():
-        return rotate_halves(x, cos, sin)
-    return jax.lax.platform_dependent(x, cos, sin, tpu=rotate_by_product, default=rotate_halves)
+    # PERF(tpu): slices and negations of heads are copies, a sixth of a decode step of SmolLM2 and
+    # of its prefill; docs/decisions/tpu-decode-step.md. For heads that fill the 128 lanes of a
+    # register products take longer, and in a decode step of a larger model a matrix for all heads.
+    on_tpu = rotate_each_head if x.shape[-1] < LANES else rotate_halves
+    if x.shape[1] == 1:
+        is_small = math.prod(x.shape[2:]) <= MAX_PRODUCT_WIDTH and not heads_are_sharded()
+        on_tpu = rotate_by_product if is_small else rotate_halves
+    return jax.lax.platform_dependent(x, cos, sin, tpu=on_tpu, default=rotate_halves)
 
 
 def rotate_halves(
@@ -184,13 +187,33 @@ def rotate_halves(
     return (y * cos + rotated_half * sin).astype(x.dtype)
 
 
+def exchange_matrix(size: int) -> np.ndarray:
+    """The matrix M of 0 and ±1 with ``x @ M = concatenate([-x[size/2:], x[:size/2]])``."""
+    return np.kron([[0, 1], [-1, 0]], np.eye(size // 2))
+
+
+def rotate_each_head(
+    x: Float[Array, "B T N H"], cos: Float[Array, "B T 1 H"], sin: Float[Array, "B T 1 H"]
+) -> Float[Array, "B T N H"]:
+    """`rotate` with a product of each head by a matrix of 0 and ±1."""
+    # Every sum of the product has one term, so it is exact if the products are.
+    exact = None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+    rotated_half = jnp.matmul(
+        x,
+        jnp.asarray(exchange_matrix(x.shape[-1]), x.dtype),
+        precision=exact,
+        preferred_element_type=jnp.float32,
+    )
+    return (x.astype(jnp.float32) * cos + rotated_half * sin).astype(x.dtype)
+
+
 def rotate_by_product(
     x: Float[Array, "B T N H"], cos: Float[Array, "B T 1 H"], sin: Float[Array, "B T 1 H"]
 ) -> Float[Array, "B T N H"]:
     """`rotate` with one product, for all heads, by a matrix of 0 and ±1."""
     B, T, N, H = x.shape
-    exchange = np.kron([[0, 1], [-1, 0]], np.eye(H // 2))
-    same_and_exchanged = np.stack([np.eye(N * H), np.kron(np.eye(N), exchange)], axis=1)
+    exchange = np.kron(np.eye(N), exchange_matrix(H))
+    same_and_exchanged = np.stack([np.eye(N * H), exchange], axis=1)
     matrix = jnp.asarray(same_and_exchanged, x.dtype)  # [N*H, 2, N*H]
     # Every sum of the product has one term, so it is exact if the products are.
     exact = None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jaxllm.nn.rope import (
     rope_from_config,
     rotate,
     rotate_by_product,
+    rotate_each_head,
     rotate_halves,
 )
 
@@ -167,13 +169,14 @@ def test_settings_without_effect_are_accepted():
         assert rope_from_config(raw, head_dim=16, max_positions=64) == plain
 
 
-@pytest.mark.by_default("bfloat16")
+@pytest.mark.by_default("bfloat16-rotate_by_product", "bfloat16-rotate_each_head")
+@pytest.mark.parametrize("rotation", [rotate_by_product, rotate_each_head])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rotation_by_a_product_is_exact(dtype: str) -> None:
+def test_rotation_by_a_product_is_exact(dtype: str, rotation: Callable[..., jax.Array]) -> None:
     """Equal but for fused multiply-adds, with which XLA leaves out the rounding of a product."""
     x = jax.random.normal(jax.random.key(0), (2, 1, 3, 8), dtype)
     angles = Rope(head_dim=8).angles(jnp.array([[3], [11]]), jnp.array([[12]]))
-    actual, expected = (jax.jit(f)(x, *angles) for f in (rotate_by_product, rotate_halves))
+    actual, expected = (jax.jit(f)(x, *angles) for f in (rotation, rotate_halves))
     # A rounding of two products and of their sum, of at most 2**-24 each; bfloat16 hides them.
     rounding = 4 * 2**-24 * float(abs(x).max()) if dtype == "float32" else 0
     np.testing.assert_allclose(
@@ -181,15 +184,18 @@ def test_rotation_by_a_product_is_exact(dtype: str) -> None:
     )
 
 
-@pytest.mark.in_ci("cpu-1-3-0")
+@pytest.mark.in_ci("cpu-1-3-8-0")
 @pytest.mark.parametrize(
-    ("platform", "columns", "heads", "products"),
-    [("tpu", 1, 3, 1), ("tpu", 2, 3, 0), ("tpu", 1, 129, 0), ("cpu", 1, 3, 0)],
+    ("platform", "columns", "heads", "size", "products"),
+    [
+        *[("tpu", 1, 3, 8, 1), ("tpu", 1, 129, 8, 0), ("cpu", 1, 3, 8, 0)],
+        *[("tpu", 2, 129, 8, 1), ("tpu", 2, 3, 128, 0), ("cpu", 2, 3, 8, 0)],
+    ],
 )
-def test_only_decode_steps_of_a_tpu_rotate_by_a_product(
-    platform: str, columns: int, heads: int, products: int
+def test_narrow_heads_of_a_tpu_rotate_by_a_product(
+    platform: str, columns: int, heads: int, size: int, products: int
 ) -> None:
-    x, angles = jnp.zeros((2, columns, heads, 8)), jnp.zeros((2, columns, 1, 8))
+    x, angles = jnp.zeros((2, columns, heads, size)), jnp.zeros((2, columns, 1, size))
     traced = jax.jit(rotate).trace(x, angles, angles)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert text.count("stablehlo.dot_general") == products
