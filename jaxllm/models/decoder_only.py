@@ -20,7 +20,7 @@ from jaxllm.models.backbone import Backbone, lm_head
 from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.config import DecoderOnlyConfig
 from jaxllm.models.decoder import Decoder
-from jaxllm.models.losses import causal_loss, classification_loss, router_loss
+from jaxllm.models.losses import causal_loss, classification_loss, load_balancing_loss
 from jaxllm.models.model import (
     BaseModel,
     LanguageModel,
@@ -121,7 +121,7 @@ class DecoderOnly(Model[DecoderOnlyConfig]):
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
-        asked = self.config.aux_loss is not None
+        asked = bool(out.router_logits) and self.config.aux_loss is not None
         return base_output(out, cache, output_router_logits=asked)
 
     def _view(
@@ -250,7 +250,7 @@ class CausalLM(DecoderOnly, LanguageModel[DecoderOnlyConfig]):
         x = out.last_hidden_state
         logits = self.logits(x[:, check.columns_to_keep(logits_to_keep, x.shape[1])], head_key)
         loss, segments = None, options.get("segment_ids")
-        aux_loss = router_loss(self.config, out.router_logits, segments, attention_mask)
+        aux_loss = self._router_loss(out, segments, attention_mask)
         if labels is not None:
             labels = check.checked_labels(labels, x.shape[:2], logits)
             loss = causal_loss(logits, labels, segments, attention_mask)
@@ -274,8 +274,21 @@ class CausalLM(DecoderOnly, LanguageModel[DecoderOnlyConfig]):
         key, head_key = split_key(dropout_key, 2)
         out = self.hidden(dropout_key=key, **inputs)
         masks = (inputs.get("segment_ids"), inputs.get("attention_mask"))
-        loss = router_loss(self.config, out.router_logits, *masks)
+        loss = self._router_loss(out, *masks)
         return self.scaled_for_head(out.last_hidden_state), head_key, loss
+
+    def _router_loss(
+        self, out: BaseOutput, segments: object, attention_mask: object
+    ) -> Float[Array, ""] | None:
+        """`load_balancing_loss` of the call's tokens; None if no layer has experts, or the config
+        asks for none."""
+        if out.router_logits is None:
+            return None
+        assert self.config.aux_loss is not None
+        given = attention_mask if segments is None else segments
+        mask = jnp.ones(len(out.router_logits[0])) if given is None else jnp.asarray(given)
+        top_k = self.config.aux_loss.top_k
+        return load_balancing_loss(out.router_logits, top_k, mask.reshape(-1) != 0)
 
     def init_cache(
         self,

@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.attention_view import document_starts
 from jaxllm.common.errors import InputError
-from jaxllm.models.config import ModelConfig
 from jaxllm.models.input_checks import IGNORED, label_ids, on_host
 from jaxllm.nn.platform.training import entry_of_rows
 
@@ -104,21 +103,6 @@ def load_balancing_loss(
         jnp.einsum("lne,n->e", x, counted.astype(jnp.float32)) / tokens for x in (chosen, scores)
     )
     return scores.shape[-1] * jnp.sum(shares * means)
-
-
-def router_loss(
-    config: ModelConfig,
-    router_logits: Sequence[Float[Array, "N E"]] | None,
-    segments: Any = None,
-    attention_mask: Any = None,
-) -> Float[Array, ""] | None:
-    """`load_balancing_loss` of a call's tokens; None if the config asks for none, or no layer has
-    experts."""
-    if config.aux_loss is None or not router_logits:
-        return None
-    given = attention_mask if segments is None else segments
-    mask = jnp.ones(len(router_logits[0])) if given is None else jnp.asarray(given)
-    return load_balancing_loss(router_logits, config.aux_loss.top_k, mask.reshape(-1) != 0)
 
 
 def classification_loss(

@@ -386,7 +386,7 @@ class LanguageModel(Generates, Model[C]):
         self, *, dropout_key: Array | None = None, **inputs: Any
     ) -> tuple[Float[Array, "B T D"], Array | None, Float[Array, ""] | None]:
         """One forward pass up to the LM head: its input, its dropout key, and the loss of routers
-        (`losses.router_loss`).
+        (`load_balancing_loss`).
 
         ``model.head(x, key)`` are the logits of `__call__`.
         """
