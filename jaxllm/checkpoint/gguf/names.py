@@ -155,7 +155,8 @@ def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
     >>> unpermute(np.arange(8), heads=2)
     array([0, 2, 1, 3, 4, 6, 5, 7])
     """
-    pairs = weight.reshape(heads, -1, 2, *weight.shape[1:])
+    half = len(weight) // (2 * max(heads, 1))
+    pairs = weight.reshape(heads, half, 2, *weight.shape[1:])
     return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -229,25 +230,32 @@ class HFView(WeightSource):
         if tensor.heads is None:
             values = self.file.read(tensor.gguf_name, index)
             return values - values.dtype.type(tensor.added) if tensor.added else values
-        rows = self.file.info(tensor.gguf_name).shape[0]
-        size = rows // tensor.heads
-        first, stop, _ = (index[0] if index else slice(None)).indices(rows)
-        if first % size or stop % size:  # part of a head: its rows are spread over the whole head
-            return unpermute(self.file.read(tensor.gguf_name), tensor.heads)[index]
-        part = self.file.read(tensor.gguf_name, index)
-        return unpermute(part, (stop - first) // size)
+        heads, stored, rows = self._whole_heads(tensor, tensor.heads, index)
+        return unpermute(self.file.read(tensor.gguf_name, stored), heads)[rows]
+
+    def _whole_heads(self, tensor: _Tensor, heads: int, index: Index) -> tuple[int, Index, slice]:
+        """What to read for some rows, which are spread over their whole heads: the number of these
+        heads, their index in the file, and the rows in them."""
+        count = self.file.info(tensor.gguf_name).shape[0]
+        size = count // heads
+        start, stop, _ = (index[0] if index else slice(None)).indices(count)
+        first, last = start // size, -(-max(start, stop) // size)
+        stored = (slice(first * size, last * size), *index[1:])
+        return last - first, stored, slice(start - first * size, max(start, stop) - first * size)
 
     def quantization(self, name: str) -> str:
         """Name of a tensor's ggml type."""
         return self.file.quantization(find_tensor(self._tensors, name, self.file.path).gguf_name)
 
-    def blocks(self, name: str) -> Blocks | None:
-        """The blocks of a quantized matrix [out, in], transposed or not; None for other tensors."""
+    def blocks(self, name: str, index: Index = ()) -> Blocks | None:
+        """The blocks of a quantized matrix [out, in], transposed or not, or of a slice of it; None
+        for other tensors."""
         tensor = find_tensor(self._tensors, name, self.file.path)
-        blocks, heads = self.file.blocks(tensor.gguf_name), tensor.heads
-        if blocks is None or heads is None:
-            return blocks
-        return blocks.map(lambda x: unpermute(x, heads))
+        if tensor.heads is None:
+            return self.file.blocks(tensor.gguf_name, index)
+        heads, stored, rows = self._whole_heads(tensor, tensor.heads, index)
+        blocks = self.file.blocks(tensor.gguf_name, stored)
+        return None if blocks is None else blocks.map(lambda x: unpermute(x, heads)[rows])
 
     def release_pages(self, name: str) -> None:
         self.file.release_pages(find_tensor(self._tensors, name, self.file.path).gguf_name)

@@ -124,15 +124,26 @@ class GGUFFile(WeightSource):
         part = _dequantize(data, (rows, *entry.shape[1:]), entry.type)
         return part[(slice(None), *index[1:])]
 
-    def blocks(self, name: str) -> Blocks | None:
+    def blocks(self, name: str, index: Index = ()) -> Blocks | None:
         """The blocks of a quantized matrix, or of a stack of matrices, without dequantizing them;
-        None for other tensors."""
+        None for other tensors.
+
+        With `index` of a slice, whose columns are whole groups: only the blocks in it are read.
+        """
         entry = find_tensor(self._entries, name, self.path)
-        if entry.type.name not in BLOCK_FORMATS or len(entry.shape) < 2:
+        form = BLOCK_FORMATS.get(entry.type.name)
+        if form is None or len(entry.shape) < 2:
             return None
-        *leading, _ = entry.shape
-        blocks = unpack(self._bytes(entry), math.prod(leading), entry.type)
-        return blocks.map(lambda x: x.reshape(*leading, *x.shape[1:]))
+        block, block_bytes = GGML_QUANT_SIZES[entry.type]
+        *leading, columns = entry.shape
+        index = (*index, *[slice(None)] * (len(entry.shape) - len(index)))
+        start, stop, _ = index[-1].indices(columns)
+        first = start // block
+        data = self._bytes(entry).reshape(*leading, columns // block, block_bytes)
+        blocks = unpack(data[(*index[:-1], slice(first, -(-stop // block)))], entry.type)
+        skipped = (start - first * block) // form.size
+        groups = slice(skipped, skipped + (stop - start) // form.size)
+        return blocks.map(lambda x: x[(*[slice(None)] * len(leading), groups)])
 
     def _bytes(self, entry: GGUFTensor) -> np.ndarray:
         return self._file.array(np.dtype(np.uint8), entry.begin, (entry.end - entry.begin,))
@@ -368,25 +379,25 @@ class Blocks:
         return Blocks(self.format, change(self.values), change(self.scales), offsets)
 
 
-def unpack(data: np.ndarray, rows: int, ggml_type: GGMLQuantizationType) -> Blocks:
-    """Unpacks the bytes of a matrix to the same values as the gguf package.
+def unpack(data: np.ndarray, ggml_type: GGMLQuantizationType) -> Blocks:
+    """Unpacks the bytes of a matrix, or of a stack of matrices, to the same values as the gguf
+    package.
 
     Args:
-        data: the tensor's bytes, uint8.
-        rows: number of rows; a row is a whole number of blocks.
+        data: the bytes [..., rows, blocks of a row, bytes of a block], uint8.
         ggml_type: one of `BLOCK_FORMATS`.
     """
-    blocks = data.reshape(-1, GGML_QUANT_SIZES[ggml_type][1])
-    values, scales, offsets = _PARTS[ggml_type](blocks)
+    *leading, _, block_bytes = data.shape
+    values, scales, offsets = _PARTS[ggml_type](data.reshape(-1, block_bytes))
     name = ggml_type.name
     form = BLOCK_FORMATS[name]
 
     def grouped(x: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(x, form.scales).reshape(rows, -1)
+        return np.ascontiguousarray(x, form.scales).reshape(*leading, -1)
 
     return Blocks(
         name,
-        values.reshape(rows, -1, form.size),
+        values.reshape(*leading, -1, form.size),
         grouped(scales),
         None if offsets is None else grouped(offsets),
     )
