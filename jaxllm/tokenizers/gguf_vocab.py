@@ -14,10 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.common.errors import TokenizerError, UnsupportedError
+from jaxllm.tokenizers.added_tokens import AddedToken
 from jaxllm.tokenizers.sentencepiece_model import BPE, UNIGRAM, PieceType, write_model
-from jaxllm.tokenizers.sentencepiece_tokenizers import LlamaTokenizer, T5Tokenizer
-from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings, new_config
-from jaxllm.tokenizers.slow_tokenizer import with_added_tokens
+from jaxllm.tokenizers.sentencepiece_tokenizers import (
+    LlamaTokenizer,
+    T5Tokenizer,
+    with_added_tokens,
+)
+from jaxllm.tokenizers.settings import TokenizerSettings, new_config
 from jaxllm.tokenizers.tokenizer import Tokenizer
 from jaxllm.tokenizers.tokenizer_json import (
     BYTE_LEVEL,

@@ -8,18 +8,29 @@ from typing import Any
 
 from jaxllm.common.errors import TokenizerError, UnsupportedError
 from jaxllm.tokenizers.byte_level import ByT5Tokenizer
-from jaxllm.tokenizers.fairseq_tokenizers import CLASSES as FAIRSEQ_CLASSES
 from jaxllm.tokenizers.sentencepiece_tokenizers import LlamaTokenizer, T5Tokenizer
 from jaxllm.tokenizers.settings import TokenizerFiles, TokenizerSettings, read_settings
 from jaxllm.tokenizers.tokenizer import Tokenizer
 from jaxllm.tokenizers.tokenizer_json import CLASSES, FastTokenizer
-from jaxllm.tokenizers.vocabulary_tokenizers import M2M100Tokenizer, MarianTokenizer
+from jaxllm.tokenizers.translation_tokenizers import (
+    M2M100Tokenizer,
+    MarianTokenizer,
+    MBart50Tokenizer,
+    MBartTokenizer,
+    NllbTokenizer,
+    PegasusTokenizer,
+    XGLMTokenizer,
+)
 
 _VOCABULARIES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "source.spm"),
     *("vocab.json", "merges.txt"),
 )
 _BY_VOCABULARY = {each.__name__: each for each in (MarianTokenizer, M2M100Tokenizer)}
+_FAIRSEQ = {
+    each.__name__: each
+    for each in (MBartTokenizer, MBart50Tokenizer, NllbTokenizer, PegasusTokenizer, XGLMTokenizer)
+}
 
 
 def load_tokenizer(folder: str | PathLike[str], **options: Any) -> Tokenizer | None:
@@ -58,7 +69,7 @@ def _read(files: TokenizerFiles, settings: TokenizerSettings) -> Tokenizer | Non
     class_name = (settings.tokenizer_class or "").removesuffix("Fast")
     if class_name == "ByT5Tokenizer":
         return ByT5Tokenizer.from_files(files, settings)
-    fairseq = FAIRSEQ_CLASSES.get(class_name)
+    fairseq = _FAIRSEQ.get(class_name)
     if fairseq is not None and ("tokenizer.json" in files or fairseq.model_file in files):
         return fairseq.from_files(files, settings)
     if class_name in _BY_VOCABULARY and "vocab.json" in files:

@@ -9,7 +9,7 @@ Settings are special tokens, flags and chat templates. Their files are ``tokeniz
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from jaxllm.common.errors import (
 )
 from jaxllm.common.files import check_not_placeholder, is_there
 from jaxllm.common.strict_json import parse_json
+from jaxllm.tokenizers.added_tokens import AddedToken, parse_added_token, tokens_by_id
 
 MAX_FILE_BYTES = 32 * 2**20
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -90,28 +91,6 @@ COHERE_TOKENS = {
     "mask_token": "<MASK_TOKEN>",
 }
 T5_TOKENS = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-MAX_ADDED_TOKENS = 2**17
-MAX_ADDED_TOKEN_BYTES = 256
-_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
-
-
-@dataclass(frozen=True)
-class AddedToken:
-    """A token at which text is split before the vocabulary's model runs.
-
-    ``lstrip`` and ``rstrip`` strip the white space on its left and right; ``single_word`` prevents
-    matches inside a word; ``normalized`` matches in the normalised text.
-    """
-
-    content: str
-    special: bool = True
-    normalized: bool = False
-    lstrip: bool = False
-    rstrip: bool = False
-    single_word: bool = False
-
-    def __str__(self) -> str:
-        return self.content
 
 
 @dataclass(frozen=True)
@@ -149,6 +128,15 @@ class TokenizerSettings:
         }
         tokens |= self.named
         return replace(self, named={name: tokens[name] for name in NAMED_TOKENS if name in tokens})
+
+    def with_extra(self, tokens: Sequence[str], *, first: bool = False) -> TokenizerSettings:
+        """Adds special tokens to those of `extra`, after them or before them, each once."""
+        if first:
+            own, others = tuple(map(AddedToken, tokens)), self.extra
+        else:
+            own, others = self.extra, tuple(map(AddedToken, tokens))
+        present = {token.content for token in own}
+        return replace(self, extra=(*own, *(t for t in others if t.content not in present)))
 
 
 def additional_templates(folder: Path) -> list[Path]:
@@ -326,46 +314,16 @@ def read_settings(files: TokenizerFiles) -> TokenizerSettings:
 
 def added_tokens_of_json(files: TokenizerFiles) -> dict[int, AddedToken]:
     """Reads the ``added_tokens`` of tokenizer.json, by id."""
-    source = str(files.folder / "tokenizer.json")
+    source = f"{files.folder / 'tokenizer.json'}: added_tokens"
     entries = files.json_object("tokenizer.json").get("added_tokens") or []
     if not isinstance(entries, list):
-        raise TokenizerError(f"{source}: added_tokens is not a list")
-    added: dict[int, AddedToken] = {}
-    for number, entry in enumerate(entries):
-        token = parse_added_token(entry, f"{source}: added_tokens[{number}]", special=False)
-        index = entry.get("id") if isinstance(entry, dict) else None
-        if type(index) is not int or index < 0 or index in added:
-            raise TokenizerError(f"{source}: added_tokens[{number}] has the id {quoted(index)}")
-        added[index] = token
-    _refuse_repeats([token.content for token in added.values()], f"{source}: added_tokens")
-    return added
-
-
-def parse_added_token(value: object, source: str, *, special: bool = True) -> AddedToken:
-    """Parses a token: a string, or the object that transformers writes."""
-    if isinstance(value, str):
-        _check_length(value, source)
-        return AddedToken(value, special=special)
-    if not isinstance(value, dict) or not isinstance(value.get("content"), str):
-        raise TokenizerError(f"{source}: {quoted(value)} is not a token (a string, or an object)")
-    if not value["content"]:
-        raise TokenizerError(f"{source}: the token's content is empty")
-    _check_length(value["content"], source)
-    unknown = set(value) - {"content", "id", "__type", *_FLAGS}
-    if unknown:
-        raise TokenizerError(f"{source}: a token has the unknown fields {quoted(sorted(unknown))}")
-    flags = {name: value[name] for name in _FLAGS if name in value}
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise TokenizerError(f"{source}: {name} is {quoted(flag)}, not true or false")
-    return AddedToken(value["content"], **{"special": special, **flags})
-
-
-def _check_length(content: str, source: str) -> None:
-    if len(content.encode("utf-8", "surrogatepass")) > MAX_ADDED_TOKEN_BYTES:
-        raise TokenizerError(
-            f"{source}: the token {content[:20]!r}... has more than {MAX_ADDED_TOKEN_BYTES} bytes"
-        )
+        raise TokenizerError(f"{source} is not a list")
+    places = [(f"{source}[{number}]", entry) for number, entry in enumerate(entries)]
+    parsed = [(parse_added_token(entry, at, special=False), at, entry) for at, entry in places]
+    return tokens_by_id(
+        ((e.get("id") if isinstance(e, dict) else None, token, at) for token, at, e in parsed),
+        source,
+    )
 
 
 def _tokens_of(options: dict[str, Any], name: str, source: str) -> list[Any]:
@@ -381,47 +339,31 @@ def _tokens_of(options: dict[str, Any], name: str, source: str) -> list[Any]:
 
 
 def _read_added_tokens_decoder(table: object, source: str) -> dict[int, AddedToken]:
+    source = f"{source}: added_tokens_decoder"
     if not isinstance(table, dict):
-        raise TokenizerError(f"{source}: added_tokens_decoder is not an object")
-    _check_count(table, f"{source}: added_tokens_decoder")
-    added = {}
-    for key, value in table.items():
-        if not (key.isascii() and key.isdigit() and len(key) < 10):
-            raise TokenizerError(
-                f"{source}: added_tokens_decoder has the key {quoted(key)}, not an id"
-            )
-        added[int(key)] = parse_added_token(
-            value, f"{source}: added_tokens_decoder[{key}]", special=False
-        )
-    _refuse_repeats([token.content for token in added.values()], f"{source}: added_tokens_decoder")
-    return dict(sorted(added.items()))
+        raise TokenizerError(f"{source} is not an object")
+    wrong = [key for key in table if not (key.isascii() and key.isdigit() and len(key) < 10)]
+    if wrong:
+        raise TokenizerError(f"{source} has the key {quoted(wrong[0])}, not an id")
+    places = ((int(key), f"{source}[{key}]", value) for key, value in table.items())
+    return tokens_by_id(
+        ((index, parse_added_token(v, where, special=False), where) for index, where, v in places),
+        source,
+    )
 
 
 def _read_added_tokens_file(files: TokenizerFiles, specials: set[str]) -> dict[int, AddedToken]:
     source = str(files.folder / "added_tokens.json")
-    added: dict[int, AddedToken] = {}
-    table = files.json_object("added_tokens.json")
-    _check_count(table, source)
-    for content, index in table.items():
-        if not content or isinstance(index, bool) or not isinstance(index, int) or index < 0:
-            raise TokenizerError(f"{source}: {quoted(content)} has the id {quoted(index)}")
-        if index in added:
-            raise TokenizerError(f"{source}: two tokens have the id {index}")
-        _check_length(content, source)
-        special = content in specials
-        added[index] = AddedToken(content, special=special, normalized=not special)
-    return dict(sorted(added.items()))
 
+    def token(content: str) -> AddedToken:
+        is_special = content in specials
+        value = {"content": content, "normalized": not is_special}
+        return parse_added_token(value, source, special=is_special)
 
-def _check_count(table: Mapping[str, Any], source: str) -> None:
-    if len(table) > MAX_ADDED_TOKENS:
-        raise TokenizerError(f"{source}: {len(table)} added tokens, at most {MAX_ADDED_TOKENS}")
-
-
-def _refuse_repeats(contents: list[str], source: str) -> None:
-    if len(set(contents)) != len(contents):
-        repeated = next(content for content in contents if contents.count(content) > 1)
-        raise TokenizerError(f"{source}: {quoted(repeated)} appears under two ids")
+    table = files.json_object("added_tokens.json").items()
+    return tokens_by_id(
+        ((index, token(text), f"{source}: {quoted(text)}") for text, index in table), source
+    )
 
 
 def _read_chat_templates(

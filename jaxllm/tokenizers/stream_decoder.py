@@ -6,7 +6,7 @@ runs the same chain to its end, so that streamed pieces concatenate to its resul
 token does not grow with the text.
 
 The stages for the ``decoder`` of a tokenizer.json are here too; the stage for sentencepiece models
-is in ``sentencepiece_decoding.py``.
+is in ``sentencepiece_model.py``.
 """
 
 from __future__ import annotations

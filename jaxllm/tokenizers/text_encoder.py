@@ -9,6 +9,7 @@ from typing import Any, TypedDict, Unpack
 
 from jaxllm.common.arguments import checked_iterable, checks_flags
 from jaxllm.common.errors import InputError, UnsupportedError, warn
+from jaxllm.tokenizers.added_tokens import AddedToken
 from jaxllm.tokenizers.batch import (
     ListEncoding,
     PaddingSide,
@@ -17,7 +18,6 @@ from jaxllm.tokenizers.batch import (
     check_truncation,
     truncate,
 )
-from jaxllm.tokenizers.settings import AddedToken
 from jaxllm.tokenizers.stream_decoder import CleanUp, Stage, StreamDecoder, TokenTable, id_list
 from jaxllm.tokenizers.vocabulary import MAX_TEXT_BYTES, NO_MAX_LENGTH, Vocabulary, check_text
 

@@ -22,26 +22,27 @@ import tokenizers
 
 from jaxllm.common.errors import JaxLLMError, TokenizerError
 from jaxllm.common.strict_json import parse_json
+from jaxllm.tokenizers.added_tokens import MAX_ADDED_TOKENS, AddedToken, parse_added_token
 from jaxllm.tokenizers.batch import PaddingSide, Span
-from jaxllm.tokenizers.limits import check_growth, check_normalized_size
 from jaxllm.tokenizers.settings import (
     COHERE_TOKENS,
     GEMMA_TOKENS,
     GPT2_TOKENS,
     LLAMA_TOKENS,
-    MAX_ADDED_TOKENS,
     QWEN2_TOKENS,
     ROBERTA_TOKENS,
     T5_TOKENS,
-    AddedToken,
     TokenizerFiles,
     TokenizerSettings,
     new_config,
-    parse_added_token,
 )
 from jaxllm.tokenizers.stream_decoder import Stage, decoder_stages
 from jaxllm.tokenizers.tokenizer import Tokenizer
-from jaxllm.tokenizers.tokenizer_json_check import check_tokenizer_json
+from jaxllm.tokenizers.tokenizer_json_check import (
+    check_growth,
+    check_normalized_size,
+    check_tokenizer_json,
+)
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -319,22 +320,42 @@ def choose_post_processor(
     if flags == [None, None]:
         return spec["post_processor"]
     ids = {entry["content"]: entry["id"] for entry in spec["added_tokens"]}
-    used: dict[str, dict[str, Any]] = {}
 
-    def special(name: str, type_id: int) -> list[dict[str, Any]]:
+    def special(name: str) -> list[str]:
         token = settings.named.get(f"{name}_token")
-        if token is None or not settings.flag(f"add_{name}_token", False):
-            return []
-        text = token.content
-        used[text] = {"id": text, "ids": [ids[text]], "tokens": [text]}
-        return [{"SpecialToken": {"id": text, "type_id": type_id}}]
+        is_added = token is not None and settings.flag(f"add_{name}_token", False)
+        return [token.content] if token is not None and is_added else []
 
-    def around(sequence: str, type_id: int) -> list[dict[str, Any]]:
-        middle = {"Sequence": {"id": sequence, "type_id": type_id}}
-        return [*special("bos", type_id), middle, *special("eos", type_id)]
+    bos, eos = special("bos"), special("eos")
+    single = [*bos, "A", *eos]
+    return template(single, [*single, *bos, "B", *eos], ids, second=len(single))
 
-    single, pair = around("A", 0), [*around("A", 0), *around("B", 1)]
-    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": used}
+
+def template(
+    single: list[str], pair: list[str], ids: Mapping[str, int], second: int | None = None
+) -> dict[str, Any]:
+    """A TemplateProcessing that puts special tokens around one text, "A", or two, "A" and "B".
+
+    Args:
+        single, pair: special tokens and texts in order.
+        ids: ids of the special tokens.
+        second: place in `pair` from which token types are 1; None: all are 0.
+    """
+    used = {*single, *pair} - {"A", "B"}
+    second = len(pair) if second is None else second
+
+    def entries(names: list[str]) -> list[dict[str, Any]]:
+        return [
+            {"SpecialToken" if n in used else "Sequence": {"id": n, "type_id": int(i >= second)}}
+            for i, n in enumerate(names)
+        ]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": entries(single),
+        "pair": entries(pair),
+        "special_tokens": {n: {"id": n, "ids": [ids[n]], "tokens": [n]} for n in sorted(used)},
+    }
 
 
 def read_template(

@@ -14,11 +14,10 @@ from jaxllm.common.arguments import checked, checked_list, checked_path, checks_
 from jaxllm.common.errors import InputError, TokenizerError, naming_file, quoted
 from jaxllm.common.files import write_whole
 from jaxllm.common.renamed_arguments import TOKENIZER_ATTRIBUTES
+from jaxllm.tokenizers.added_tokens import MAX_ADDED_TOKEN_BYTES, AddedToken
 from jaxllm.tokenizers.settings import (
     FILE_NAMES,
-    MAX_ADDED_TOKEN_BYTES,
     NAMED_TOKENS,
-    AddedToken,
     TokenizerSettings,
     additional_templates,
     config_json,

@@ -28,8 +28,8 @@ from jaxllm.common.strict_json import read_json
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.registry import model_spec
 from jaxllm.tokenizers import FastTokenizer, Tokenizer, load_tokenizer
+from jaxllm.tokenizers.chat_templates import render_in_sandbox
 from jaxllm.tokenizers.settings import TokenizerSettings
-from jaxllm.tokenizers.template_sandbox import render_in_sandbox
 from jaxllm.training.run.recipe import read_recipe
 
 TOKENIZERS = DATA / "tokenizers"
