@@ -21,11 +21,11 @@ from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.checkpoint.load_parameters import (
     LoadProgress,
+    StackedTensors,
     load_parameters,
 )
 from jaxllm.checkpoint.safetensors import open_safetensors
 from jaxllm.checkpoint.source import FLOATS, WeightSource, default_dtype, float_dtype
-from jaxllm.checkpoint.stacked import StackedTensors
 from jaxllm.common.errors import (
     CheckpointError,
     ConfigError,

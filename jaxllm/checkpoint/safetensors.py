@@ -20,7 +20,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, cast
@@ -31,6 +31,7 @@ from jaxllm.checkpoint.source import (
     BFLOAT16,
     Index,
     MappedFile,
+    StoredTensor,
     TensorInfo,
     WeightSource,
     find_tensor,
@@ -89,23 +90,13 @@ _MAX_DIMS = 64  # numpy's own limit
 _METADATA = "__metadata__"
 
 
-@dataclass(frozen=True)
-class HeaderEntry:
-    """One tensor of a header; ``begin`` and ``end`` count from the first byte of the data."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
 def parse_header(
-    data: bytes, *, source: str, data_bytes: int
-) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
-    """Checks the JSON of a header against the ``data_bytes`` that follow it.
+    data: bytes, *, source: str, start: int, data_bytes: int
+) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Checks the JSON of a header against the ``data_bytes`` that follow it, from ``start`` on.
 
     Returns:
-        The entries in the order of the file, and the metadata.
+        The tensors in the order of the file, and the metadata.
     """
     if not data.startswith(b"{"):
         raise CheckpointError(f"{source}: not a safetensors file (the header is no JSON object)")
@@ -127,10 +118,12 @@ def parse_header(
         expected = entry.end
     if expected != data_bytes:
         raise CheckpointError(f"{source}: {data_bytes - expected} bytes follow the last tensor")
-    return ordered, metadata
+    placed = {n: replace(x, begin=start + x.begin, end=start + x.end) for n, x in ordered.items()}
+    return placed, metadata
 
 
-def _entry(name: str, fields: object, source: str, data_bytes: int) -> HeaderEntry:
+def _entry(name: str, fields: object, source: str, data_bytes: int) -> StoredTensor:
+    """The tensor, whose bytes are counted from the first byte of the data."""
     where = f"{source}: tensor {quoted(name)}"
     if not isinstance(fields, dict) or fields.keys() != _FIELDS:
         raise CheckpointError(f"{where} must have exactly dtype, shape and data_offsets")
@@ -160,61 +153,45 @@ def _entry(name: str, fields: object, source: str, data_bytes: int) -> HeaderEnt
     # numpy multiplies the other dimensions of an empty array too, and must not overflow.
     if math.prod(size for size in shape if size) * dtype.itemsize >= 2**63:
         raise CheckpointError(f"{where}: shape {quoted(shape)} is too large")
-    return HeaderEntry(dtype, tuple(shape), begin, end)
+    return StoredTensor(tuple(shape), dtype, begin, end)
 
 
 def _are_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
-class SafetensorsFile(WeightSource):
+class SafetensorsFile(MappedFile):
     """One ``.safetensors`` file; opening it reads and checks the header."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
-        self.path = Path(path)
-        self._file = MappedFile(self.path)
-        size = self._file.size
-        if size < 8:
-            raise CheckpointError(f"{self.path}: {size} bytes are too few for a safetensors file")
-        length = int.from_bytes(self._file.head(8), "little")
+        super().__init__(Path(path))
+        if self.size < 8:
+            raise CheckpointError(
+                f"{self.path}: {self.size} bytes are too few for a safetensors file"
+            )
+        length = int.from_bytes(self.head(8), "little")
         if length > MAX_HEADER_BYTES:
             raise CheckpointError(
                 f"{self.path}: not a safetensors file, or one with a header of {length} bytes; "
                 f"at most {MAX_HEADER_BYTES} are read"
             )
-        self._start = 8 + length
-        if self._start > size:
+        start = 8 + length
+        if start > self.size:
             raise CheckpointError(f"{self.path}: ends within its header (an incomplete download?)")
-        self._entries, self.metadata = parse_header(
-            bytes(self._file.head(self._start)[8:]),
-            source=str(self.path),
-            data_bytes=size - self._start,
+        data = bytes(self.head(start)[8:])
+        self.tensors, self.metadata = parse_header(
+            data, source=str(self.path), start=start, data_bytes=self.size - start
         )
 
-    def names(self) -> list[str]:
-        return list(self._entries)
-
-    def info(self, name: str) -> TensorInfo:
-        entry = find_tensor(self._entries, name, self.path)
-        return TensorInfo(entry.shape, entry.dtype, entry.end - entry.begin, self.path)
-
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        entry = find_tensor(self._entries, name, self.path)
-        begin = self._start + entry.begin
+        entry: StoredTensor = find_tensor(self.tensors, name, self.path)
         if entry.dtype == np.bool_:
-            values = self._file.array(np.dtype(np.uint8), begin, entry.shape)
+            values = self.array(np.dtype(np.uint8), entry.begin, entry.shape)
             if values.max(initial=0) > 1:
                 raise CheckpointError(
                     f"{self.path}: tensor {quoted(name)}: a BOOL is neither 0 nor 1"
                 )
-        return self._file.array(entry.dtype, begin, entry.shape, index)
-
-    def release_pages(self, name: str) -> None:
-        entry = find_tensor(self._entries, name, self.path)
-        self._file.release_pages(self._start + entry.begin, self._start + entry.end)
-
-    def close(self) -> None:
-        self._file.close()
+        return self.array(entry.dtype, entry.begin, entry.shape, index)
 
 
 class ShardedSafetensors(WeightSource):

@@ -19,8 +19,7 @@ from jaxllm.batch.tables import read_source
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.checkpoint.load import MAX_JSON_BYTES, read_config_file
-from jaxllm.checkpoint.peft import load_adapter
-from jaxllm.checkpoint.peft_config import read_peft_config
+from jaxllm.checkpoint.peft import load_adapter, read_peft_config
 from jaxllm.checkpoint.safetensors import SafetensorsFile, ShardedSafetensors
 from jaxllm.checkpoint.source import WeightSource, find_nonfinite
 from jaxllm.common.errors import UnsupportedError
