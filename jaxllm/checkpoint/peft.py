@@ -341,25 +341,9 @@ def save_adapter(
             tensors[f"{PREFIX}{name}.{MAGNITUDE}"] = adapter.magnitude
     saved = saved_tensors(model)
     tensors |= {PREFIX + name: x for name, x in saved.items()}
-    config = {
-        "task_type": task_type(model),
-        "base_model_name_or_path": None if base is None else hub_name(base),
-        "lora_dropout": dropout_rate,
-        "use_rslora": rslora,
-        "use_dora": dora,
-        "modules_to_save": sorted({n.rpartition(".")[0] for n in saved}) or None,
-        **adapter_fields(adapters, entries),
-    }
-    make_folder(folder)
-    write_safetensors(folder / WEIGHTS_FILE, tensors)
-    write_json(folder / CONFIG, config)
-
-
-def adapter_fields(adapters: Mapping[str, Adapter], entries: Mapping[str, Entry]) -> dict[str, Any]:
-    """Fields of adapter_config.json that follow from the adapted layers."""
     rank, ranks = most_common({name: x.rank for name, x in adapters.items()})
     alpha, alphas = most_common({name: x.alpha for name, x in adapters.items()})
-    return {
+    config = {
         "peft_type": "LORA",
         "inference_mode": True,
         "r": rank,
@@ -370,7 +354,16 @@ def adapter_fields(adapters: Mapping[str, Adapter], entries: Mapping[str, Entry]
         "fan_in_fan_out": any(entries[name].transposed for name in adapters),
         "init_lora_weights": True,
         "target_modules": shortest_targets(adapters, entries),
+        "task_type": task_type(model),
+        "base_model_name_or_path": None if base is None else hub_name(base),
+        "lora_dropout": dropout_rate,
+        "use_rslora": rslora,
+        "use_dora": dora,
+        "modules_to_save": sorted({n.rpartition(".")[0] for n in saved}) or None,
     }
+    make_folder(folder)
+    write_safetensors(folder / WEIGHTS_FILE, tensors)
+    write_json(folder / CONFIG, config)
 
 
 def fuse(parts: Sequence[Linear], entry: Entry) -> Adapter:

@@ -19,11 +19,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -298,12 +298,10 @@ def open_safetensors(path: str | PathLike[str]) -> WeightSource:
     )
 
 
-Tensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
-"""Names and arrays to write: numpy arrays of any strides, or JAX arrays on any device."""
-
-
 def write_safetensors(
-    path: str | PathLike[str], tensors: Tensors, metadata: Mapping[str, str] = PT_METADATA
+    path: str | PathLike[str],
+    tensors: Mapping[str, Any],
+    metadata: Mapping[str, str] = PT_METADATA,
 ) -> None:
     """Writes tensors to one safetensors file, atomically.
 
@@ -313,19 +311,23 @@ def write_safetensors(
 
     Args:
         path: the file to create or replace; its folder must exist.
+        tensors: numpy arrays of any strides, or JAX arrays on any device, by name.
         metadata: the header's ``__metadata__``.
     """
     path = Path(path)
     if not path.parent.is_dir():
         raise MissingFileError(f"{path.parent}: no such folder to write {path.name} in")
-    arrays = _as_dict(tensors)
     with naming_file(path, CheckpointError, "written"), replacing(path) as partial:
-        _write(partial, arrays, metadata)
-        _compare(partial, arrays, path)
+        header, names = _layout(tensors, metadata)
+        with partial.open("wb") as file:
+            file.write(header)
+            for name in names:
+                file.write(_contiguous(tensors[name]).data)
+        _compare(partial, tensors, path)
 
 
 def write_sharded(
-    folder: str | PathLike[str], tensors: Tensors, max_shard_bytes: int = 5 * 10**9
+    folder: str | PathLike[str], tensors: Mapping[str, Any], max_shard_bytes: int = 5 * 10**9
 ) -> list[Path]:
     """Writes a checkpoint in transformers' layout: one file, or shards with an index.
 
@@ -337,62 +339,27 @@ def write_sharded(
     Returns:
         The weight files, without the index.
     """
+    from huggingface_hub import split_state_dict_into_shards_factory  # a slow import
+
     folder = Path(folder)
-    arrays = _as_dict(tensors)
-    shards = _split(arrays, max_shard_bytes)
-    if len(shards) == 1:
-        names = [SINGLE]
-    else:
-        names = [
-            f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
-        ]
-    for name, shard in zip(names, shards, strict=True):
-        write_safetensors(folder / name, shard)
-    new_names = set(names)
-    if len(shards) > 1:
+    split = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=_nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
+    shards = split.filename_to_tensors or {SINGLE: []}
+    for name, held in shards.items():
+        write_safetensors(folder / name, {tensor: tensors[tensor] for tensor in held})
+    new_names = set(shards)
+    if split.is_sharded:
         new_names.add(INDEX)
-        weight_map = {t: name for name, shard in zip(names, shards, strict=True) for t in shard}
-        total = sum(_nbytes(array) for array in arrays.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(folder / INDEX, index)
     for old in folder.iterdir():
         if old.name not in new_names and (old.name == INDEX or _WEIGHT_FILE.fullmatch(old.name)):
             old.unlink()
-    return [folder / name for name in names]
-
-
-def _as_dict(tensors: Tensors) -> dict[str, Any]:
-    """The arrays by name; raises CheckpointError for names that a header cannot hold, or twice."""
-    if isinstance(tensors, Mapping):
-        tensors = cast("Mapping[str, Any]", tensors).items()
-    arrays: dict[str, Any] = {}
-    for name, array in tensors:
-        if not isinstance(name, str) or name == _METADATA:
-            raise CheckpointError(f"{name!r} cannot be the name of a tensor")
-        if name in arrays:
-            raise CheckpointError(f"two tensors have the name {quoted(name)}")
-        arrays[name] = array
-    return arrays
-
-
-def _split(arrays: dict[str, Any], max_bytes: int) -> list[dict[str, Any]]:
-    """The greedy split of huggingface_hub's ``split_state_dict_into_shards_factory``."""
-    shards: list[dict[str, Any]] = []
-    current: dict[str, Any] = {}
-    size = 0
-    for name, array in arrays.items():
-        nbytes = _nbytes(array)
-        if nbytes > max_bytes:
-            shards.append({name: array})
-            continue
-        if current and size + nbytes > max_bytes:
-            shards.append(current)
-            current, size = {}, 0
-        current[name] = array
-        size += nbytes
-    if current or not shards:
-        shards.append(current)
-    return shards
+    return [folder / name for name in shards]
 
 
 def _nbytes(array: Any) -> int:
@@ -404,7 +371,7 @@ def _contiguous(array: object) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _layout(arrays: dict[str, Any], metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
+def _layout(arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
     """The header's bytes, and the names in the file's order.
 
     Tensors are sorted by dtype and then by name, as the safetensors package does, and the header is
@@ -412,6 +379,8 @@ def _layout(arrays: dict[str, Any], metadata: Mapping[str, str]) -> tuple[bytes,
     """
     codes: dict[str, str] = {}
     for name, array in arrays.items():
+        if name == _METADATA:
+            raise CheckpointError(f"{name!r} cannot be the name of a tensor")
         code = _CODES.get(np.dtype(array.dtype))
         if code is None:
             raise UnsupportedError(f"tensor {quoted(name)}: safetensors cannot hold {array.dtype}")
@@ -430,15 +399,7 @@ def _layout(arrays: dict[str, Any], metadata: Mapping[str, str]) -> tuple[bytes,
     return len(text).to_bytes(8, "little") + text, names
 
 
-def _write(path: Path, arrays: dict[str, Any], metadata: Mapping[str, str]) -> None:
-    header, names = _layout(arrays, metadata)
-    with path.open("wb") as file:
-        file.write(header)
-        for name in names:
-            file.write(_contiguous(arrays[name]).data)
-
-
-def _compare(partial: Path, arrays: dict[str, Any], path: Path) -> None:
+def _compare(partial: Path, arrays: Mapping[str, Any], path: Path) -> None:
     with SafetensorsFile(partial) as written:
         if set(written.names()) != arrays.keys():
             raise CheckpointError(f"{path}: the tensor names differ when read back")

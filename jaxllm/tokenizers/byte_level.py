@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ from jaxllm.common.errors import TokenizerError
 from jaxllm.tokenizers.added_tokens import AddedToken
 from jaxllm.tokenizers.sentencepiece_tokenizers import SlowTokenizer, with_eos
 from jaxllm.tokenizers.settings import T5_TOKENS, TokenizerFiles, TokenizerSettings
-from jaxllm.tokenizers.stream_decoder import Stage, byte_to_unicode
+from jaxllm.tokenizers.stream_decoder import Stage, Utf8, byte_to_unicode
 from jaxllm.tokenizers.tokenizer import Tokenizer
 from jaxllm.tokenizers.tokenizer_json import BYTE_LEVEL, FastTokenizer
 
@@ -104,23 +103,12 @@ class ByT5Tokenizer(SlowTokenizer):
         return with_eos(ids, pair, self.eos_token_id)
 
     def _decode_stages(self, skip_special_tokens: bool) -> list[Stage]:
-        return [_Bytes()]
+        return [Utf8(_bytes_of, "ignore")]
 
-    def _stage_token(self, index: int) -> str | None:
-        return self._id_to_token(index)
+    def _stage_tokens(self) -> Sequence[str | None]:
+        return self._tokens_by_id
 
 
-class _Bytes(Stage):
-    """Joins byte tokens, which have one character each, and added tokens; drops invalid UTF-8."""
-
-    def __init__(self) -> None:
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("ignore")
-
-    def put(self, tokens: Sequence[str]) -> list[str]:
-        return [self._utf8.decode(self.token_text(token)) for token in tokens]
-
-    def end(self) -> list[str]:
-        return [self._utf8.decode(b"", final=True)]
-
-    def token_text(self, token: str) -> bytes:
-        return token.encode("latin-1" if len(token) == 1 else "utf-8")
+def _bytes_of(token: str) -> bytes:
+    """The byte of a token of one character; the text of an added token in UTF-8."""
+    return token.encode("latin-1" if len(token) == 1 else "utf-8")

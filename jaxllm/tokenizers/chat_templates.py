@@ -136,13 +136,14 @@ def render_parts(
     """
     now = time.time()
     trusted = _json_values(variables, {})
-    plain = _json_values(untrusted, {})
+    strings: list[str] = []
+    plain = _json_values(untrusted, {}, strings)
     text = _check_unicode(render_in_sandbox(template, {**plain, **trusted}, now))
     finder = _token_finder(tuple(special))
     special_tokens = finder.find_all(text)
     if not special_tokens:
         return text
-    user_text = "\0".join(_strings(plain))
+    user_text = "\0".join(strings)
     for characters in _hitting_sets(special):
         if not any(character in user_text for character in characters):
             return text
@@ -174,10 +175,13 @@ def _token_finder(tokens: tuple[str, ...]) -> TokenFinder:
     return TokenFinder(tokens)
 
 
-def _json_values(value: object, placeholders: Mapping[int, str]) -> Any:
+def _json_values(
+    value: object, placeholders: Mapping[int, str], strings: list[str] | None = None
+) -> Any:
     """Converts a value to JSON types, replacing characters in its strings.
 
-    Names that templates look up are unchanged: keys ("content"), and the role of a message.
+    Names that templates look up are unchanged: keys ("content"), and the role of a message. The
+    strings, as they were, are added to the list `strings`.
     """
     counter = itertools.count(1)
 
@@ -192,6 +196,8 @@ def _json_values(value: object, placeholders: Mapping[int, str]) -> Any:
         if value is None or isinstance(value, bool | int | float):
             return value
         if isinstance(value, str):
+            if strings is not None:
+                strings.append(str(value))
             return str(value).translate(placeholders)
         if isinstance(value, Mapping):
             result = {}
@@ -209,18 +215,6 @@ def _json_values(value: object, placeholders: Mapping[int, str]) -> Any:
         )
 
     return convert(value, placeholders, 0)
-
-
-def _strings(value: object) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _strings(key)
-            yield from _strings(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)
 
 
 def _hitting_sets(special: Mapping[str, AddedToken]) -> Iterator[set[str]]:

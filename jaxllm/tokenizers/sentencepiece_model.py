@@ -180,13 +180,12 @@ def write_model(
         + _number(4, remove_extra_whitespaces)
         + _number(5, True)  # spaces are written as ▁
     )
-    body = b"".join(_bytes(1, _piece(*piece)) for piece in pieces)
+    body = b"".join(
+        # The score is field 2, a 32-bit float.
+        _bytes(1, _bytes(1, text.encode()) + b"\x15" + struct.pack("<f", score) + _number(3, kind))
+        for text, score, kind in pieces
+    )
     return body + _bytes(2, trainer) + _bytes(3, normalizer)
-
-
-def _piece(text: str, score: float, piece_type: int) -> bytes:
-    score_field = b"\x15" + struct.pack("<f", score)  # field 2, a 32-bit float
-    return _bytes(1, text.encode()) + score_field + _number(3, piece_type)
 
 
 def _varint(value: int) -> bytes:

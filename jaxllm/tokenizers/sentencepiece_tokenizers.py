@@ -85,6 +85,10 @@ class SlowTokenizer(Tokenizer):
         self._tokens = {token.content: token for token in self._added.values()}
         self._added_ids = {token.content: index for index, token in self._added.items()}
         self._ids_by_token = {**piece_ids, **self._added_ids}
+        beyond = max(self._added, default=-1) + 1 - len(pieces)
+        self._tokens_by_id = tokens = [*pieces, *[None] * beyond]
+        for index, token in self._added.items():
+            tokens[index] = token.content
         # True if an added token is a piece too, with another id.
         self._has_remapped_pieces = any(
             piece_ids.get(token, index) != index for token, index in self._added_ids.items()
@@ -120,16 +124,8 @@ class SlowTokenizer(Tokenizer):
     def _remade(self, settings: TokenizerSettings, files: Mapping[str, bytes]) -> Self:
         """The same tokenizer with other settings and files."""
 
-    def __len__(self) -> int:
-        return max(len(self._pieces), max(self._added, default=-1) + 1)
-
     def _token_to_id(self, token: str) -> int | None:
         return self._ids_by_token.get(token)
-
-    def _id_to_token(self, index: int) -> str | None:
-        if index in self._added:
-            return self._added[index].content
-        return self._pieces[index] if 0 <= index < len(self._pieces) else None
 
     def _rebuild(self, settings: TokenizerSettings) -> None:
         settings = replace(settings, added={**self._added, **settings.added})
@@ -153,9 +149,9 @@ class SlowTokenizer(Tokenizer):
     def _decode_stages(self, skip_special_tokens: bool) -> list[Stage]:
         return [SymbolsToText(self._rules, skip_special_tokens)]
 
-    def _stage_token(self, index: int) -> str | None:
-        token = self._id_to_token(index)
-        return None if token is None else self._rules.symbol(token)
+    def _stage_tokens(self) -> Sequence[str | None]:
+        symbol = self._rules.symbol
+        return [None if token is None else symbol(token) for token in self._tokens_by_id]
 
     def _split(self, parts: Parts, finder: TokenFinder) -> list[str]:
         """Splits a text into added tokens and pieces."""

@@ -72,25 +72,31 @@ SENTENCEPIECE_MODELS = {
 """Model types whose sentencepiece file is Llama's or T5's, or is a choice of the owner's."""
 TEMPLATES_FOLDER = "additional_chat_templates"
 """transformers 5's folder of the chat templates beside the default one, NAME.jinja."""
+
+
+def named_tokens(**texts: str) -> dict[str, str]:
+    """Texts of named tokens.
+
+    >>> named_tokens(eos="</s>", pad="<pad>")
+    {'eos_token': '</s>', 'pad_token': '<pad>'}
+    """
+    return {f"{name}_token": text for name, text in texts.items()}
+
+
 # Default tokens of transformers' classes.
-LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+LLAMA_TOKENS = named_tokens(bos="<s>", eos="</s>", unk="<unk>")
 _END = "<|endoftext|>"
-GPT2_TOKENS = {"bos_token": _END, "eos_token": _END, "unk_token": _END}
-QWEN2_TOKENS = {"eos_token": _END, "unk_token": _END, "pad_token": _END}
-ROBERTA_TOKENS = {
-    **LLAMA_TOKENS,
-    **{"sep_token": "</s>", "pad_token": "<pad>", "cls_token": "<s>", "mask_token": "<mask>"},
-}
-GEMMA_TOKENS = {
-    **{"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"},
-    **{"pad_token": "<pad>", "mask_token": "<mask>"},
-}
+GPT2_TOKENS = named_tokens(bos=_END, eos=_END, unk=_END)
+QWEN2_TOKENS = named_tokens(eos=_END, unk=_END, pad=_END)
+M2M100_TOKENS = LLAMA_TOKENS | named_tokens(sep="</s>", pad="<pad>")
+FAIRSEQ_TOKENS = M2M100_TOKENS | named_tokens(cls="<s>")
+ROBERTA_TOKENS = FAIRSEQ_TOKENS | named_tokens(mask="<mask>")
+GEMMA_TOKENS = named_tokens(bos="<bos>", eos="<eos>", unk="<unk>", pad="<pad>", mask="<mask>")
 COHERE_TOKENS = {
-    **{"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "unk_token": "<UNK>"},
-    **{"pad_token": "<PAD>", "cls_token": "<CLS>", "sep_token": "<SEP>"},
-    "mask_token": "<MASK_TOKEN>",
+    **named_tokens(bos="<BOS_TOKEN>", eos="<|END_OF_TURN_TOKEN|>", unk="<UNK>"),
+    **named_tokens(pad="<PAD>", cls="<CLS>", sep="<SEP>", mask="<MASK_TOKEN>"),
 }
-T5_TOKENS = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+T5_TOKENS = named_tokens(eos="</s>", unk="<unk>", pad="<pad>")
 
 
 @dataclass(frozen=True)

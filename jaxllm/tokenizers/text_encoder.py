@@ -254,13 +254,13 @@ class TextEncoder(Vocabulary):
     @cached_property
     def _token_tables(self) -> tuple[TokenTable, TokenTable]:
         """What the stages get for each id, with special tokens and without."""
-        tokens = [self._stage_token(index) for index in range(len(self))]
+        tokens = self._stage_tokens()
         kept = [None if i in self.special_ids else token for i, token in enumerate(tokens)]
         return TokenTable(tokens), TokenTable(kept)
 
-    def _stage_token(self, index: int) -> str | None:
-        """The string for an id with which the stages of `_decode_stages` begin."""
-        return self._id_to_token(index)
+    def _stage_tokens(self) -> Sequence[str | None]:
+        """The string for each id with which the stages of `_decode_stages` begin."""
+        return self._tokens_by_id
 
     def token_bytes(self) -> tuple[bytes | None, ...]:
         """UTF-8 bytes of each id inside a text; None for an id without a token.
@@ -282,7 +282,7 @@ class TextEncoder(Vocabulary):
                 token = text
             return token.encode("utf-8")
 
-        tokens = map(self._stage_token, range(len(self)))
+        tokens = self._stage_tokens()
         return tuple(None if token is None else encode_token(token) for token in tokens)
 
     def _truncation_length(self, truncation: Truncation, max_length: int | None) -> int | None:

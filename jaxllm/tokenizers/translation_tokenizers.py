@@ -29,7 +29,14 @@ from jaxllm.common.strict_json import parse_json
 from jaxllm.tokenizers.added_tokens import AddedToken
 from jaxllm.tokenizers.sentencepiece_model import BPE, UNIGRAM, DecodeRules, SentencePieceModel
 from jaxllm.tokenizers.sentencepiece_tokenizers import SlowTokenizer
-from jaxllm.tokenizers.settings import TokenizerFiles, TokenizerSettings
+from jaxllm.tokenizers.settings import (
+    FAIRSEQ_TOKENS,
+    M2M100_TOKENS,
+    T5_TOKENS,
+    TokenizerFiles,
+    TokenizerSettings,
+    named_tokens,
+)
 from jaxllm.tokenizers.tokenizer import Tokenizer
 from jaxllm.tokenizers.tokenizer_json import FastTokenizer, template
 
@@ -233,11 +240,7 @@ class MarianTokenizer(VocabularyTokenizer):
     """
 
     model_files = ("source.spm", "target.spm")
-    default_tokens: ClassVar[Mapping[str, str]] = {
-        "unk_token": "<unk>",
-        "eos_token": "</s>",
-        "pad_token": "<pad>",
-    }
+    default_tokens = T5_TOKENS
     space_after_special = " "
 
     @classmethod
@@ -269,13 +272,7 @@ class M2M100Tokenizer(WithLanguages, VocabularyTokenizer):
     """
 
     model_files = ("sentencepiece.bpe.model",)
-    default_tokens: ClassVar[Mapping[str, str]] = {
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "sep_token": "</s>",
-        "pad_token": "<pad>",
-    }
+    default_tokens = M2M100_TOKENS
     default_language = "en"
 
     @classmethod
@@ -309,14 +306,6 @@ def read_vocabulary(files: TokenizerFiles) -> list[str]:
     return [token for token in tokens if token is not None]
 
 
-FAIRSEQ_TOKENS = {
-    "bos_token": "<s>",
-    "eos_token": "</s>",
-    "unk_token": "<unk>",
-    "sep_token": "</s>",
-    "pad_token": "<pad>",
-    "cls_token": "<s>",
-}
 FIRST_PIECES = ("<s>", "<pad>", "</s>", "<unk>")
 """Tokens with the first ids, in place of sentencepiece's ``<unk>``, ``<s>`` and ``</s>``."""
 Pieces = list[tuple[str, float]]
@@ -489,12 +478,7 @@ class PegasusTokenizer(FairseqTokenizer):
     """
 
     model_file = "spiece.model"
-    default_tokens: ClassVar[Mapping[str, str]] = {
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "pad_token": "<pad>",
-        "mask_token": "<mask_2>",
-    }
+    default_tokens = T5_TOKENS | named_tokens(mask="<mask_2>")
 
     @classmethod
     def _complete(cls, settings: TokenizerSettings) -> TokenizerSettings:
