@@ -396,17 +396,16 @@ def fuse(parts: Sequence[Linear], entry: Entry) -> Adapter:
     magnitude = None
     if first.lora_magnitude is not None:
         # Rows of a part without LoRA keep their norms.
-        magnitude = np.concatenate([np.asarray(dora_magnitude(part)) for part in parts])
-        magnitude = entry.whole(magnitude)
+        magnitudes = (
+            part.lora_magnitude if isinstance(part, LoraLinear) else None for part in parts
+        )
+        own = [
+            row_norms(part.weight[...]) if magnitude is None else magnitude[...]
+            for part, magnitude in zip(parts, magnitudes, strict=True)
+        ]
+        magnitude = entry.whole(np.concatenate([np.asarray(x) for x in own]))
     b = np.ascontiguousarray(entry.whole(b))
     return Adapter(a, b, magnitude, int(alpha) if alpha == int(alpha) else alpha)
-
-
-def dora_magnitude(part: Linear) -> jax.Array:
-    """DoRA's magnitude of each row; the row's norm for a layer without DoRA."""
-    if isinstance(part, LoraLinear) and part.lora_magnitude is not None:
-        return part.lora_magnitude[...]
-    return row_norms(part.weight[...])
 
 
 def saved_tensors(model: Model[Any]) -> dict[str, np.ndarray]:

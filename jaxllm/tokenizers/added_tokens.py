@@ -67,27 +67,38 @@ def _check_length(content: str, source: str) -> None:
 
 
 def tokens_by_id(
-    entries: Iterable[tuple[object, AddedToken, str]], source: str
+    entries: Iterable[tuple[object, object, str]], source: str
 ) -> dict[int, AddedToken]:
-    """Added tokens by id, in order.
+    """Parses added tokens, which are not special unless they say so; returns them by id, in order.
 
     Args:
         entries: id, token and place in the file.
         source: name of the file and its field, for messages.
     """
     added: dict[int, AddedToken] = {}
-    places: dict[str, int] = {}
-    for index, token, where in entries:
+    contents: set[str] = set()
+    for index, value, where in entries:
+        token = parse_added_token(value, where, special=False)
         if type(index) is not int or index < 0:
-            raise TokenizerError(f"{where} has the id {quoted(index)}")
+            raise TokenizerError(f"{where}: {quoted(token.content)} has the id {quoted(index)}")
         if index in added:
             raise TokenizerError(f"{source}: two tokens have the id {index}")
-        if token.content in places:
+        if token.content in contents:
             raise TokenizerError(f"{source}: {quoted(token.content)} appears under two ids")
-        added[index], places[token.content] = token, index
+        added[index] = token
+        contents.add(token.content)
         if len(added) > MAX_ADDED_TOKENS:
             raise TokenizerError(f"{source}: more than {MAX_ADDED_TOKENS} added tokens")
     return dict(sorted(added.items()))
+
+
+def tokens_of_list(entries: object, source: str) -> dict[int, AddedToken]:
+    """The ``added_tokens`` of tokenizer.json by id, in order."""
+    if not isinstance(entries, list):
+        raise TokenizerError(f"{source}: {type(entries).__name__}, not a list")
+    ids = (entry.get("id") if isinstance(entry, dict) else None for entry in entries)
+    places = (f"{source}[{number}]" for number in range(len(entries)))
+    return tokens_by_id(zip(ids, entries, places, strict=True), source)
 
 
 class TokenFinder:

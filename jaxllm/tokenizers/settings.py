@@ -23,7 +23,12 @@ from jaxllm.common.errors import (
 )
 from jaxllm.common.files import check_not_placeholder, is_there
 from jaxllm.common.strict_json import parse_json
-from jaxllm.tokenizers.added_tokens import AddedToken, parse_added_token, tokens_by_id
+from jaxllm.tokenizers.added_tokens import (
+    AddedToken,
+    parse_added_token,
+    tokens_by_id,
+    tokens_of_list,
+)
 
 MAX_FILE_BYTES = 32 * 2**20
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -320,16 +325,8 @@ def read_settings(files: TokenizerFiles) -> TokenizerSettings:
 
 def added_tokens_of_json(files: TokenizerFiles) -> dict[int, AddedToken]:
     """Reads the ``added_tokens`` of tokenizer.json, by id."""
-    source = f"{files.folder / 'tokenizer.json'}: added_tokens"
     entries = files.json_object("tokenizer.json").get("added_tokens") or []
-    if not isinstance(entries, list):
-        raise TokenizerError(f"{source} is not a list")
-    places = [(f"{source}[{number}]", entry) for number, entry in enumerate(entries)]
-    parsed = [(parse_added_token(entry, at, special=False), at, entry) for at, entry in places]
-    return tokens_by_id(
-        ((e.get("id") if isinstance(e, dict) else None, token, at) for token, at, e in parsed),
-        source,
-    )
+    return tokens_of_list(entries, f"{files.folder / 'tokenizer.json'}: added_tokens")
 
 
 def _tokens_of(options: dict[str, Any], name: str, source: str) -> list[Any]:
@@ -351,25 +348,17 @@ def _read_added_tokens_decoder(table: object, source: str) -> dict[int, AddedTok
     wrong = [key for key in table if not (key.isascii() and key.isdigit() and len(key) < 10)]
     if wrong:
         raise TokenizerError(f"{source} has the key {quoted(wrong[0])}, not an id")
-    places = ((int(key), f"{source}[{key}]", value) for key, value in table.items())
-    return tokens_by_id(
-        ((index, parse_added_token(v, where, special=False), where) for index, where, v in places),
-        source,
-    )
+    return tokens_by_id(((int(k), value, f"{source}[{k}]") for k, value in table.items()), source)
 
 
 def _read_added_tokens_file(files: TokenizerFiles, specials: set[str]) -> dict[int, AddedToken]:
     source = str(files.folder / "added_tokens.json")
 
-    def token(content: str) -> AddedToken:
-        is_special = content in specials
-        value = {"content": content, "normalized": not is_special}
-        return parse_added_token(value, source, special=is_special)
+    def entry(text: str) -> dict[str, Any]:
+        return {"content": text, "special": text in specials, "normalized": text not in specials}
 
-    table = files.json_object("added_tokens.json").items()
-    return tokens_by_id(
-        ((index, token(text), f"{source}: {quoted(text)}") for text, index in table), source
-    )
+    table = files.json_object("added_tokens.json")
+    return tokens_by_id(((index, entry(text), source) for text, index in table.items()), source)
 
 
 def _read_chat_templates(

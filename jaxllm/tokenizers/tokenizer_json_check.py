@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError, quoted
-from jaxllm.tokenizers.added_tokens import parse_added_token
+from jaxllm.tokenizers.added_tokens import tokens_of_list
 
 MAX_TOKEN_BYTES = 1024
 MAX_NORMALIZER_GROWTH = 1024
@@ -237,20 +237,10 @@ def _check_unigram(model: dict[str, Any], source: str) -> dict[str, int]:
 
 def _check_added_tokens(added: object, vocabulary: Mapping[str, int], source: str) -> int:
     """Checks added tokens; returns the number of ids, including the vocabulary's."""
-    if not isinstance(added, list):
-        raise TokenizerError(f"{source}: {type(added).__name__}, not a list")
     ids = dict(vocabulary)
-    contents = set()
-    for number, value in enumerate(added):
-        where = f"{source}[{number}]"
-        token = parse_added_token(_as_object(value, where), where, special=False)
-        index = value.get("id")
-        if not _is_count(index) or ids.get(token.content, index) != index:
-            raise TokenizerError(f"{where}: {quoted(token.content)} has the id {quoted(index)}")
-        if token.content in contents:
-            raise TokenizerError(f"{where}: {quoted(token.content)} is added twice")
-        contents.add(token.content)
-        ids[token.content] = index
+    for index, token in tokens_of_list(added, source).items():
+        if ids.setdefault(token.content, index) != index:
+            raise TokenizerError(f"{source}: {quoted(token.content)} has the id {index}")
     _check_ids(list(ids.values()), source, dense=True)
     return len(ids)
 
