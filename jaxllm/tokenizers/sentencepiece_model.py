@@ -275,11 +275,11 @@ class DecodeRules:
 
     model: SentencePieceModel
     special: frozenset[str]
-    separate: frozenset[str]
-    add_prefix_space: bool
-    space_before_chunk: str
-    space_after_first_special: bool
-    strip_text: bool
+    separate: frozenset[str] = frozenset()
+    add_prefix_space: bool = False
+    space_before_chunk: str = "never"
+    space_after_first_special: bool = False
+    strip_text: bool = False
     after_special: str = ""
     unknown_has_spaces: bool = False
 

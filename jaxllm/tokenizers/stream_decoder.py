@@ -348,10 +348,6 @@ class StripTextStart(Stage):
 
     def put(self, tokens: Sequence[str]) -> list[str]:
         text = "".join(tokens)
-        start = 0
-        while self._left and start < len(text) and text[start] == self._content:
-            start += 1
-            self._left -= 1
-        if start < len(text):
-            self._left = 0
-        return [text[start:]]
+        stripped = strip_copies(self._content, self._left, 0, text)
+        self._left = 0 if stripped else self._left - len(text)
+        return [stripped]

@@ -384,7 +384,10 @@ def _check_template_tokens(component: dict[str, Any], source: str, size: int) ->
         ):
             raise TokenizerError(f"{where}: ids {quoted(ids)} and tokens {quoted(texts)}")
     for field, sequences in (("single", {"A"}), ("pair", {"A", "B"})):
-        named = [piece["Sequence"].get("id") for piece in component[field] if _is_sequence(piece)]
+        sequences_of = (
+            p.get("Sequence") if isinstance(p, dict) else None for p in component[field]
+        )
+        named = [each.get("id") for each in sequences_of if isinstance(each, dict)]
         if len(set(map(str, named))) != len(named):
             raise UnsupportedError(f"{source}.{field}: a sequence more than once")
         for number, piece in enumerate(component[field]):
@@ -399,10 +402,6 @@ def _check_template_tokens(component: dict[str, Any], source: str, size: int) ->
                 raise TokenizerError(f"{where}: {quoted(piece)} names no sequence or special token")
             if not _is_count(type_id) or set(value) != {"id", "type_id"}:
                 raise TokenizerError(f"{where}: type_id is {quoted(type_id)}")
-
-
-def _is_sequence(piece: object) -> bool:
-    return isinstance(piece, dict) and isinstance(piece.get("Sequence"), dict)
 
 
 def _is_charsmap(value: object) -> bool:

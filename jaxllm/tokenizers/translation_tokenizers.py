@@ -223,10 +223,6 @@ class VocabularyTokenizer(SlowTokenizer):
         return DecodeRules(
             model=self._models[0],
             special=frozenset(self.all_special_tokens),
-            separate=frozenset(),
-            add_prefix_space=False,
-            space_before_chunk="never",
-            space_after_first_special=False,
             strip_text=True,
             after_special=self.space_after_special,
             unknown_has_spaces=len(self._models) > 1,
