@@ -276,20 +276,6 @@ def read_tensor(file: SafetensorsFile, name: str) -> np.ndarray:
     return tensor
 
 
-@dataclasses.dataclass(frozen=True)
-class Adapter:
-    """LoRA parameters of one PEFT layer, on the host."""
-
-    a: np.ndarray
-    b: np.ndarray
-    magnitude: np.ndarray | None
-    alpha: float
-
-    @property
-    def rank(self) -> int:
-        return self.a.shape[0]
-
-
 def save_adapter(
     folder: str | PathLike[str],
     model: Model[Any],
@@ -334,15 +320,15 @@ def save_adapter(
         for name, entry in entries.items()
         if any(path in layers for path in entry.modules)
     }
-    tensors: dict[str, np.ndarray] = {}
-    for name, adapter in adapters.items():
-        tensors[f"{PREFIX}{name}.{A}"], tensors[f"{PREFIX}{name}.{B}"] = adapter.a, adapter.b
-        if adapter.magnitude is not None:
-            tensors[f"{PREFIX}{name}.{MAGNITUDE}"] = adapter.magnitude
+    tensors = {
+        f"{PREFIX}{name}.{part}": x
+        for name, (parts, _) in adapters.items()
+        for part, x in parts.items()
+    }
     saved = saved_tensors(model)
     tensors |= {PREFIX + name: x for name, x in saved.items()}
-    rank, ranks = most_common({name: x.rank for name, x in adapters.items()})
-    alpha, alphas = most_common({name: x.alpha for name, x in adapters.items()})
+    rank, ranks = most_common({name: parts[A].shape[0] for name, (parts, _) in adapters.items()})
+    alpha, alphas = most_common({name: alpha for name, (_, alpha) in adapters.items()})
     config = {
         "peft_type": "LORA",
         "inference_mode": True,
@@ -366,9 +352,9 @@ def save_adapter(
     write_json(folder / CONFIG, config)
 
 
-def fuse(parts: Sequence[Linear], entry: Entry) -> Adapter:
-    """Fuses our layers, whose weights have this entry, into the adapter of one PEFT layer; see
-    `jaxllm.checkpoint.peft`."""
+def fuse(parts: Sequence[Linear], entry: Entry) -> tuple[dict[str, np.ndarray], float]:
+    """Fuses our layers, whose weights have this entry, into the tensors of one PEFT layer and its
+    alpha; see `jaxllm.checkpoint.peft`."""
     adapted = [part for part in parts if isinstance(part, LoraLinear)]
     first = adapted[0]
     a, b = np.asarray(first.lora_a[...]), [np.asarray(x.lora_b[...]) for x in adapted]
@@ -393,7 +379,7 @@ def fuse(parts: Sequence[Linear], entry: Entry) -> Adapter:
                 )
                 column += part.rank
             row += height
-    magnitude = None
+    tensors = {A: a, B: np.ascontiguousarray(entry.whole(b))}
     if first.lora_magnitude is not None:
         # Rows of a part without LoRA keep their norms.
         magnitudes = (
@@ -403,9 +389,8 @@ def fuse(parts: Sequence[Linear], entry: Entry) -> Adapter:
             row_norms(part.weight[...]) if magnitude is None else magnitude[...]
             for part, magnitude in zip(parts, magnitudes, strict=True)
         ]
-        magnitude = entry.whole(np.concatenate([np.asarray(x) for x in own]))
-    b = np.ascontiguousarray(entry.whole(b))
-    return Adapter(a, b, magnitude, int(alpha) if alpha == int(alpha) else alpha)
+        tensors[MAGNITUDE] = entry.whole(np.concatenate([np.asarray(x) for x in own]))
+    return tensors, int(alpha) if alpha == int(alpha) else alpha
 
 
 def saved_tensors(model: Model[Any]) -> dict[str, np.ndarray]:
@@ -434,7 +419,7 @@ def most_common(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     return default, {name: value for name, value in values.items() if value != default}
 
 
-def shortest_targets(adapters: Mapping[str, Adapter], entries: Mapping[str, Entry]) -> list[str]:
+def shortest_targets(adapters: Mapping[str, Any], entries: Mapping[str, Entry]) -> list[str]:
     """target_modules: last parts of the names if they match no other module, else full names."""
     last_parts = {name.rpartition(".")[2] for name in adapters}
     named = {name for name in entries if name.rpartition(".")[2] in last_parts}

@@ -316,12 +316,14 @@ class FairseqTokenizer(FastTokenizer):
         model_file: name of the model's file in a folder.
         default_tokens: named tokens of transformers' class, used where no file names others.
         model_type: sentencepiece's number of the model's algorithm.
+        pre_tokenizer: the step of tokenizer.json that splits texts.
         options: those of `CLASS_OPTIONS` that act.
     """
 
     model_file: ClassVar[str] = "sentencepiece.bpe.model"
     default_tokens: ClassVar[Mapping[str, str]] = FAIRSEQ_TOKENS
     model_type: ClassVar[int] = UNIGRAM
+    pre_tokenizer: ClassVar[Mapping[str, Any]] = METASPACE
     options: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
@@ -385,14 +387,10 @@ class FairseqTokenizer(FastTokenizer):
             "model": algorithm,
             "added_tokens": [],
             "normalizer": {"type": "Sequence", "normalizers": normalizers},
-            "pre_tokenizer": cls._pre_tokenizer(),
+            "pre_tokenizer": cls.pre_tokenizer,
             "post_processor": cls._processor(pieces, settings),
             "decoder": METASPACE,
         }
-
-    @classmethod
-    def _pre_tokenizer(cls) -> dict[str, Any]:
-        return METASPACE
 
     @classmethod
     def _processor(cls, pieces: Pieces, settings: TokenizerSettings) -> dict[str, Any] | None:
@@ -429,6 +427,10 @@ class MBartTokenizer(_LanguageTokenizer):
 
     codes = MBART_CODES
     default_language = "en_XX"
+    pre_tokenizer: ClassVar[Mapping[str, Any]] = {
+        "type": "Sequence",
+        "pretokenizers": [{"type": "WhitespaceSplit"}, METASPACE],
+    }
 
     @property
     def code_comes_first(self) -> bool:
@@ -437,10 +439,6 @@ class MBartTokenizer(_LanguageTokenizer):
     def target_fields(self, tgt_lang: str) -> dict[str, int]:
         # The labels end in the code, so that the decoder's inputs begin with it.
         return {"decoder_start_token_id": self.get_lang_id(tgt_lang, "tgt_lang")}
-
-    @classmethod
-    def _pre_tokenizer(cls) -> dict[str, Any]:
-        return {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, METASPACE]}
 
 
 class MBart50Tokenizer(_LanguageTokenizer):
