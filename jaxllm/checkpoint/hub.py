@@ -70,7 +70,8 @@ def resolve(
         if revision not in (None, "main"):
             raise InputError(f"revision={quoted(revision)} needs a Hub id; {BUNDLED} is bundled")
         return smollm2()
-    if not isinstance(path_or_hub_id, str) or _looks_like_path(text):
+    looks_like_path = text.endswith((*WEIGHT_FILES, *OTHER_FORMATS)) or not _HUB_ID.fullmatch(text)
+    if not isinstance(path_or_hub_id, str) or looks_like_path:
         raise MissingFileError(f"{expanded!r}: no such file or folder")
     return _download(text, revision, weights)
 
@@ -80,10 +81,6 @@ def hub_name(path_or_hub_id: str) -> str:
     folder = SMOLLM2_PACKAGE.replace("-", "_")
     is_bundled = path_or_hub_id == BUNDLED or Path(path_or_hub_id).parent.name == folder
     return BUNDLED_HUB_ID if is_bundled else path_or_hub_id
-
-
-def _looks_like_path(text: str) -> bool:
-    return text.endswith((*WEIGHT_FILES, *OTHER_FORMATS)) or not _HUB_ID.fullmatch(text)
 
 
 def _download(hub_id: str, revision: str | None, weights: bool) -> Path:

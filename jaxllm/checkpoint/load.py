@@ -21,14 +21,11 @@ from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.checkpoint.load_parameters import (
     LoadProgress,
-    ReadMatrix,
-    keeping_blocks,
+    StackedTensors,
     load_parameters,
-    quantizing,
 )
 from jaxllm.checkpoint.safetensors import open_safetensors
 from jaxllm.checkpoint.source import FLOATS, WeightSource, default_dtype, float_dtype
-from jaxllm.checkpoint.stacked import StackedTensors
 from jaxllm.common.errors import (
     CheckpointError,
     ConfigError,
@@ -43,16 +40,16 @@ from jaxllm.models.config import ModelConfig
 from jaxllm.models.model import Card, Model, Origin, model_shapes
 from jaxllm.models.quantize import (
     BLOCK_FORMATS,
-    FORMATS,
     KEEP,
     layer_formats,
     quantized_layers,
+    quantized_shape,
     with_matrices,
 )
 from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.models.rotary_decoder import RotaryConfig
-from jaxllm.models.weights import Entry, Table, tensors_of
-from jaxllm.parallel.sharding import check_heads, parameter_path, parameter_sharding
+from jaxllm.models.weights import Entry, Table, parameters, tensors_of, with_parameters
+from jaxllm.parallel.sharding import check_heads, parameter_sharding
 
 _NEW_HEAD = (
     ". For a classifier with a new head, load the language model and call "
@@ -162,8 +159,7 @@ def load_model(
         scan_layers=scan_layers,
     )
     shapes = model_shapes(spec.make, spec.config, options)
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
-    expected = {parameter_path(path): leaf for path, leaf in leaves}
+    expected = parameters(shapes)
     present = dict.fromkeys(checkpoint.weights.names())
     stripped = lacks_prefix(spec.table, list(present))
     wanted = {
@@ -191,12 +187,16 @@ def load_model(
     copies = check_parameter_names(entries, expected, spec, source)
     constants = check_constants(spec.table, source)
     check_shapes(entries, expected, spec, source)
-    arrays, matrices = load_parameters(
+    formats = matrix_formats(checkpoint, entries, shapes, quantize, quantize_embeddings)
+    matrices = {
+        path: quantized_shape(name, expected[f"{path}.weight"]) for path, name in formats.items()
+    }
+    arrays = load_parameters(
         entries,
         expected,
         source,
         param_dtype=param_dtype,
-        matrices=matrix_readers(checkpoint, entries, shapes, quantize, quantize_embeddings),
+        matrices=matrices,
         allow_nonfinite=allow_nonfinite,
         progress=progress,
         mesh=mesh,
@@ -205,9 +205,7 @@ def load_model(
         shape, dtype = expected[path].shape, expected[path].dtype
         sharding = None if mesh is None else parameter_sharding(path, shape, mesh)
         arrays[path] = jnp.zeros(shape, dtype, device=sharding)
-    # The shapes of quantized weights stay until their layers are replaced.
-    values = [arrays.get(parameter_path(path), shape) for path, shape in leaves]
-    model = with_matrices(jax.tree_util.tree_unflatten(treedef, values), matrices)
+    model = with_parameters(with_matrices(shapes, matrices), arrays)
     named_class = {} if architecture is None else {"architectures": [spec.architecture]}
     origin = Origin(
         config=json.dumps(with_overrides(checkpoint, overrides) | named_class),
@@ -227,14 +225,14 @@ def load_model(
     return model.with_card(Card(spec.config, origin=origin))
 
 
-def matrix_readers(
+def matrix_formats(
     checkpoint: Checkpoint,
     entries: Mapping[str, Entry],
     model: Model[Any],
     quantize: str | None,
     embeddings: bool,
-) -> dict[str, ReadMatrix]:
-    """Readers of the weights of layers that are quantized, by the layer's path.
+) -> dict[str, str]:
+    """Formats of the layers that are quantized, by the layer's path.
 
     Args:
         entries: entry of the weight table for each tensor of the file.
@@ -243,29 +241,19 @@ def matrix_readers(
     """
     if quantize is None:
         return {}
-    if quantize == KEEP:
-        return kept_blocks(checkpoint, entries, quantized_layers(model, embeddings=embeddings))
-    formats = layer_formats(model, quantize, embeddings=embeddings)
-    return {path: quantizing(FORMATS[name]) for path, name in formats.items()}
-
-
-def kept_blocks(
-    checkpoint: Checkpoint, entries: Mapping[str, Entry], layers: Collection[str]
-) -> dict[str, ReadMatrix]:
-    """Readers of the layers whose tensors are quantized in the GGUF file, by the layer's path."""
+    if quantize != KEEP:
+        return layer_formats(model, quantize, embeddings=embeddings)
     view = checkpoint.weights
     if not isinstance(view, HFView):
         raise UnsupportedError(
             f"{checkpoint.path}: quantize='keep' keeps the blocks of a quantized GGUF file; use "
             "'int8' or 'int4' for other checkpoints"
         )
-    paths = {
-        path.removesuffix(".weight")
-        for name, entry in entries.items()
-        if view.quantization(name) in BLOCK_FORMATS
-        for path in entry.parameters
+    stored = {
+        path: view.quantization(name) for name, entry in entries.items() for path in entry.modules
     }
-    kept = {path: keeping_blocks(view) for path in layers if path in paths}
+    layers = quantized_layers(model, embeddings=embeddings)
+    kept = {path: stored[path] for path in layers if stored.get(path) in BLOCK_FORMATS}
     if not kept:
         raise UnsupportedError(
             f"{checkpoint.path}: quantize='keep', but no weight that may stay quantized has one of "

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxllm.checkpoint.gguf.names import HFView
@@ -23,19 +23,20 @@ from jaxllm.checkpoint.gguf.reader import Blocks
 from jaxllm.checkpoint.source import (
     XLA_ALIGNMENT,
     Index,
+    TensorInfo,
     WeightSource,
     aligned_empty,
     find_nonfinite,
 )
-from jaxllm.common.errors import InputError, NonFiniteError
-from jaxllm.models.quantize import BLOCK_FORMATS, Quantize
+from jaxllm.common.errors import CheckpointError, InputError, NonFiniteError
+from jaxllm.models.quantize import BLOCK_FORMATS, FORMATS
 from jaxllm.models.weights import Entry, tensors_of
 from jaxllm.nn.quantized import BlockMatrix, QuantizedMatrix
 from jaxllm.parallel.device_memory import format_bytes, total_memory
-from jaxllm.parallel.sharding import parameter_path, parameter_sharding, row_axis
+from jaxllm.parallel.sharding import parameter_path, parameter_sharding, part_axes
 
-ReadMatrix = Callable[["Tensor", int], QuantizedMatrix]
-"""Reads the quantized matrix of parameter number n that a tensor holds."""
+Bounds = tuple[tuple[int, int], ...]
+"""Start and end of a slice along each axis."""
 LoadProgress = Callable[[str, int, int], None]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -53,29 +54,27 @@ QUANTIZED_BLOCK = 64 * 2**20
 def load_parameters(
     entries: Mapping[str, Entry],
     expected: Mapping[str, Any],
-    source: WeightSource,
+    source: StackedTensors,
     *,
     param_dtype: DTypeLike | None,
-    matrices: Mapping[str, ReadMatrix],
+    matrices: Mapping[str, QuantizedMatrix],
     allow_nonfinite: bool,
     progress: LoadProgress | None,
     mesh: Mesh | None,
-) -> tuple[dict[str, jax.Array], dict[str, QuantizedMatrix]]:
-    """Loads the parameters, from tensors whose names and shapes are checked.
+) -> dict[str, jax.Array]:
+    """Loads the parameters by path, from tensors whose names and shapes are checked.
 
     Args:
         entries: entry of the weight table for each tensor of the file.
         expected: shape and dtype of each parameter.
         param_dtype: None keeps the file's dtype, unless the model needs a wider one.
-        matrices: reads the quantized weight of a layer, by the layer's path.
+        matrices: shapes of the matrix of each layer that is quantized, by the layer's path. Its
+            arrays are loaded in place of the layer's weight.
         mesh: shards each parameter by `parameter_sharding`; None: one device. A process reads the
-            shards of its own devices only, but whole tensors where it quantizes them.
-
-    Returns:
-        The float parameters by path, and the quantized matrices by the layer's path.
+            shards of its own devices only, but whole rows where it quantizes them.
     """
     total = sum(source.info(name).nbytes for name in entries)
-    done, arrays, quantized = 0, {}, {}
+    done, arrays = 0, {}
 
     def dtype_of(name: str, ours: str) -> np.dtype:
         dtype = expected[ours].dtype
@@ -93,44 +92,39 @@ def load_parameters(
         mesh,
     )
 
-    def read(item: tuple[str, Entry]) -> list[Any]:
-        """The tensor's parameters on the devices: arrays, and quantized matrices."""
+    def read(item: tuple[str, Entry]) -> dict[str, Any]:
+        """The tensor's parameters by path, on the devices."""
         name, entry = item
         tensor = Tensor(source, name, entry, allow_nonfinite)
         dtypes = [dtype_of(name, ours) for ours in entry.parameters]
         is_whole = mesh is None and not any(layer in matrices for layer in entry.modules)
         if is_whole:  # one read of a fused tensor
+            values = dict(zip(entry.parameters, tensor.parameters(dtypes), strict=True))
             # Blocking keeps the temporary copies of several tensors from piling up.
-            return jax.block_until_ready(jax.device_put(tensor.parameters(dtypes)))
-        read: list[Any] = []
+            return jax.block_until_ready(jax.device_put(values))
+        found: dict[str, Any] = {}
         for number, (ours, layer) in enumerate(zip(entry.parameters, entry.modules, strict=True)):
             shape, dtype = expected[ours].shape, dtypes[number]
             if layer in matrices:
-                read.append(placed(layer, matrices[layer](tensor, number), mesh))
+                found |= load_matrix(tensor, number, shape, layer, matrices[layer], mesh)
             elif mesh is None:
-                read.append(jax.device_put(on_host(tensor.part(number), dtype)))
+                found[ours] = jax.device_put(on_host(tensor.part(number, shape), dtype))
             else:
-                sharding = parameter_sharding(ours, shape, mesh)
-                shard = functools.partial(tensor.read_shard, number, shape[0], dtype)
-                read.append(sharded_array(shape, sharding, shard))
-        return jax.block_until_ready(read)
+                shard = functools.partial(tensor.read_shard, ours, number, shape, dtype)
+                target = sharded_shape(ours, shape, dtype, mesh)
+                found |= sharded_arrays({ours: target}, lambda _, bounds: bounds, shard)
+        return jax.block_until_ready(found)
 
     # The largest first: what it takes to convert it comes on top of few others.
     largest_first = sorted(entries.items(), key=lambda item: -source.info(item[0]).nbytes)
     sizes = [source.info(name).nbytes for name, _ in largest_first]
-    for (name, entry), read_parameters in zip(
-        largest_first, map_ahead(read, largest_first, sizes), strict=True
-    ):
-        for ours, layer, x in zip(entry.parameters, entry.modules, read_parameters, strict=True):
-            if layer in matrices:
-                quantized[layer] = x
-            else:
-                arrays[ours] = x
+    for (name, _), found in zip(largest_first, map_ahead(read, largest_first, sizes), strict=True):
+        arrays |= found
         source.release_pages(name)
         done += source.info(name).nbytes
         if progress is not None:
             progress(name, done, total)
-    return arrays, quantized
+    return arrays
 
 
 def check_fits(needed: float, mesh: Mesh | None) -> None:
@@ -184,43 +178,80 @@ def on_host(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return copy
 
 
-def quantizing(quantize: Quantize) -> ReadMatrix:
-    """Reads a float matrix and quantizes it on the default device, `QUANTIZED_BLOCK` at a time.
+def load_matrix(
+    tensor: Tensor,
+    number: int,
+    shape: tuple[int, ...],
+    layer: str,
+    matrix: QuantizedMatrix,
+    mesh: Mesh | None,
+) -> dict[str, jax.Array]:
+    """Loads the arrays of a quantized matrix by path, those of a mesh shard by shard.
 
-    Every row of a matrix has scales of its own, so that blocks of rows can be quantized alone.
+    Every row has scales of its own. A shard of its columns needs whole rows of floats, which are
+    quantized together, but only its own blocks of a GGUF file.
+
+    Args:
+        number: which of the tensor's parameters is the layer's weight.
+        shape: shape of the weight.
+        matrix: shapes of the matrix.
     """
+    blocks = BLOCK_FORMATS.get(matrix.format)
 
-    def read(tensor: Tensor, number: int) -> QuantizedMatrix:
-        matrix = tensor.part(number)
-        rows = max(1, QUANTIZED_BLOCK // matrix[:1].nbytes)
-        blocks = [
-            jax.tree.map(np.asarray, jax.jit(quantize)(jnp.asarray(matrix[start : start + rows])))
-            for start in range(0, len(matrix), rows)
-        ]
+    def read(index: Index) -> dict[str, np.ndarray]:
+        if blocks is not None:
+            return parts_of(block_matrix(tensor.blocks(number, shape, index)), layer)
+        return parts_of(quantized(tensor.part(number, shape, index), matrix.format), layer)
 
-        def joined(path: tuple[Any, ...], *parts: np.ndarray) -> np.ndarray:
-            # Of a stack of matrices the blocks are some of the matrices.
-            axis = 0 if matrix.ndim == 3 else row_axis(f".matrix.{parameter_path(path)}")
-            return np.concatenate(parts, axis)
+    if mesh is None:
+        return jax.device_put(read(tuple(slice(0, size) for size in shape)))
 
-        return jax.tree_util.tree_map_with_path(joined, *blocks)
+    def source_bounds(path: str, bounds: Bounds) -> Bounds:
+        """The part of the weight from which a shard of an array is made."""
+        axes = part_axes(path.removeprefix(f"{layer}."), _AXES[-len(shape) :])
+        ends = dict(zip(axes, bounds, strict=True))
+        columns = (0, shape[-1])
+        if blocks is not None:
+            start, stop = ends["columns"]  # in groups
+            columns = (start * blocks.size, stop * blocks.size)
+        return (*(ends[axis] for axis in _AXES[-len(shape) : -1]), columns)
 
-    return read
+    targets = {
+        path: sharded_shape(path, x.shape, x.dtype, mesh)
+        for path, x in parts_of(matrix, layer).items()
+    }
+    return sharded_arrays(targets, source_bounds, read)
 
 
-def keeping_blocks(view: HFView) -> ReadMatrix:
-    """Reads the blocks of a GGUF file as they are."""
+_AXES = ("experts", "rows", "columns")
+"""Axes of a stack of weights. Those of a weight are the last two."""
 
-    def read(tensor: Tensor, number: int) -> QuantizedMatrix:
-        blocks = view.blocks(tensor.name)
-        assert blocks is not None  # the caller asked for its format
-        for x in (blocks.scales, blocks.offsets):
-            problem = None if x is None else find_nonfinite(tensor.name, x)
-            if problem:
-                raise NonFiniteError(f"{view.file.path}: scales of {problem}")
-        return block_matrix(blocks.map(lambda x: tensor.entry.parts(x)[number]))
 
-    return read
+def parts_of(matrix: QuantizedMatrix, layer: str) -> dict[str, Any]:
+    """The arrays of a layer's quantized matrix by path."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(matrix)
+    return {f"{layer}.matrix.{parameter_path(path)}": x for path, x in leaves}
+
+
+def quantized(matrix: np.ndarray, name: str) -> QuantizedMatrix:
+    """Quantizes rows to a format on the default device, `QUANTIZED_BLOCK` at a time."""
+    rows = max(1, QUANTIZED_BLOCK // matrix[:1].nbytes)
+    blocks = [
+        jax.tree.map(np.asarray, quantize_rows(matrix[start : start + rows], name))
+        for start in range(0, len(matrix), rows)
+    ]
+
+    def joined(path: tuple[Any, ...], *parts: np.ndarray) -> np.ndarray:
+        axes = part_axes(f"matrix.{parameter_path(path)}", _AXES[-matrix.ndim :])
+        # Of a stack of matrices the blocks are some of the matrices.
+        return np.concatenate(parts, axes.index(_AXES[-matrix.ndim]))
+
+    return jax.tree_util.tree_map_with_path(joined, *blocks)
+
+
+def quantize_rows(rows: np.ndarray, name: str) -> QuantizedMatrix:
+    """Quantizes rows that fit on the default device together."""
+    return jax.jit(FORMATS[name])(jnp.asarray(rows))
 
 
 def block_matrix(blocks: Blocks) -> BlockMatrix:
@@ -237,23 +268,75 @@ def block_matrix(blocks: Blocks) -> BlockMatrix:
     return BlockMatrix(blocks.format, groups, *matrix)
 
 
-def placed(layer: str, matrix: QuantizedMatrix, mesh: Mesh | None) -> QuantizedMatrix:
-    """A quantized matrix of host arrays on the device, or sharded over the mesh."""
-    if mesh is None:
-        return jax.device_put(matrix)
+class StackedTensors(WeightSource):
+    """View of a weight file in which some tensors are stacked along a new first axis: files have a
+    tensor for each expert of a layer, a model has the stack of them.
 
-    def shard(key_path: tuple[Any, ...], x: np.ndarray) -> jax.Array:
-        path = f"{layer}.matrix.{parameter_path(key_path)}"
-        return sharded_array(x.shape, parameter_sharding(path, x.shape, mesh), x.__getitem__)
+    A stack whose tensors are not all in the file is left out; its tensors have their own names.
+    """
 
-    return jax.tree_util.tree_map_with_path(shard, matrix)
+    def __init__(self, source: WeightSource, counts: Mapping[str, int]) -> None:
+        """
+        Args:
+            counts: number of tensors of each stack by its name, which has ``{e}`` for the number
+                of a tensor. Names that the file itself has (GGUF) are left as they are.
+        """
+        self.source = source
+        present = set(source.names())
+        self._parts = {
+            name: tuple(tensors_of(name, count))
+            for name, count in counts.items()
+            if name not in present and all(part in present for part in tensors_of(name, count))
+        }
+
+    def tensors(self, name: str) -> tuple[str, ...]:
+        """Names in the file of the tensors that a name stands for."""
+        return self._parts.get(name, (name,))
+
+    def names(self) -> list[str]:
+        stack_of = {part: name for name, parts in self._parts.items() for part in parts}
+        return list(dict.fromkeys(stack_of.get(name, name) for name in self.source.names()))
+
+    def info(self, name: str) -> TensorInfo:
+        first, *others = (self.source.info(part) for part in self.tensors(name))
+        if name not in self._parts:
+            return first
+        for part, info in zip(self.tensors(name)[1:], others, strict=True):
+            if (info.shape, info.dtype) != (first.shape, first.dtype):
+                raise CheckpointError(
+                    f"{info.file}: {part} is {info.dtype} {list(info.shape)}, but "
+                    f"{self.tensors(name)[0]} is {first.dtype} {list(first.shape)}; all experts of "
+                    "a layer must be alike"
+                )
+        nbytes = first.nbytes + sum(info.nbytes for info in others)
+        shape = (len(others) + 1, *first.shape)
+        return dataclasses.replace(first, shape=shape, nbytes=nbytes)
+
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
+        if name not in self._parts:
+            return self.source.read(name, index)
+        chosen, *rest = index or (slice(None),)
+        parts = self._parts[name][chosen]
+        info = self.source.info(self._parts[name][0])
+        sizes = [len(range(*s.indices(n))) for s, n in zip(rest, info.shape, strict=False)]
+        stack = aligned_empty((len(parts), *sizes, *info.shape[len(sizes) :]), info.dtype)
+        for expert, part in enumerate(parts):
+            stack[expert] = self.source.read(part, tuple(rest))
+        return stack
+
+    def release_pages(self, name: str) -> None:
+        for part in self.tensors(name):
+            self.source.release_pages(part)
+
+    def close(self) -> None:
+        self.source.close()
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
     """A tensor of the file, checked for NaN and infinity as it is read."""
 
-    source: WeightSource
+    source: StackedTensors
     name: str
     entry: Entry
     allow_nonfinite: bool
@@ -290,19 +373,35 @@ class Tensor:
             self.check_range(part, dtype)
         return [on_host(part, dtype) for part, dtype in zip(parts, dtypes, strict=True)]
 
-    def part(self, number: int) -> np.ndarray:
-        """The whole parameter `number` that this tensor holds."""
-        return self.entry.split(self.read(()))[number]
-
-    def read_shard(self, number: int, rows: int, dtype: DTypeLike, index: Index) -> np.ndarray:
-        """Reads a slice of the parameter `number` that this tensor holds, cast to `dtype`."""
+    def part(self, number: int, shape: tuple[int, ...], index: Index = ()) -> np.ndarray:
+        """Reads the parameter `number` that this tensor holds, which has this shape, or a slice."""
+        index = index or tuple(slice(0, size) for size in shape)
         if self.entry.columns:  # weights of norms, which are small
-            values = self.part(number)[index]
-        else:
-            values = self.read(self.entry.index(number, rows, index))
-            values = values.T if self.entry.transposed else values
+            return self.entry.split(self.read(()))[number][index]
+        values = self.read(self.entry.index(number, shape[0], index))
+        return values.T if self.entry.transposed else values
+
+    def read_shard(
+        self, path: str, number: int, shape: tuple[int, ...], dtype: DTypeLike, index: Index
+    ) -> dict[str, np.ndarray]:
+        """A copy of a slice of the parameter `number`, cast to `dtype`, by its path."""
+        values = self.part(number, shape, index)
         self.check_range(values, dtype, index)
-        return np.array(values, dtype, order="C")  # a copy: nothing keeps the file mapped
+        return {path: np.array(values, dtype, order="C")}  # a copy: nothing keeps the file mapped
+
+    def blocks(self, number: int, shape: tuple[int, ...], index: Index) -> Blocks:
+        """Reads the blocks of a slice of the parameter `number` from a GGUF file."""
+        view = self.source.source
+        assert isinstance(view, HFView)  # the caller asked for the tensor's format
+        assert not self.entry.order  # of architectures that GGUF files do not have here
+        index = dataclasses.replace(self.entry, transposed=False).index(number, shape[0], index)
+        blocks = view.blocks(self.name, index)
+        assert blocks is not None
+        for x in (blocks.scales, blocks.offsets):
+            problem = None if x is None else find_nonfinite(self.name, x)
+            if problem:
+                raise NonFiniteError(f"{view.file.path}: scales of {problem}")
+        return blocks
 
     def check_range(self, values: np.ndarray, dtype: DTypeLike, index: Index = ()) -> None:
         """Raises NonFiniteError if casting to float16 would turn a finite weight into infinity."""
@@ -310,21 +409,47 @@ class Tensor:
             check_range(f"{self.source.info(self.name).file}: {name}", part, dtype)
 
 
-def sharded_array(
-    shape: tuple[int, ...], sharding: NamedSharding, read: Callable[[Index], np.ndarray]
-) -> jax.Array:
-    """A sharded array; each distinct shard is read once per process and put on its devices."""
-    devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        assert index is not None
-        bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
-        devices.setdefault(bounds, []).append(device)
-    shards = []
-    for bounds, holders in devices.items():
-        values = read(tuple(slice(*ends) for ends in bounds))
-        shards += [jax.device_put(values, device) for device in holders]
+def sharded_shape(
+    path: str, shape: tuple[int, ...], dtype: DTypeLike, mesh: Mesh
+) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of a parameter."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=parameter_sharding(path, shape, mesh))
+
+
+def sharded_arrays(
+    targets: Mapping[str, jax.ShapeDtypeStruct],
+    source_bounds: Callable[[str, Bounds], Bounds],
+    read: Callable[[Index], Mapping[str, np.ndarray]],
+) -> dict[str, jax.Array]:
+    """Sharded arrays that are made of one source, of which each process reads what it needs once.
+
+    Args:
+        targets: shapes, dtypes and shardings of the arrays by name.
+        source_bounds: the part of the source from which a shard of an array, by name, is made.
+        read: reads this part, and makes the arrays of it. Along an axis that the part does not
+            restrict they are whole, and the shard is cut out of them.
+    """
+    holders: dict[Bounds, dict[tuple[str, Bounds], list[Any]]] = {}
+    for name, like in targets.items():
+        for device, index in like.sharding.addressable_devices_indices_map(like.shape).items():
+            assert index is not None
+            bounds = tuple(s.indices(n)[:2] for s, n in zip(index, like.shape, strict=True))
+            parts = holders.setdefault(source_bounds(name, bounds), {})
+            parts.setdefault((name, bounds), []).append(device)
+    shards: dict[str, list[jax.Array]] = {name: [] for name in targets}
+    for ends, parts in holders.items():
+        arrays = read(tuple(slice(*each) for each in ends))
+        for (name, bounds), devices in parts.items():
+            values = arrays[name]
+            for axis, (start, stop) in enumerate(bounds):
+                if values.shape[axis] != stop - start:
+                    values = values[(*[slice(None)] * axis, slice(start, stop))]
+            shards[name] += [jax.device_put(values, device) for device in devices]
         jax.block_until_ready(shards)
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+    return {
+        name: jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards[name])
+        for name, like in targets.items()
+    }
 
 
 def check_range(name: str, tensor: np.ndarray, dtype: DTypeLike) -> None:

@@ -4,6 +4,8 @@ PEFT adapts GPT-2's q, k and v as one layer, `c_attn`, with one A; here each has
 gives each a copy of A and its rows of B. Saving writes one A if the copies are still equal. If they
 differ, the three A are stacked and B is block-diagonal, of rank 3 r, with alpha multiplied to keep
 the scale: PEFT computes the same outputs.
+
+Of adapter_config.json, a field is used, is known to be inert, or raises.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
+import typing
 from collections.abc import Container, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -21,12 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.checkpoint.hub import hub_name
-from jaxllm.checkpoint.peft_config import CLASSIFIER_NAMES, PeftConfig, read_peft_config
 from jaxllm.checkpoint.safetensors import USE_SAFETENSORS, SafetensorsFile, write_safetensors
 from jaxllm.checkpoint.source import FLOATS, find_nonfinite
 from jaxllm.common.arguments import checked
+from jaxllm.common.config_keys import describe_keys, unknown_keys
 from jaxllm.common.errors import (
     CheckpointError,
+    ConfigError,
     InputError,
     MissingFileError,
     NonFiniteError,
@@ -35,6 +40,8 @@ from jaxllm.common.errors import (
     quoted,
 )
 from jaxllm.common.files import expanded, make_folder, write_json
+from jaxllm.common.strict_json import read_json
+from jaxllm.models.config_checks import check_rate, check_size, coerce
 from jaxllm.models.decoder_only import CausalLM, SequenceClassifier
 from jaxllm.models.lora import (
     base_entries,
@@ -55,6 +62,33 @@ CONFIG = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+MAX_CONFIG_BYTES = 4 * 2**20
+CLASSIFIER_NAMES = ("classifier", "score")  # PEFT adds both to each classifier's modules_to_save
+
+# Fields of initialisation and training, beside those of `common.config_keys`: they do not change
+# the adapter's output. fan_in_fan_out says how the *base* weight is stored, which the model knows.
+# fmt: off
+INERT_ADAPTER_KEYS = frozenset({
+    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "fan_in_fan_out",
+    "inference_mode", "lora_ga_config", "megatron_core", "merge_weights", "peft_version",
+    "qalora_group_size", "revision", "runtime_config",
+    # ms-swift's: dtype in training, and the learning rates of LoRA+.
+    "lora_dtype", "lorap_emb_lr", "lorap_lr_ratio",
+})
+OFF_ADAPTER_KEYS = frozenset({
+    "alora_invocation_tokens", "arrow_config", "enable_lora", "ensure_weight_tying", "kasa_config",
+    "layer_replication", "loftq_config", "lora_bias", "megatron_config", "monteclora_config",
+    "target_parameters", "trainable_token_indices", "use_bdlora", "use_merged_linear",
+    "use_qa_lora", "use_qalora", "velora_config",
+})
+"""Fields that change no result while they are false or empty."""
+# fmt: on
+# Fields that may exclude some of the targets.
+NARROWING = ("exclude_modules", "layers_to_transform", "layers_pattern")
+# Initialisations that leave the base weights alone; the others (PiSSA, OLoRA, ...) change them.
+KEEP_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
+# Allowed patterns of rank_pattern and alpha_pattern: they match in linear time.
+PLAIN_PATTERN = re.compile(r"\^?[\w.\\-]+\$?")
 
 
 def load_adapter(
@@ -242,20 +276,6 @@ def read_tensor(file: SafetensorsFile, name: str) -> np.ndarray:
     return tensor
 
 
-@dataclasses.dataclass(frozen=True)
-class Adapter:
-    """LoRA parameters of one PEFT layer, on the host."""
-
-    a: np.ndarray
-    b: np.ndarray
-    magnitude: np.ndarray | None
-    alpha: float
-
-    @property
-    def rank(self) -> int:
-        return self.a.shape[0]
-
-
 def save_adapter(
     folder: str | PathLike[str],
     model: Model[Any],
@@ -300,32 +320,16 @@ def save_adapter(
         for name, entry in entries.items()
         if any(path in layers for path in entry.modules)
     }
-    tensors: dict[str, np.ndarray] = {}
-    for name, adapter in adapters.items():
-        tensors[f"{PREFIX}{name}.{A}"], tensors[f"{PREFIX}{name}.{B}"] = adapter.a, adapter.b
-        if adapter.magnitude is not None:
-            tensors[f"{PREFIX}{name}.{MAGNITUDE}"] = adapter.magnitude
+    tensors = {
+        f"{PREFIX}{name}.{part}": x
+        for name, (parts, _) in adapters.items()
+        for part, x in parts.items()
+    }
     saved = saved_tensors(model)
     tensors |= {PREFIX + name: x for name, x in saved.items()}
+    rank, ranks = most_common({name: parts[A].shape[0] for name, (parts, _) in adapters.items()})
+    alpha, alphas = most_common({name: alpha for name, (_, alpha) in adapters.items()})
     config = {
-        "task_type": task_type(model),
-        "base_model_name_or_path": None if base is None else hub_name(base),
-        "lora_dropout": dropout_rate,
-        "use_rslora": rslora,
-        "use_dora": dora,
-        "modules_to_save": sorted({n.rpartition(".")[0] for n in saved}) or None,
-        **adapter_fields(adapters, entries),
-    }
-    make_folder(folder)
-    write_safetensors(folder / WEIGHTS_FILE, tensors)
-    write_json(folder / CONFIG, config)
-
-
-def adapter_fields(adapters: Mapping[str, Adapter], entries: Mapping[str, Entry]) -> dict[str, Any]:
-    """Fields of adapter_config.json that follow from the adapted layers."""
-    rank, ranks = most_common({name: x.rank for name, x in adapters.items()})
-    alpha, alphas = most_common({name: x.alpha for name, x in adapters.items()})
-    return {
         "peft_type": "LORA",
         "inference_mode": True,
         "r": rank,
@@ -336,12 +340,21 @@ def adapter_fields(adapters: Mapping[str, Adapter], entries: Mapping[str, Entry]
         "fan_in_fan_out": any(entries[name].transposed for name in adapters),
         "init_lora_weights": True,
         "target_modules": shortest_targets(adapters, entries),
+        "task_type": task_type(model),
+        "base_model_name_or_path": None if base is None else hub_name(base),
+        "lora_dropout": dropout_rate,
+        "use_rslora": rslora,
+        "use_dora": dora,
+        "modules_to_save": sorted({n.rpartition(".")[0] for n in saved}) or None,
     }
+    make_folder(folder)
+    write_safetensors(folder / WEIGHTS_FILE, tensors)
+    write_json(folder / CONFIG, config)
 
 
-def fuse(parts: Sequence[Linear], entry: Entry) -> Adapter:
-    """Fuses our layers, whose weights have this entry, into the adapter of one PEFT layer; see
-    `jaxllm.checkpoint.peft`."""
+def fuse(parts: Sequence[Linear], entry: Entry) -> tuple[dict[str, np.ndarray], float]:
+    """Fuses our layers, whose weights have this entry, into the tensors of one PEFT layer and its
+    alpha; see `jaxllm.checkpoint.peft`."""
     adapted = [part for part in parts if isinstance(part, LoraLinear)]
     first = adapted[0]
     a, b = np.asarray(first.lora_a[...]), [np.asarray(x.lora_b[...]) for x in adapted]
@@ -366,20 +379,18 @@ def fuse(parts: Sequence[Linear], entry: Entry) -> Adapter:
                 )
                 column += part.rank
             row += height
-    magnitude = None
+    tensors = {A: a, B: np.ascontiguousarray(entry.whole(b))}
     if first.lora_magnitude is not None:
         # Rows of a part without LoRA keep their norms.
-        magnitude = np.concatenate([np.asarray(dora_magnitude(part)) for part in parts])
-        magnitude = entry.whole(magnitude)
-    b = np.ascontiguousarray(entry.whole(b))
-    return Adapter(a, b, magnitude, int(alpha) if alpha == int(alpha) else alpha)
-
-
-def dora_magnitude(part: Linear) -> jax.Array:
-    """DoRA's magnitude of each row; the row's norm for a layer without DoRA."""
-    if isinstance(part, LoraLinear) and part.lora_magnitude is not None:
-        return part.lora_magnitude[...]
-    return row_norms(part.weight[...])
+        magnitudes = (
+            part.lora_magnitude if isinstance(part, LoraLinear) else None for part in parts
+        )
+        own = [
+            row_norms(part.weight[...]) if magnitude is None else magnitude[...]
+            for part, magnitude in zip(parts, magnitudes, strict=True)
+        ]
+        tensors[MAGNITUDE] = entry.whole(np.concatenate([np.asarray(x) for x in own]))
+    return tensors, int(alpha) if alpha == int(alpha) else alpha
 
 
 def saved_tensors(model: Model[Any]) -> dict[str, np.ndarray]:
@@ -408,7 +419,7 @@ def most_common(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     return default, {name: value for name, value in values.items() if value != default}
 
 
-def shortest_targets(adapters: Mapping[str, Adapter], entries: Mapping[str, Entry]) -> list[str]:
+def shortest_targets(adapters: Mapping[str, Any], entries: Mapping[str, Entry]) -> list[str]:
     """target_modules: last parts of the names if they match no other module, else full names."""
     last_parts = {name.rpartition(".")[2] for name in adapters}
     named = {name for name in entries if name.rpartition(".")[2] in last_parts}
@@ -442,3 +453,141 @@ def check_tied(model: Model[Any], paths: Container[str]) -> None:
                 f"modules_to_save: {ours} is used in several places, which PEFT's files cannot "
                 "say; write the merged model (merge_lora, save_hf) instead"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class PeftConfig:
+    """Fields of adapter_config.json that have an effect, under PEFT's names."""
+
+    r: int = 8
+    lora_alpha: float = 8
+    lora_dropout: float = 0.0
+    use_rslora: bool = False
+    use_dora: bool = False
+    task_type: str | None = None
+    target_modules: tuple[str, ...] | str = ()
+    modules_to_save: tuple[str, ...] = ()
+    rank_pattern: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    layers_to_transform: int | tuple[int, ...] | None = None
+    base: str | None = None
+    """base_model_name_or_path, for messages."""
+    narrowed: bool = False
+    """True if exclude_modules or layers_to_transform may exclude some of the targets."""
+
+    def rank_of(self, module: str) -> int:
+        return match_pattern(self.rank_pattern, module, self.r)
+
+    def alpha_of(self, module: str) -> float:
+        return match_pattern(self.alpha_pattern, module, self.lora_alpha)
+
+    def covers_layer(self, module: str) -> bool:
+        """True unless `layers_to_transform` excludes the numbered layer of a module."""
+        number = re.match(r".*\.[^.]*\.(\d+)\.", module)  # PEFT's expression
+        if self.layers_to_transform in (None, ()) or number is None:
+            return True
+        layers = self.layers_to_transform
+        return int(number[1]) in ((layers,) if isinstance(layers, int) else layers)
+
+    def targets(self, module: str) -> bool:
+        """True if target_modules, a list, names this module (by its Hugging Face name)."""
+        return any(module == t or module.endswith(f".{t}") for t in self.target_modules)
+
+
+def match_pattern(patterns: Mapping[str, Any], module: str, default: object) -> Any:
+    """Value of the first pattern that matches the name or its end, as in PEFT."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+def read_peft_config(path: Path, overrides: Mapping[str, Any] | None = None) -> PeftConfig:
+    """Reads an adapter_config.json; `overrides` replace its fields."""
+    raw = read_json(path, max_bytes=MAX_CONFIG_BYTES, error=ConfigError)
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected an object")
+    try:
+        return parse_peft_config({**raw, **(overrides or {})})
+    except (ConfigError, UnsupportedError) as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def parse_peft_config(raw: Mapping[str, Any]) -> PeftConfig:
+    """`read_peft_config` for the parsed JSON."""
+    check_kind(raw)
+    hints = typing.get_type_hints(PeftConfig)
+    fields = hints.keys() - {"base", "narrowed"}
+    known = {*fields, *INERT_ADAPTER_KEYS, *NARROWING, "peft_type", "bias", "init_lora_weights"}
+    unknown = unknown_keys(raw, known, OFF_ADAPTER_KEYS)
+    if unknown:
+        raise UnsupportedError(
+            f"{describe_keys(unknown)}: not implemented. To ignore a field all the same: "
+            'load_adapter(..., config={"KEY": None})'
+        )
+    if raw.get("layers_pattern"):  # names the numbers that count; not followed here
+        fields -= {"layers_to_transform"}
+    present = {name: raw[name] for name in sorted(fields) if raw.get(name) is not None}
+    values: dict[str, Any] = {
+        name: check_patterns(name, value)
+        if name in ("rank_pattern", "alpha_pattern")
+        else coerce(name, value, hints[name])
+        for name, value in present.items()
+    }
+    base = raw.get("base_model_name_or_path")
+    config = PeftConfig(
+        **values,
+        base=base if isinstance(base, str) else None,
+        narrowed=any(raw.get(n) not in (None, "", []) for n in NARROWING),
+    )
+    check_size(config, "r")
+    check_rate(config, "lora_dropout")
+    if not config.target_modules:
+        raise ConfigError("target_modules: missing or empty; it names the layers with LoRA")
+    if not all(config.modules_to_save):
+        raise ConfigError("modules_to_save: expected a list of module names, found an empty one")
+    return config
+
+
+def check_kind(raw: Mapping[str, Any]) -> None:
+    """Raises UnsupportedError unless the adapter is plain LoRA of PEFT."""
+    if "fine_tune_type" in raw or "lora_parameters" in raw:
+        raise UnsupportedError(
+            "fine_tune_type, lora_parameters: an adapter of MLX, which PEFT cannot read either; "
+            "fuse it into the model with `mlx_lm.fuse`, and load the result"
+        )
+    if raw.get("peft_type") != "LORA":
+        raise UnsupportedError(f"peft_type: {quoted(raw.get('peft_type'))}; jaxllm reads 'LORA'")
+    if raw.get("bias", "none") != "none":
+        raise UnsupportedError(
+            f"bias: {quoted(raw['bias'])}; only 'none' is read: biases stay the base's"
+        )
+    if raw.get("init_lora_weights", True) not in KEEP_BASE:
+        raise UnsupportedError(
+            f"init_lora_weights: {quoted(raw['init_lora_weights'])} changes the base weights or "
+            "the training; convert the adapter to plain LoRA with PEFT "
+            "(save_pretrained(..., path_initial_model_for_weight_conversion=...))"
+        )
+
+
+def check_patterns(name: str, value: object) -> dict[str, Any]:
+    """Checks rank_pattern or alpha_pattern: module names, with anchors at most, and numbers."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name}: expected an object, found {quoted(value)}")
+    numbers = {}
+    for pattern, number in value.items():
+        if not PLAIN_PATTERN.fullmatch(pattern) or len(pattern) > 200:
+            raise UnsupportedError(
+                f"{name}: {quoted(pattern)} is more than a module name; regular expressions of a "
+                "file are not run"
+            )
+        try:
+            re.compile(pattern)
+        except re.error as failure:
+            raise ConfigError(f"{name}: {quoted(pattern)}: {failure}") from None
+        if number is None:
+            raise ConfigError(f"{name}[{pattern!r}]: expected a number, found null")
+        numbers[pattern] = coerce(f"{name}[{pattern!r}]", number, int if name[0] == "r" else float)
+        if name == "rank_pattern" and numbers[pattern] < 1:
+            raise ConfigError(f"{name}[{pattern!r}]: expected a rank from 1 on, found {number}")
+    return numbers

@@ -19,11 +19,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from jaxllm.checkpoint.source import (
     BFLOAT16,
     Index,
     MappedFile,
+    StoredTensor,
     TensorInfo,
     WeightSource,
     find_tensor,
@@ -89,23 +90,13 @@ _MAX_DIMS = 64  # numpy's own limit
 _METADATA = "__metadata__"
 
 
-@dataclass(frozen=True)
-class HeaderEntry:
-    """One tensor of a header; ``begin`` and ``end`` count from the first byte of the data."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
 def parse_header(
-    data: bytes, *, source: str, data_bytes: int
-) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
-    """Checks the JSON of a header against the ``data_bytes`` that follow it.
+    data: bytes, *, source: str, start: int, data_bytes: int
+) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Checks the JSON of a header against the ``data_bytes`` that follow it, from ``start`` on.
 
     Returns:
-        The entries in the order of the file, and the metadata.
+        The tensors in the order of the file, and the metadata.
     """
     if not data.startswith(b"{"):
         raise CheckpointError(f"{source}: not a safetensors file (the header is no JSON object)")
@@ -127,10 +118,12 @@ def parse_header(
         expected = entry.end
     if expected != data_bytes:
         raise CheckpointError(f"{source}: {data_bytes - expected} bytes follow the last tensor")
-    return ordered, metadata
+    placed = {n: replace(x, begin=start + x.begin, end=start + x.end) for n, x in ordered.items()}
+    return placed, metadata
 
 
-def _entry(name: str, fields: object, source: str, data_bytes: int) -> HeaderEntry:
+def _entry(name: str, fields: object, source: str, data_bytes: int) -> StoredTensor:
+    """The tensor, whose bytes are counted from the first byte of the data."""
     where = f"{source}: tensor {quoted(name)}"
     if not isinstance(fields, dict) or fields.keys() != _FIELDS:
         raise CheckpointError(f"{where} must have exactly dtype, shape and data_offsets")
@@ -160,61 +153,45 @@ def _entry(name: str, fields: object, source: str, data_bytes: int) -> HeaderEnt
     # numpy multiplies the other dimensions of an empty array too, and must not overflow.
     if math.prod(size for size in shape if size) * dtype.itemsize >= 2**63:
         raise CheckpointError(f"{where}: shape {quoted(shape)} is too large")
-    return HeaderEntry(dtype, tuple(shape), begin, end)
+    return StoredTensor(tuple(shape), dtype, begin, end)
 
 
 def _are_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
-class SafetensorsFile(WeightSource):
+class SafetensorsFile(MappedFile):
     """One ``.safetensors`` file; opening it reads and checks the header."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
-        self.path = Path(path)
-        self._file = MappedFile(self.path)
-        size = self._file.size
-        if size < 8:
-            raise CheckpointError(f"{self.path}: {size} bytes are too few for a safetensors file")
-        length = int.from_bytes(self._file.head(8), "little")
+        super().__init__(Path(path))
+        if self.size < 8:
+            raise CheckpointError(
+                f"{self.path}: {self.size} bytes are too few for a safetensors file"
+            )
+        length = int.from_bytes(self.head(8), "little")
         if length > MAX_HEADER_BYTES:
             raise CheckpointError(
                 f"{self.path}: not a safetensors file, or one with a header of {length} bytes; "
                 f"at most {MAX_HEADER_BYTES} are read"
             )
-        self._start = 8 + length
-        if self._start > size:
+        start = 8 + length
+        if start > self.size:
             raise CheckpointError(f"{self.path}: ends within its header (an incomplete download?)")
-        self._entries, self.metadata = parse_header(
-            bytes(self._file.head(self._start)[8:]),
-            source=str(self.path),
-            data_bytes=size - self._start,
+        data = bytes(self.head(start)[8:])
+        self.tensors, self.metadata = parse_header(
+            data, source=str(self.path), start=start, data_bytes=self.size - start
         )
 
-    def names(self) -> list[str]:
-        return list(self._entries)
-
-    def info(self, name: str) -> TensorInfo:
-        entry = find_tensor(self._entries, name, self.path)
-        return TensorInfo(entry.shape, entry.dtype, entry.end - entry.begin, self.path)
-
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        entry = find_tensor(self._entries, name, self.path)
-        begin = self._start + entry.begin
+        entry: StoredTensor = find_tensor(self.tensors, name, self.path)
         if entry.dtype == np.bool_:
-            values = self._file.array(np.dtype(np.uint8), begin, entry.shape)
+            values = self.array(np.dtype(np.uint8), entry.begin, entry.shape)
             if values.max(initial=0) > 1:
                 raise CheckpointError(
                     f"{self.path}: tensor {quoted(name)}: a BOOL is neither 0 nor 1"
                 )
-        return self._file.array(entry.dtype, begin, entry.shape, index)
-
-    def release_pages(self, name: str) -> None:
-        entry = find_tensor(self._entries, name, self.path)
-        self._file.release_pages(self._start + entry.begin, self._start + entry.end)
-
-    def close(self) -> None:
-        self._file.close()
+        return self.array(entry.dtype, entry.begin, entry.shape, index)
 
 
 class ShardedSafetensors(WeightSource):
@@ -321,12 +298,10 @@ def open_safetensors(path: str | PathLike[str]) -> WeightSource:
     )
 
 
-Tensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
-"""Names and arrays to write: numpy arrays of any strides, or JAX arrays on any device."""
-
-
 def write_safetensors(
-    path: str | PathLike[str], tensors: Tensors, metadata: Mapping[str, str] = PT_METADATA
+    path: str | PathLike[str],
+    tensors: Mapping[str, Any],
+    metadata: Mapping[str, str] = PT_METADATA,
 ) -> None:
     """Writes tensors to one safetensors file, atomically.
 
@@ -336,19 +311,23 @@ def write_safetensors(
 
     Args:
         path: the file to create or replace; its folder must exist.
+        tensors: numpy arrays of any strides, or JAX arrays on any device, by name.
         metadata: the header's ``__metadata__``.
     """
     path = Path(path)
     if not path.parent.is_dir():
         raise MissingFileError(f"{path.parent}: no such folder to write {path.name} in")
-    arrays = _as_dict(tensors)
     with naming_file(path, CheckpointError, "written"), replacing(path) as partial:
-        _write(partial, arrays, metadata)
-        _compare(partial, arrays, path)
+        header, names = _layout(tensors, metadata)
+        with partial.open("wb") as file:
+            file.write(header)
+            for name in names:
+                file.write(_contiguous(tensors[name]).data)
+        _compare(partial, tensors, path)
 
 
 def write_sharded(
-    folder: str | PathLike[str], tensors: Tensors, max_shard_bytes: int = 5 * 10**9
+    folder: str | PathLike[str], tensors: Mapping[str, Any], max_shard_bytes: int = 5 * 10**9
 ) -> list[Path]:
     """Writes a checkpoint in transformers' layout: one file, or shards with an index.
 
@@ -360,62 +339,27 @@ def write_sharded(
     Returns:
         The weight files, without the index.
     """
+    from huggingface_hub import split_state_dict_into_shards_factory  # a slow import
+
     folder = Path(folder)
-    arrays = _as_dict(tensors)
-    shards = _split(arrays, max_shard_bytes)
-    if len(shards) == 1:
-        names = [SINGLE]
-    else:
-        names = [
-            f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
-        ]
-    for name, shard in zip(names, shards, strict=True):
-        write_safetensors(folder / name, shard)
-    new_names = set(names)
-    if len(shards) > 1:
+    split = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=_nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
+    shards = split.filename_to_tensors or {SINGLE: []}
+    for name, held in shards.items():
+        write_safetensors(folder / name, {tensor: tensors[tensor] for tensor in held})
+    new_names = set(shards)
+    if split.is_sharded:
         new_names.add(INDEX)
-        weight_map = {t: name for name, shard in zip(names, shards, strict=True) for t in shard}
-        total = sum(_nbytes(array) for array in arrays.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(folder / INDEX, index)
     for old in folder.iterdir():
         if old.name not in new_names and (old.name == INDEX or _WEIGHT_FILE.fullmatch(old.name)):
             old.unlink()
-    return [folder / name for name in names]
-
-
-def _as_dict(tensors: Tensors) -> dict[str, Any]:
-    """The arrays by name; raises CheckpointError for names that a header cannot hold, or twice."""
-    if isinstance(tensors, Mapping):
-        tensors = cast("Mapping[str, Any]", tensors).items()
-    arrays: dict[str, Any] = {}
-    for name, array in tensors:
-        if not isinstance(name, str) or name == _METADATA:
-            raise CheckpointError(f"{name!r} cannot be the name of a tensor")
-        if name in arrays:
-            raise CheckpointError(f"two tensors have the name {quoted(name)}")
-        arrays[name] = array
-    return arrays
-
-
-def _split(arrays: dict[str, Any], max_bytes: int) -> list[dict[str, Any]]:
-    """The greedy split of huggingface_hub's ``split_state_dict_into_shards_factory``."""
-    shards: list[dict[str, Any]] = []
-    current: dict[str, Any] = {}
-    size = 0
-    for name, array in arrays.items():
-        nbytes = _nbytes(array)
-        if nbytes > max_bytes:
-            shards.append({name: array})
-            continue
-        if current and size + nbytes > max_bytes:
-            shards.append(current)
-            current, size = {}, 0
-        current[name] = array
-        size += nbytes
-    if current or not shards:
-        shards.append(current)
-    return shards
+    return [folder / name for name in shards]
 
 
 def _nbytes(array: Any) -> int:
@@ -427,7 +371,7 @@ def _contiguous(array: object) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _layout(arrays: dict[str, Any], metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
+def _layout(arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
     """The header's bytes, and the names in the file's order.
 
     Tensors are sorted by dtype and then by name, as the safetensors package does, and the header is
@@ -435,6 +379,8 @@ def _layout(arrays: dict[str, Any], metadata: Mapping[str, str]) -> tuple[bytes,
     """
     codes: dict[str, str] = {}
     for name, array in arrays.items():
+        if name == _METADATA:
+            raise CheckpointError(f"{name!r} cannot be the name of a tensor")
         code = _CODES.get(np.dtype(array.dtype))
         if code is None:
             raise UnsupportedError(f"tensor {quoted(name)}: safetensors cannot hold {array.dtype}")
@@ -453,15 +399,7 @@ def _layout(arrays: dict[str, Any], metadata: Mapping[str, str]) -> tuple[bytes,
     return len(text).to_bytes(8, "little") + text, names
 
 
-def _write(path: Path, arrays: dict[str, Any], metadata: Mapping[str, str]) -> None:
-    header, names = _layout(arrays, metadata)
-    with path.open("wb") as file:
-        file.write(header)
-        for name in names:
-            file.write(_contiguous(arrays[name]).data)
-
-
-def _compare(partial: Path, arrays: dict[str, Any], path: Path) -> None:
+def _compare(partial: Path, arrays: Mapping[str, Any], path: Path) -> None:
     with SafetensorsFile(partial) as written:
         if set(written.names()) != arrays.keys():
             raise CheckpointError(f"{path}: the tensor names differ when read back")

@@ -96,8 +96,25 @@ def find_tensor(tensors: Mapping[str, T], name: str, file: Path) -> T:
         raise CheckpointError(f"{file}: no tensor is named {quoted(name)}") from None
 
 
-class MappedFile:
-    """A file as a read-only memory map with numpy views."""
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a file: the array that it is read as, and its bytes in the file."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    begin: int
+    end: int
+
+
+class MappedFile(WeightSource):
+    """A weight file as a read-only memory map with numpy views.
+
+    Attributes:
+        path: the file.
+        tensors: a `StoredTensor` for each tensor, by name in the file's order.
+    """
+
+    tensors: Mapping[str, Any]
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -125,13 +142,20 @@ class MappedFile:
         values = values[index] if index else values
         return values if values.flags.aligned else values.copy()
 
-    def release_pages(self, begin: int, end: int) -> None:
-        """Releases the mapped pages of these bytes; the system reads them again on access."""
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        entry: StoredTensor = find_tensor(self.tensors, name, self.path)
+        return TensorInfo(entry.shape, entry.dtype, entry.end - entry.begin, self.path)
+
+    def release_pages(self, name: str) -> None:
+        entry: StoredTensor = find_tensor(self.tensors, name, self.path)
         if self._map is None or not hasattr(mmap, "MADV_DONTNEED"):
             return
-        first = begin // mmap.PAGESIZE * mmap.PAGESIZE
-        if end > first:
-            self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
+        first = entry.begin // mmap.PAGESIZE * mmap.PAGESIZE
+        if entry.end > first:
+            self._map.madvise(mmap.MADV_DONTNEED, first, entry.end - first)
 
     def head(self, limit: int) -> memoryview:
         """The first ``limit`` bytes, or all of a shorter file, without a copy."""

@@ -133,13 +133,17 @@ def quantize_model(model: M, name: str, *, embeddings: bool = True) -> M:
 def quantized_shapes(model: M, formats: Mapping[str, str]) -> M:
     """The shapes of a model whose layers are quantized as `layer_formats` says."""
     weights = parameters(model)
+    return with_matrices(
+        model,
+        {path: quantized_shape(name, weights[f"{path}.weight"]) for path, name in formats.items()},
+    )
 
-    def shape(path: str, name: str) -> QuantizedMatrix:
-        blocks = BLOCK_FORMATS.get(name)
-        make = FORMATS[name] if blocks is None else stackable(partial(blocks.shape, name))
-        return jax.eval_shape(make, weights[f"{path}.weight"])
 
-    return with_matrices(model, {path: shape(path, name) for path, name in formats.items()})
+def quantized_shape(name: str, weight: Any) -> QuantizedMatrix:
+    """The shapes of a weight's matrix in one of `FORMATS` or `BLOCK_FORMATS`, from its shape."""
+    blocks = BLOCK_FORMATS.get(name)
+    make = FORMATS[name] if blocks is None else stackable(partial(blocks.shape, name))
+    return jax.eval_shape(make, weight)
 
 
 def with_matrices(model: M, matrices: Mapping[str, QuantizedMatrix]) -> M:

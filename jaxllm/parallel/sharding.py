@@ -223,15 +223,6 @@ _AXES_OF_PARTS = {
 """End of a path -> the axes, from those of the layer's weight."""
 
 
-def row_axis(part: str) -> int:
-    """The axis of a part of a quantized matrix that goes through the rows of the matrix.
-
-    >>> row_axis(".matrix.values"), row_axis(".matrix.groups")
-    (0, 1)
-    """
-    return _AXES_OF_PARTS[part](("rows", "columns")).index("rows")
-
-
 def parameter_sharding(path: str, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Sharding of a parameter, or of an array whose path ends with a parameter's (Adam's moments).
 
@@ -373,7 +364,11 @@ def fsdp_axis(shape: Sequence[int], axes: Sequence[str | None]) -> int | None:
 
 
 def part_axes(part: str, axes: tuple[str | None, ...]) -> tuple[str | None, ...]:
-    """Logical axes of a part of a layer, such as ``lora_a``, from those of the layer's weight."""
+    """Logical axes of a part of a layer, such as ``lora_a``, from those of the layer's weight.
+
+    >>> part_axes("matrix.groups", ("rows", "columns"))
+    ('columns', 'rows', None)
+    """
     return (*axes[:-2], *_AXES_OF_PARTS[f".{part}"](axes[-2:])) if len(axes) >= 2 else ()
 
 

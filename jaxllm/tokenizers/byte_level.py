@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jaxllm.common.errors import TokenizerError
-from jaxllm.tokenizers.settings import T5_TOKENS, AddedToken, TokenizerFiles, TokenizerSettings
-from jaxllm.tokenizers.slow_tokenizer import SlowTokenizer, with_eos
-from jaxllm.tokenizers.stream_decoder import Stage, byte_to_unicode
-from jaxllm.tokenizers.token_finder import TokenFinder
+from jaxllm.tokenizers.added_tokens import AddedToken
+from jaxllm.tokenizers.sentencepiece_tokenizers import SlowTokenizer, with_eos
+from jaxllm.tokenizers.settings import T5_TOKENS, TokenizerFiles, TokenizerSettings
+from jaxllm.tokenizers.stream_decoder import Stage, Utf8, byte_to_unicode
 from jaxllm.tokenizers.tokenizer import Tokenizer
 from jaxllm.tokenizers.tokenizer_json import BYTE_LEVEL, FastTokenizer
 
@@ -58,6 +57,8 @@ class ByT5Tokenizer(SlowTokenizer):
         source: name of the settings' file, for messages.
     """
 
+    default_tokens = T5_TOKENS
+
     def __init__(
         self,
         settings: TokenizerSettings,
@@ -65,7 +66,7 @@ class ByT5Tokenizer(SlowTokenizer):
         *,
         source: str = "tokenizer_config.json",
     ) -> None:
-        settings = settings.with_defaults(**T5_TOKENS)
+        settings = self._complete(settings)
         if not settings.extra:
             sentinels = (AddedToken(f"<extra_id_{number}>") for number in range(_SENTINELS))
             settings = replace(settings, extra=tuple(sentinels))
@@ -81,6 +82,7 @@ class ByT5Tokenizer(SlowTokenizer):
         if self.eos_token_id is None or any(len(token) == 1 for token in self._tokens):
             raise TokenizerError(f"{source}: ByT5 needs an eos_token, and no one-character tokens")
         self.vocab_size = 256
+        self._unknown_id = -1  # no text has an unknown byte
 
     @classmethod
     def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> ByT5Tokenizer:
@@ -97,30 +99,16 @@ class ByT5Tokenizer(SlowTokenizer):
     def _tokenize(self, text: str) -> list[str]:
         return list(text.encode("utf-8").decode("latin-1"))
 
-    def _ids(
-        self, rows: Sequence[Sequence[str | AddedToken]], finder: TokenFinder
-    ) -> list[list[int]]:
-        ids = self._ids_by_token
-        return [[ids[token] for token in self._split(parts, finder)] for parts in rows]
-
     def _add_special_tokens(self, ids: list[int], pair: list[int] | None) -> list[int]:
         return with_eos(ids, pair, self.eos_token_id)
 
     def _decode_stages(self, skip_special_tokens: bool) -> list[Stage]:
-        return [_Bytes()]
+        return [Utf8(_bytes_of, "ignore")]
+
+    def _stage_tokens(self) -> Sequence[str | None]:
+        return self._tokens_by_id
 
 
-class _Bytes(Stage):
-    """Joins byte tokens, which have one character each, and added tokens; drops invalid UTF-8."""
-
-    def __init__(self) -> None:
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("ignore")
-
-    def put(self, tokens: Sequence[str]) -> list[str]:
-        return [self._utf8.decode(self.token_text(token)) for token in tokens]
-
-    def end(self) -> list[str]:
-        return [self._utf8.decode(b"", final=True)]
-
-    def token_text(self, token: str) -> bytes:
-        return token.encode("latin-1" if len(token) == 1 else "utf-8")
+def _bytes_of(token: str) -> bytes:
+    """The byte of a token of one character; the text of an added token in UTF-8."""
+    return token.encode("latin-1" if len(token) == 1 else "utf-8")

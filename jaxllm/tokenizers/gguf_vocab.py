@@ -10,14 +10,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from jaxllm.common.errors import TokenizerError, UnsupportedError
+from jaxllm.tokenizers.added_tokens import AddedToken
 from jaxllm.tokenizers.sentencepiece_model import BPE, UNIGRAM, PieceType, write_model
-from jaxllm.tokenizers.sentencepiece_tokenizers import LlamaTokenizer, T5Tokenizer
-from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings, new_config
-from jaxllm.tokenizers.slow_tokenizer import with_added_tokens
+from jaxllm.tokenizers.sentencepiece_tokenizers import (
+    LlamaTokenizer,
+    T5Tokenizer,
+    with_added_tokens,
+)
+from jaxllm.tokenizers.settings import TokenizerSettings, new_config
 from jaxllm.tokenizers.tokenizer import Tokenizer
 from jaxllm.tokenizers.tokenizer_json import (
     BYTE_LEVEL,
@@ -97,12 +101,7 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Tokeniz
     if len(ids) != len(vocabulary.tokens):
         raise TokenizerError("GGUF: tokenizer.ggml.tokens holds a token twice")
     added = [
-        {
-            "id": index,
-            "content": token,
-            "special": piece_type == PieceType.CONTROL,
-            **dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False),
-        }
+        {"id": index, **asdict(AddedToken(token, special=piece_type == PieceType.CONTROL))}
         for index, (token, piece_type) in enumerate(
             zip(vocabulary.tokens, vocabulary.types, strict=True)
         )
@@ -125,20 +124,11 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Tokeniz
 
 def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Tokenizer:
     add_space = _value(metadata, "tokenizer.ggml.add_space_prefix", bool, True)
-    model = write_model(
-        _pieces(metadata, vocabulary),
-        model_type=BPE,
-        unk_id=_unknown_id(vocabulary),
-        add_dummy_prefix=add_space,
-        remove_extra_whitespaces=False,
-        byte_fallback=PieceType.BYTE in vocabulary.types,
-    )
     # Legacy: as in llama.cpp, text after a special token gets a prefix space.
     options = {"legacy": True, "add_prefix_space": add_space}
     settings = _settings(metadata, vocabulary, add_bos=True, add_eos=False, **options)
-    files = {"tokenizer.model": model, **new_config("LlamaTokenizer", settings)}
-    files = with_added_tokens(files, settings)
-    return LlamaTokenizer(model, settings, files, source="GGUF: tokenizer.ggml")
+    spaces = {"add_dummy_prefix": add_space, "remove_extra_whitespaces": False}
+    return _with_model(LlamaTokenizer, metadata, vocabulary, settings, model_type=BPE, **spaces)
 
 
 def _unigram(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Tokenizer:
@@ -151,26 +141,44 @@ def _unigram(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Tokenizer:
     sentinels = min(100, len(tokens) - size)
     vocabulary = _Vocabulary(tokens[:size], types[:size])
     charsmap = bytes(_array(metadata, "tokenizer.ggml.precompiled_charsmap", int, default=[]))
-    model = write_model(
-        _pieces(metadata, vocabulary),
-        model_type=UNIGRAM,
-        unk_id=_unknown_id(vocabulary),
-        add_dummy_prefix=_value(metadata, "tokenizer.ggml.add_space_prefix", bool, True),
-        remove_extra_whitespaces=_value(
-            metadata, "tokenizer.ggml.remove_extra_whitespaces", bool, True
-        ),
-        byte_fallback=PieceType.BYTE in vocabulary.types,
-        charsmap=charsmap,
-    )
     options = {"legacy": True, "extra_ids": sentinels}
     settings = _settings(metadata, vocabulary, add_bos=False, add_eos=True, **options)
     if not settings.flag("add_eos_token", True) or settings.flag("add_bos_token", False):
         raise UnsupportedError(
             "GGUF: a T5 tokenizer without EOS after a text, or with BOS before it"
         )
-    files = {"spiece.model": model, **new_config("T5Tokenizer", settings)}
+    spaces = {
+        "add_dummy_prefix": "tokenizer.ggml.add_space_prefix",
+        "remove_extra_whitespaces": "tokenizer.ggml.remove_extra_whitespaces",
+    }
+    fields: Any = {name: _value(metadata, key, bool, True) for name, key in spaces.items()}
+    fields |= {"model_type": UNIGRAM, "charsmap": charsmap}
+    return _with_model(T5Tokenizer, metadata, vocabulary, settings, **fields)
+
+
+def _with_model(
+    kind: type[LlamaTokenizer | T5Tokenizer],
+    metadata: Mapping[str, Any],
+    vocabulary: _Vocabulary,
+    settings: TokenizerSettings,
+    **fields: Any,
+) -> Tokenizer:
+    """A tokenizer with a sentencepiece model that is made of the vocabulary.
+
+    Args:
+        fields: arguments of `write_model`.
+    """
+    unknown = vocabulary.ids_of(PieceType.UNKNOWN)
+    if len(unknown) != 1:
+        raise TokenizerError(
+            f"GGUF: tokenizer.ggml.token_type marks {len(unknown)} tokens as unknown, not one"
+        )
+    byte_fallback = PieceType.BYTE in vocabulary.types
+    pieces = _pieces(metadata, vocabulary)
+    model = write_model(pieces, unk_id=unknown[0], byte_fallback=byte_fallback, **fields)
+    files = {kind.model_file: model, **new_config(kind.__name__, settings)}
     files = with_added_tokens(files, settings)
-    return T5Tokenizer(model, settings, files, source="GGUF: tokenizer.ggml")
+    return kind(model, settings, files, source="GGUF: tokenizer.ggml")
 
 
 def _pieces(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> list[tuple[str, float, int]]:
@@ -183,15 +191,6 @@ def _pieces(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> list[tuple[
     if not all(math.isfinite(score) and abs(score) < 1e30 for score in scores):
         raise TokenizerError("GGUF: tokenizer.ggml.scores holds numbers that are not finite")
     return list(zip(vocabulary.tokens, scores, vocabulary.types, strict=False))
-
-
-def _unknown_id(vocabulary: _Vocabulary) -> int:
-    unknown = vocabulary.ids_of(PieceType.UNKNOWN)
-    if len(unknown) != 1:
-        raise TokenizerError(
-            f"GGUF: tokenizer.ggml.token_type marks {len(unknown)} tokens as unknown, not one"
-        )
-    return unknown[0]
 
 
 def _settings(

@@ -8,18 +8,38 @@ from typing import Any
 
 from jaxllm.common.errors import TokenizerError, UnsupportedError
 from jaxllm.tokenizers.byte_level import ByT5Tokenizer
-from jaxllm.tokenizers.fairseq_tokenizers import CLASSES as FAIRSEQ_CLASSES
 from jaxllm.tokenizers.sentencepiece_tokenizers import LlamaTokenizer, T5Tokenizer
 from jaxllm.tokenizers.settings import TokenizerFiles, TokenizerSettings, read_settings
 from jaxllm.tokenizers.tokenizer import Tokenizer
-from jaxllm.tokenizers.tokenizer_json import CLASSES, FastTokenizer
-from jaxllm.tokenizers.vocabulary_tokenizers import M2M100Tokenizer, MarianTokenizer
+from jaxllm.tokenizers.tokenizer_json import CLASSES, FastTokenizer, GPT2Tokenizer
+from jaxllm.tokenizers.translation_tokenizers import (
+    M2M100Tokenizer,
+    MarianTokenizer,
+    MBart50Tokenizer,
+    MBartTokenizer,
+    NllbTokenizer,
+    PegasusTokenizer,
+    XGLMTokenizer,
+)
 
 _VOCABULARIES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "source.spm"),
     *("vocab.json", "merges.txt"),
 )
-_BY_VOCABULARY = {each.__name__: each for each in (MarianTokenizer, M2M100Tokenizer)}
+_FAIRSEQ = (MBartTokenizer, MBart50Tokenizer, NllbTokenizer, PegasusTokenizer, XGLMTokenizer)
+_READERS = (
+    (("ByT5Tokenizer",), (), ByT5Tokenizer),
+    *(((each.__name__,), ("tokenizer.json",), each) for each in _FAIRSEQ),
+    *(((each.__name__,), (each.model_file,), each) for each in _FAIRSEQ),
+    *(((each.__name__,), ("vocab.json",), each) for each in (MarianTokenizer, M2M100Tokenizer)),
+    (("LlamaTokenizer", ""), ("tokenizer.model",), LlamaTokenizer),
+    (("T5Tokenizer", ""), ("spiece.model",), T5Tokenizer),
+    (None, ("tokenizer.json",), FastTokenizer),
+    *(((name,), ("vocab.json", "merges.txt"), each) for name, each in CLASSES.items()),
+    (("",), ("vocab.json", "merges.txt"), GPT2Tokenizer),
+)
+"""Names of transformers' classes ("": a folder names none; None: any), files that a folder needs,
+and the class that reads them. The first that fits decides."""
 
 
 def load_tokenizer(folder: str | PathLike[str], **options: Any) -> Tokenizer | None:
@@ -56,26 +76,12 @@ def load_tokenizer(folder: str | PathLike[str], **options: Any) -> Tokenizer | N
 def _read(files: TokenizerFiles, settings: TokenizerSettings) -> Tokenizer | None:
     """The tokenizer of the class that the settings name, or that the files say."""
     class_name = (settings.tokenizer_class or "").removesuffix("Fast")
-    if class_name == "ByT5Tokenizer":
-        return ByT5Tokenizer.from_files(files, settings)
-    fairseq = FAIRSEQ_CLASSES.get(class_name)
-    if fairseq is not None and ("tokenizer.json" in files or fairseq.model_file in files):
-        return fairseq.from_files(files, settings)
-    if class_name in _BY_VOCABULARY and "vocab.json" in files:
-        return _BY_VOCABULARY[class_name].from_files(files, settings)
+    for names, needed, kind in _READERS:
+        if (names is None or class_name in names) and set(needed) <= files.contents.keys():
+            return kind.from_files(files, settings)
     present = [name for name in _VOCABULARIES if name in files]
     if not present:
         return None
-    if "tokenizer.model" in files and class_name in ("LlamaTokenizer", ""):
-        return LlamaTokenizer.from_files(files, settings)
-    if "spiece.model" in files and class_name in ("T5Tokenizer", ""):
-        return T5Tokenizer.from_files(files, settings)
-    if "tokenizer.json" in files:
-        return FastTokenizer.from_files(files, settings)
-    if {"vocab.json", "merges.txt"} <= set(files.contents):
-        byte_level = CLASSES.get(class_name or "GPT2Tokenizer")
-        if byte_level is not None:
-            return byte_level.from_files(files, settings)
     raise UnsupportedError(
         f"{files.folder}: cannot read a {class_name or 'tokenizer'} from {', '.join(present)}:"
         " supported are tokenizer.json, LlamaTokenizer with tokenizer.model, T5Tokenizer with"

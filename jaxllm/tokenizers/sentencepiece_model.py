@@ -1,23 +1,35 @@
-"""Sentencepiece models: loads untrusted ones, and writes new ones.
+"""Sentencepiece models: loads untrusted ones, splits texts into pieces, and decodes pieces.
 
 The few fields of sentencepiece's ModelProto that are needed beside its library are read and written
 without the protobuf library. Field numbers are those of ``sentencepiece_model.proto``. Protobuf
 readers merge repeated messages, and later fields override earlier ones, so appended bytes change
 options.
+
+Pieces are decoded to text as transformers 4.57's slow tokenizers do, in three layers, from outer to
+inner: added tokens are joined to the surrounding text with spaces; special tokens split the text
+into chunks; each chunk is decoded as by sentencepiece's ``Decode``. So that long texts need no work
+in Python for each token, every token has a *symbol*: its text inside a chunk, with marks where it
+is more than text. The symbols of many tokens are joined at once, and split at the marks. A mark is
+a character that no token has; a byte that is no ASCII is a lone surrogate, as for Python's
+"surrogateescape".
 """
 
 from __future__ import annotations
 
+import codecs
 import struct
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
+from typing import Any
 
 import sentencepiece
 
 from jaxllm.common.errors import JaxLLMError, TokenizerError, UnsupportedError
-from jaxllm.tokenizers.limits import (
+from jaxllm.tokenizers.stream_decoder import Stage
+from jaxllm.tokenizers.tokenizer_json_check import (
     MAX_NORMALIZER_GROWTH,
     MAX_TOKEN_BYTES,
     charsmap_growth,
@@ -27,6 +39,7 @@ from jaxllm.tokenizers.limits import (
 MAX_PIECES = 2**19
 UNIGRAM = 1
 BPE = 2
+SPACE = "▁"
 # normalizer_spec (field 3) with add_dummy_prefix (field 3) false
 WITHOUT_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
@@ -42,20 +55,6 @@ class PieceType(IntEnum):
     BYTE = 6
 
 
-@dataclass(frozen=True)
-class NormalizerFlags:
-    """Sentencepiece's options for spaces, with protobuf's defaults.
-
-    ``growth`` is the largest number of bytes that the normalizer can make of one byte, and
-    ``charsmap`` its compiled rules.
-    """
-
-    add_dummy_prefix: bool = True
-    remove_extra_whitespaces: bool = True
-    growth: int = 1
-    charsmap: bytes = b""
-
-
 class SentencePieceModel:
     """A sentencepiece model: holds its pieces, and splits text into them.
 
@@ -66,15 +65,22 @@ class SentencePieceModel:
         unk_text: decoded text of the unknown piece.
         control: control pieces, such as ``<s>``.
         bytes: byte pieces.
-        flags: options of the normaliser for spaces.
         model_type: sentencepiece's number of the algorithm, such as `UNIGRAM` and `BPE`.
+        charsmap: compiled rules of the normalizer.
+        add_dummy_prefix, remove_extra_whitespaces: the normalizer's options for spaces.
     """
 
     def __init__(self, model: bytes, source: str) -> None:
         self._source = source
-        self.flags = read_normalizer_flags(model, source)
-        self.model_type = read_model_type(model, source)
-        if self.flags.growth > MAX_NORMALIZER_GROWTH:
+        trainer, normalizer = read_specs(model, source)
+        model_type, charsmap = trainer.get(3), normalizer.get(2)
+        self.model_type = model_type if isinstance(model_type, int) else UNIGRAM
+        self.charsmap = charsmap if isinstance(charsmap, bytes) else b""
+        self.add_dummy_prefix = bool(normalizer.get(3, True))
+        self.remove_extra_whitespaces = bool(normalizer.get(4, True))
+        # With escaped spaces, each space becomes the three bytes of "▁".
+        self._growth = max(3, charsmap_growth(self.charsmap))
+        if self._growth > MAX_NORMALIZER_GROWTH:
             raise UnsupportedError(
                 f"{source}: the normalizer can make a text more than {MAX_NORMALIZER_GROWTH} times"
                 " longer, which no known tokenizer does"
@@ -120,7 +126,7 @@ class SentencePieceModel:
             return self._processor.encode(list(texts))
 
     def _check_size(self, text: str) -> None:
-        check_normalized_size(self._processor.normalize, text, self.flags.growth, self._source)
+        check_normalized_size(self._processor.normalize, text, self._growth, self._source)
 
     @contextmanager
     def _library(self) -> Generator[None]:
@@ -135,43 +141,20 @@ class SentencePieceModel:
             ) from failure
 
 
-def read_normalizer_flags(model: bytes, source: str) -> NormalizerFlags:
-    """Reads the normalizer flags of a serialised ModelProto."""
-    add_dummy_prefix = remove_extra_whitespaces = True
-    charsmap = b""
+def read_specs(model: bytes, source: str) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Reads the fields of a serialised ModelProto's trainer_spec and normalizer_spec, by number."""
+    specs: dict[int, dict[int, Any]] = {2: {}, 3: {}}
     pieces = 0
     try:
         for field, message in _fields(model):
             pieces += field == 1
             if pieces > MAX_PIECES:
                 raise TokenizerError(f"{source}: more than {MAX_PIECES} pieces")
-            if field == 3 and isinstance(message, bytes):
-                for inner, value in _fields(message):
-                    if inner == 3:
-                        add_dummy_prefix = bool(value)
-                    elif inner == 4:
-                        remove_extra_whitespaces = bool(value)
-                    elif inner == 2 and isinstance(value, bytes):
-                        charsmap = value
+            if field in specs and isinstance(message, bytes):
+                specs[field] |= dict(_fields(message))
     except (IndexError, ValueError) as failure:
         raise TokenizerError(f"{source}: not a sentencepiece model") from failure
-    # With escaped spaces, each space becomes the three bytes of "▁".
-    growth = max(3, charsmap_growth(charsmap))
-    return NormalizerFlags(add_dummy_prefix, remove_extra_whitespaces, growth, charsmap)
-
-
-def read_model_type(model: bytes, source: str) -> int:
-    """Reads the number of the algorithm of a serialised ModelProto."""
-    model_type = UNIGRAM  # protobuf's default
-    try:
-        for field, message in _fields(model):
-            if field == 2 and isinstance(message, bytes):
-                for inner, value in _fields(message):
-                    if inner == 3 and isinstance(value, int):
-                        model_type = value
-    except (IndexError, ValueError) as failure:
-        raise TokenizerError(f"{source}: not a sentencepiece model") from failure
-    return model_type
+    return specs[2], specs[3]
 
 
 def write_model(
@@ -197,13 +180,12 @@ def write_model(
         + _number(4, remove_extra_whitespaces)
         + _number(5, True)  # spaces are written as ▁
     )
-    body = b"".join(_bytes(1, _piece(*piece)) for piece in pieces)
+    body = b"".join(
+        # The score is field 2, a 32-bit float.
+        _bytes(1, _bytes(1, text.encode()) + b"\x15" + struct.pack("<f", score) + _number(3, kind))
+        for text, score, kind in pieces
+    )
     return body + _bytes(2, trainer) + _bytes(3, normalizer)
-
-
-def _piece(text: str, score: float, piece_type: int) -> bytes:
-    score_field = b"\x15" + struct.pack("<f", score)  # field 2, a 32-bit float
-    return _bytes(1, text.encode()) + score_field + _number(3, piece_type)
 
 
 def _varint(value: int) -> bytes:
@@ -256,3 +238,261 @@ def _read_varint(data: bytes, position: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, position
     raise ValueError("a number of more than 64 bits")
+
+
+_MARKS = "".join(map(chr, (*range(0x80, 0xA0), *range(0xD800, 0xD804))))
+"""Characters of which those that no token has are marks; the first leave a text a byte each."""
+_ONE_EACH = "replace_each_byte"
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    """Handles an error of decoding: U+FFFD for each invalid byte, as in sentencepiece."""
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error(_ONE_EACH, _replace_each_byte)
+
+
+@dataclass(frozen=True)
+class DecodeRules:
+    """Decoding options of a tokenizer.
+
+    Attributes:
+        model: the model, which has the pieces.
+        special: special tokens.
+        separate: added tokens that are joined to the surrounding text with spaces.
+        add_prefix_space: remove the first piece's ``▁``, which encoding added.
+        space_before_chunk: "never", "always", or "inner": not if the text begins with a special
+            token. The space precedes the chunk that a special token *ends*, so the chunk is held
+            back until that token.
+        space_after_first_special: put a space after a special token at the start.
+        strip_text: strip white space around the text between separate tokens.
+        after_special: text after a special token.
+        unknown_has_spaces: ``▁`` is a space in tokens that the model lacks too (Marian's, which are
+            of two models).
+    """
+
+    model: SentencePieceModel
+    special: frozenset[str]
+    separate: frozenset[str] = frozenset()
+    add_prefix_space: bool = False
+    space_before_chunk: str = "never"
+    space_after_first_special: bool = False
+    strip_text: bool = False
+    after_special: str = ""
+    unknown_has_spaces: bool = False
+
+    @cached_property
+    def marks(self) -> tuple[str, str, str, str]:
+        """Marks around special and separate tokens, and those of `empty` and `kept`."""
+        tokens = (*self.model.pieces, *self.special, *self.separate, self.model.unk_text)
+        used = set("".join(tokens))
+        special, separate, empty, kept = [mark for mark in _MARKS if mark not in used][:4]
+        return special, separate, empty, kept
+
+    @property
+    def empty(self) -> str:
+        """The mark of a token without text."""
+        return self.marks[2]
+
+    def symbol(self, token: str) -> str:
+        """The symbol of a token."""
+        mark = self.marks[1]
+        return f"{mark}{token}{mark}" if token in self.separate else self._inner_symbol(token)
+
+    def _inner_symbol(self, token: str) -> str:
+        if token in self.special:
+            return f"{self.marks[0]}{token}{self.after_special}{self.marks[0]}"
+        if token in self.model.bytes:
+            byte = int(token[3:5], 16)
+            return chr(0xDC00 + byte) if byte > 127 else self._kept(chr(byte))
+        if token in self.model.control:
+            return self.empty
+        if token == self.model.unk_piece:
+            return self._kept(self.model.unk_text) or self.empty
+        if token not in self.model.vocabulary:  # left of a piece without its ``▁``
+            text = token.replace(SPACE, " ") if self.unknown_has_spaces else token
+            return self._kept(text) or self.empty
+        text = token.replace(SPACE, " ")
+        return f" {self._kept(text[1:])}" if token.startswith(SPACE) else self._kept(text)
+
+    def _kept(self, text: str) -> str:
+        """A text with a mark before a space at its start, which is never stripped."""
+        return self.marks[3] + text if text.startswith(" ") else text
+
+    @cached_property
+    def first_symbols(self) -> Mapping[str, str]:
+        """Symbols of tokens with ``▁`` where they come first, by their symbols elsewhere."""
+        if not self.add_prefix_space:
+            return {}
+        fixed = self.model.control | {self.model.unk_piece}
+        tokens = self.special | (self.model.vocabulary - self.separate - fixed)
+        return {
+            self.symbol(token): self._inner_symbol(token[1:])
+            for token in tokens
+            if token.startswith(SPACE)
+        }
+
+    @cached_property
+    def ignored_at_start(self) -> str:
+        """Marks and spaces after which a chunk is still at its start."""
+        return f" {self.empty}" if self.model.remove_extra_whitespaces else self.empty
+
+    @cached_property
+    def space_at_start(self) -> str:
+        """The space that is removed from the start of a chunk after what is ignored, or nothing."""
+        model = self.model
+        return " " if model.add_dummy_prefix or model.remove_extra_whitespaces else ""
+
+
+class SymbolsToText(Stage):
+    """``PreTrainedTokenizer._decode`` with ``spaces_between_special_tokens``, incrementally."""
+
+    def __init__(self, rules: DecodeRules, skip_special_tokens: bool) -> None:
+        self._rules = rules
+        # A special token that is a piece too, with another id, is not skipped. A stream does not
+        # wait for it, so its space comes after the chunk then.
+        self._hold_chunks = not skip_special_tokens and rules.space_before_chunk != "never"
+        self._run: _Run | None = None
+        self._has_text = False  # True if there is text before the current run
+        self._run_has_text = False  # True if the current run has text
+
+    def put(self, tokens: Sequence[str]) -> list[str]:
+        """Adds tokens, by their symbols."""
+        text = "".join(tokens)
+        if not tokens:
+            return []
+        mark = self._rules.marks[1]
+        if mark not in text:
+            if self._run is None:
+                self._run = _Run(self._rules, self._hold_chunks)
+                self._run_has_text = False
+            return [self._joined(self._run.put(text, tokens[0], len(tokens)))]
+        result, start = [], 0
+        for token in text.split(mark)[1::2]:
+            stop = tokens.index(f"{mark}{token}{mark}", start)
+            result += [*self.put(tokens[start:stop]), self._end_run()]
+            result.append(f" {token}" if self._has_text else token)
+            self._has_text, start = True, stop + 1
+        return result + self.put(tokens[start:])
+
+    def end(self) -> list[str]:
+        if self._run is None:
+            return []
+        text = self._joined(self._run.end())
+        # An empty last run is still joined with a space.
+        return [text if self._run_has_text or not self._has_text else " "]
+
+    def token_text(self, token: str) -> bytes:
+        marks = dict.fromkeys(map(ord, self._rules.marks))
+        return token.translate(marks).encode("utf-8", "surrogateescape")
+
+    def _end_run(self) -> str:
+        if self._run is None:
+            return ""
+        text = self._joined(self._run.end())
+        self._has_text = self._has_text or self._run_has_text
+        self._run = None
+        return text
+
+    def _joined(self, text: str) -> str:
+        if not text or self._run_has_text:
+            return text
+        self._run_has_text = True
+        return f" {text}" if self._has_text else text
+
+
+class _Run:
+    """``convert_tokens_to_string`` for pieces and special tokens between two separate tokens."""
+
+    def __init__(self, rules: DecodeRules, hold_chunks: bool) -> None:
+        self._rules = rules
+        self._hold_chunks = hold_chunks
+        self._count = 0  # of tokens
+        self._after_special = False
+        # The chunk that is not ended yet:
+        self._at_start = True
+        self._pending: list[str] = []
+        # The text of the run so far:
+        self._utf8: Any = codecs.getincrementaldecoder("utf-8")(_ONE_EACH)
+        self._started = False
+        self._trailing = ""
+
+    def put(self, text: str, first: str, count: int) -> str:
+        """Adds the symbols of some tokens, joined; also given are the first, and their number."""
+        index, self._count = self._count, self._count + count
+        if index == 0:
+            text = self._rules.first_symbols.get(first, first) + text[len(first) :]
+        chunk, *rest = text.split(self._rules.marks[0])
+        needs_space = self._after_special and index == 1 and self._needs_space(chunk)
+        result = [" " if needs_space else "", self._continued(chunk)]
+        if rest:
+            is_first = index == 0 and not chunk
+            result += self._chunks(rest[::2], rest[1::2], is_first)
+        return self._final("".join(result))
+
+    def end(self) -> str:
+        return self._final("".join(self._pending), is_end=True)
+
+    def _chunks(self, specials: list[str], chunks: list[str], is_first: bool) -> list[str]:
+        """Ends the chunk with a special token, and adds others with the chunks after them."""
+        mode = self._rules.space_before_chunk
+        space = "" if mode == "never" else " "
+        begins = "" if self._after_special or (is_first and mode == "inner") else space
+        if is_first and self._needs_space(chunks[0]):
+            specials[0] += " "
+        result = [begins, *self._pending, specials[0]]
+        before, after = (space, "") if self._hold_chunks else ("", space)
+        ignored, removed = self._rules.ignored_at_start, self._rules.space_at_start
+        result += [
+            f"{before}{chunk.lstrip(ignored).removeprefix(removed)}{after}{special}"
+            if chunk
+            else special
+            for chunk, special in zip(chunks, specials[1:], strict=False)
+        ]
+        self._pending, self._at_start, self._after_special = [], True, True
+        return [*result, self._continued(chunks[-1])]
+
+    def _needs_space(self, chunk: str) -> bool:
+        """True if a chunk after a special token at the start gets a space before it."""
+        is_spaced = chunk == "" or chunk.startswith(" ")
+        return self._rules.space_after_first_special and not is_spaced
+
+    def _continued(self, text: str) -> str:
+        """Continues the chunk; returns nothing if it is held back until it ends."""
+        if not text:
+            return ""
+        self._after_special = False
+        if self._at_start:
+            text = text.lstrip(self._rules.ignored_at_start)
+            self._at_start = text == ""
+            text = text.removeprefix(self._rules.space_at_start)
+        if not self._hold_chunks:
+            return text
+        self._pending.append(text)
+        return ""
+
+    def _final(self, text: str, is_end: bool = False) -> str:
+        """The text without marks, with characters in place of bytes, and stripped.
+
+        An invalid byte becomes U+FFFD. Unfinished characters, and white space that may be at the
+        end, are held back until more follows.
+        """
+        if not text.isascii() or self._utf8.buffer:  # marks are no ASCII
+            _, _, empty, kept = self._rules.marks
+            *ended, last = text.replace(kept, "").split(empty)  # a character ends at such a token
+            text = "".join([self._characters(part, True) for part in ended])
+            text += self._characters(last, is_end)
+        if not self._rules.strip_text:
+            return text
+        text = self._trailing + text
+        if not self._started:
+            text = text.lstrip()
+            self._started = text != ""
+        kept = text.rstrip()
+        self._trailing = text[len(kept) :]
+        return kept
+
+    def _characters(self, text: str, is_end: bool) -> str:
+        return self._utf8.decode(text.encode("utf-8", "surrogateescape"), is_end)

@@ -1,4 +1,5 @@
-"""Tokenizers of Llama and T5, based on a sentencepiece model.
+"""Tokenizers of Llama and T5, based on a sentencepiece model, and the base of the tokenizers that
+find added tokens in Python, as transformers' slow tokenizers do.
 
 The reference is transformers 4.57's slow ``LlamaTokenizer`` and ``T5Tokenizer``. With ``legacy``,
 text after a special token is treated as the start of a text and gets a prefix space; otherwise it
@@ -7,28 +8,157 @@ is encoded unchanged (transformers pull request 24565).
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import ClassVar, Self
 
 from jaxllm.common.errors import TokenizerError, UnsupportedError
+from jaxllm.tokenizers.added_tokens import (
+    AddedToken,
+    Parts,
+    TokenFinder,
+    place_added_tokens,
+    split_added_tokens,
+)
 from jaxllm.tokenizers.batch import PaddingSide
-from jaxllm.tokenizers.sentencepiece_decoding import SPACE, DecodeRules, SymbolsToText
-from jaxllm.tokenizers.sentencepiece_model import WITHOUT_DUMMY_PREFIX, SentencePieceModel
+from jaxllm.tokenizers.sentencepiece_model import (
+    SPACE,
+    WITHOUT_DUMMY_PREFIX,
+    DecodeRules,
+    SentencePieceModel,
+    SymbolsToText,
+)
 from jaxllm.tokenizers.settings import (
     LLAMA_TOKENS,
     SENTENCEPIECE_OPTIONS,
     T5_TOKENS,
-    AddedToken,
     TokenizerFiles,
     TokenizerSettings,
     added_tokens_of_json,
+    config_json,
 )
-from jaxllm.tokenizers.slow_tokenizer import SlowTokenizer, with_eos
 from jaxllm.tokenizers.stream_decoder import Stage
-from jaxllm.tokenizers.token_finder import TokenFinder
+from jaxllm.tokenizers.tokenizer import Tokenizer
+
+
+class SlowTokenizer(Tokenizer):
+    """Splits texts at added tokens; subclasses split the texts between them into pieces.
+
+    Args:
+        settings: special tokens, flags and chat templates.
+        files: contents of the files that ``save`` writes.
+        padding_side: default if the settings have none.
+        pieces: the vocabulary without added tokens, by id.
+        known: added tokens by id, from the settings and from the class.
+        source: name of the file, for messages.
+
+    Attributes:
+        default_tokens: named tokens of transformers' class, used where no file names others.
+        options: fields of tokenizer_config.json that act on this class and not on all.
+    """
+
+    default_tokens: ClassVar[Mapping[str, str]]
+    options: ClassVar[Collection[str]] = ()
+    _unknown_id: int
+    _rules: DecodeRules
+    """How the sentencepiece model's pieces are decoded."""
+
+    def __init__(
+        self,
+        settings: TokenizerSettings,
+        files: Mapping[str, bytes],
+        padding_side: PaddingSide,
+        *,
+        pieces: Sequence[str],
+        known: Mapping[int, AddedToken],
+        source: str,
+    ) -> None:
+        super().__init__(settings, files, padding_side)
+        self._pieces, self._source = pieces, source
+        piece_ids = {piece: index for index, piece in enumerate(pieces)}
+        self._added = place_added_tokens(
+            piece_ids, known, (*settings.named.values(), *settings.extra), source
+        )
+        self._tokens = {token.content: token for token in self._added.values()}
+        self._added_ids = {token.content: index for index, token in self._added.items()}
+        self._ids_by_token = {**piece_ids, **self._added_ids}
+        beyond = max(self._added, default=-1) + 1 - len(pieces)
+        self._tokens_by_id = tokens = [*pieces, *[None] * beyond]
+        for index, token in self._added.items():
+            tokens[index] = token.content
+        # True if an added token is a piece too, with another id.
+        self._has_remapped_pieces = any(
+            piece_ids.get(token, index) != index for token, index in self._added_ids.items()
+        )
+        named = {token.content for token in (*settings.named.values(), *settings.extra)}
+        self.special_tokens = {
+            text: token for text, token in self._tokens.items() if token.special or text in named
+        }
+        self.special_ids = frozenset(self._added_ids[text] for text in self.special_tokens)
+        self._any_added = TokenFinder(self._tokens)
+        self._plain_added = TokenFinder(self._tokens.keys() - self.special_tokens.keys())
+
+    @classmethod
+    def _complete(cls, settings: TokenizerSettings) -> TokenizerSettings:
+        """The settings, with tokens that the class has without being told."""
+        settings = settings.with_defaults(**cls.default_tokens)
+        if settings.options.get("sp_model_kwargs"):
+            raise UnsupportedError(
+                "tokenizer_config.json: sp_model_kwargs: sampling is not supported"
+            )
+        return settings
+
+    @abstractmethod
+    def _tokenize(self, text: str) -> list[str]:
+        """Splits a text without added tokens into pieces."""
+
+    def _ids(self, rows: Sequence[Parts], finder: TokenFinder) -> list[list[int]]:
+        """The ids of the added tokens and pieces of texts."""
+        ids, unknown = self._ids_by_token, self._unknown_id
+        return [[ids.get(token, unknown) for token in self._split(parts, finder)] for parts in rows]
+
+    @abstractmethod
+    def _remade(self, settings: TokenizerSettings, files: Mapping[str, bytes]) -> Self:
+        """The same tokenizer with other settings and files."""
+
+    def _token_to_id(self, token: str) -> int | None:
+        return self._ids_by_token.get(token)
+
+    def _rebuild(self, settings: TokenizerSettings) -> None:
+        settings = replace(settings, added={**self._added, **settings.added})
+        self._become(self._remade(settings, with_added_tokens(self._files, settings)))
+        # Without T5's sentinels, if the list was replaced.
+        self.settings = replace(self.settings, extra=settings.extra)
+
+    def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._ids([[text] for text in texts], self._any_added)
+
+    def _encode_parts(self, parts: Parts) -> list[int]:
+        return self._ids([parts], self._plain_added)[0]
+
+    def _text_tokens(self, text: str) -> list[str]:
+        return self._split([text], self._any_added)
+
+    def _items(self, parts: Parts, finder: TokenFinder) -> list[str | AddedToken]:
+        """Splits a text into added tokens and the texts between them."""
+        return split_added_tokens(parts, self._tokens, finder)
+
+    def _decode_stages(self, skip_special_tokens: bool) -> list[Stage]:
+        return [SymbolsToText(self._rules, skip_special_tokens)]
+
+    def _stage_tokens(self) -> Sequence[str | None]:
+        symbol = self._rules.symbol
+        return [None if token is None else symbol(token) for token in self._tokens_by_id]
+
+    def _split(self, parts: Parts, finder: TokenFinder) -> list[str]:
+        """Splits a text into added tokens and pieces."""
+        tokens: list[str] = []
+        for item in self._items(parts, finder):
+            tokens += [item.content] if isinstance(item, AddedToken) else self._tokenize(item)
+        return tokens
 
 
 class SentencePieceTokenizer(SlowTokenizer):
@@ -42,15 +172,12 @@ class SentencePieceTokenizer(SlowTokenizer):
 
     Attributes:
         model_file: name of the model's file in a folder.
-        default_tokens: named tokens of transformers' class, used where no file names others.
         default_side: padding side, used where no file names one.
-        options: fields of tokenizer_config.json that act on this class and not on all.
     """
 
     model_file: ClassVar[str]
-    default_tokens: ClassVar[Mapping[str, str]]
     default_side: ClassVar[PaddingSide]
-    options: ClassVar[frozenset[str]] = frozenset({"add_prefix_space", "legacy"})
+    options = ("add_prefix_space", "legacy")
     # Attributes of `DecodeRules`; None: as the settings say.
     space_before_chunk: ClassVar[str | None] = None
     strip_text: ClassVar[bool] = False
@@ -64,11 +191,7 @@ class SentencePieceTokenizer(SlowTokenizer):
         source: str | None = None,
     ) -> None:
         source = source or self.model_file
-        settings = self._completed(settings.with_defaults(**self.default_tokens))
-        if settings.options.get("sp_model_kwargs"):
-            raise UnsupportedError(
-                "tokenizer_config.json: sp_model_kwargs: sampling is not supported"
-            )
+        settings = self._complete(settings)
         if settings.flag("do_lower_case", False):
             raise UnsupportedError("tokenizer_config.json: do_lower_case is not supported")
         self.legacy = settings.flag("legacy", True)
@@ -86,6 +209,7 @@ class SentencePieceTokenizer(SlowTokenizer):
         unk = settings.named.get("unk_token")
         self._unk_text = self._model.unk_piece if unk is None else unk.content
         self._unk_length = len(self._model.encode(self._unk_text))
+        self._unknown_id = self._model.unk_id
         self._prefix, self._suffix = self._around_texts()
 
     @classmethod
@@ -98,10 +222,6 @@ class SentencePieceTokenizer(SlowTokenizer):
             settings = replace(settings, added={**settings.added, **added_tokens_of_json(files)})
         return cls(files.contents[cls.model_file], settings, files.contents, source=source)
 
-    def _completed(self, settings: TokenizerSettings) -> TokenizerSettings:
-        """The settings, with tokens that the class has without being told."""
-        return settings
-
     def _known_added(self, settings: TokenizerSettings) -> dict[int, AddedToken]:
         """Added tokens by id, from the settings and from the class."""
         return dict(settings.added)
@@ -113,7 +233,7 @@ class SentencePieceTokenizer(SlowTokenizer):
     def _remade(self, settings: TokenizerSettings, files: Mapping[str, bytes]) -> Self:
         return type(self)(self._files[self.model_file], settings, files, source=self._source)
 
-    def _prefixed(self, parts: Sequence[str | AddedToken]) -> list[str | AddedToken]:
+    def _prefixed(self, parts: Parts) -> list[str | AddedToken]:
         """Adds the prefix space once, at the start of the text (non-legacy)."""
         if self.legacy or not any(part != "" for part in parts):
             return list(parts)
@@ -123,9 +243,7 @@ class SentencePieceTokenizer(SlowTokenizer):
         first = texts[0]
         return [SPACE + first, *texts[1:]] if isinstance(first, str) else [SPACE, *texts]
 
-    def _items(
-        self, parts: Sequence[str | AddedToken], finder: TokenFinder
-    ) -> list[str | AddedToken]:
+    def _items(self, parts: Parts, finder: TokenFinder) -> list[str | AddedToken]:
         items = super()._items(self._prefixed(parts), finder)
         if self.legacy or len(items) < 2 or not isinstance(items[0], str):
             return items
@@ -135,15 +253,9 @@ class SentencePieceTokenizer(SlowTokenizer):
         is_space = is_special and items[0].strip(f"{SPACE} ") == ""
         return items[1:] if is_space and self._tokenize(items[0]) == [SPACE] else items
 
-    def _ids(
-        self, rows: Sequence[Sequence[str | AddedToken]], finder: TokenFinder
-    ) -> list[list[int]]:
+    def _ids(self, rows: Sequence[Parts], finder: TokenFinder) -> list[list[int]]:
         if self._has_remapped_pieces:
-            ids_of, unknown = self._ids_by_token, self._model.unk_id
-            return [
-                [ids_of.get(token, unknown) for token in self._split(parts, finder)]
-                for parts in rows
-            ]
+            return super()._ids(rows, finder)
         # The model splits all texts at once.
         items = [self._items(parts, finder) for parts in rows]
         texts = [self._model_text(each) for row in items for each in row if isinstance(each, str)]
@@ -175,7 +287,7 @@ class SentencePieceTokenizer(SlowTokenizer):
         return self._unk_text + text, self._unk_length
 
     @cached_property
-    def _rules(self) -> DecodeRules:
+    def _rules(self) -> DecodeRules:  # pyright: ignore[reportIncompatibleVariableOverride]
         extra = set(self.additional_special_tokens)
         beyond = {token for token in extra if self._added_ids[token] >= self.vocab_size}
         plain = self._added_ids.keys() - extra - set(self.special_tokens_map.values())
@@ -188,13 +300,6 @@ class SentencePieceTokenizer(SlowTokenizer):
             space_after_first_special=self.add_prefix_space and self.space_before_chunk is None,
             strip_text=self.strip_text,
         )
-
-    def _decode_stages(self, skip_special_tokens: bool) -> list[Stage]:
-        return [SymbolsToText(self._rules, skip_special_tokens)]
-
-    def _stage_token(self, index: int) -> str | None:
-        token = self._id_to_token(index)
-        return None if token is None else self._rules.symbol(token)
 
 
 class LlamaTokenizer(SentencePieceTokenizer):
@@ -238,7 +343,9 @@ class T5Tokenizer(SentencePieceTokenizer):
     space_before_chunk = "always"
     strip_text = True
 
-    def _completed(self, settings: TokenizerSettings) -> TokenizerSettings:
+    @classmethod
+    def _complete(cls, settings: TokenizerSettings) -> TokenizerSettings:
+        settings = super()._complete(settings)
         count = _extra_ids(settings)
         listed = [token for token in settings.extra if "<extra_id_" in token.content]
         if listed and count > 0 and len(listed) != count:
@@ -276,3 +383,24 @@ def _extra_ids(settings: TokenizerSettings) -> int:
     if type(count) is not int or not 0 <= count <= 2**16:
         raise TokenizerError(f"tokenizer_config.json: extra_ids is {count!r}, not a count")
     return count
+
+
+def with_added_tokens(files: Mapping[str, bytes], settings: TokenizerSettings) -> dict[str, bytes]:
+    """A tokenizer's files with the added tokens of the settings in tokenizer_config.json.
+
+    Once it lists them, no other file's are read; so it gets the named tokens too.
+    """
+    config = json.loads(files.get("tokenizer_config.json", b"{}"))
+    added = sorted(settings.added.items())
+    config["added_tokens_decoder"] = {str(index): asdict(token) for index, token in added}
+    config |= {name: token.content for name, token in settings.named.items()}
+    return {**files, "tokenizer_config.json": config_json(config)}
+
+
+def with_eos(ids: list[int], pair: list[int] | None, eos: int | None) -> list[int]:
+    """Adds T5's EOS after one or two sequences that do not end with it."""
+
+    def ended(ids: list[int]) -> list[int]:
+        return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
+
+    return ended(ids) if pair is None else ended(ids) + ended(pair)

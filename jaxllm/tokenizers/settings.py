@@ -9,7 +9,7 @@ Settings are special tokens, flags and chat templates. Their files are ``tokeniz
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,12 @@ from jaxllm.common.errors import (
 )
 from jaxllm.common.files import check_not_placeholder, is_there
 from jaxllm.common.strict_json import parse_json
+from jaxllm.tokenizers.added_tokens import (
+    AddedToken,
+    parse_added_token,
+    tokens_by_id,
+    tokens_of_list,
+)
 
 MAX_FILE_BYTES = 32 * 2**20
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -71,47 +77,31 @@ SENTENCEPIECE_MODELS = {
 """Model types whose sentencepiece file is Llama's or T5's, or is a choice of the owner's."""
 TEMPLATES_FOLDER = "additional_chat_templates"
 """transformers 5's folder of the chat templates beside the default one, NAME.jinja."""
-# Default tokens of transformers' classes.
-LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-_END = "<|endoftext|>"
-GPT2_TOKENS = {"bos_token": _END, "eos_token": _END, "unk_token": _END}
-QWEN2_TOKENS = {"eos_token": _END, "unk_token": _END, "pad_token": _END}
-ROBERTA_TOKENS = {
-    **LLAMA_TOKENS,
-    **{"sep_token": "</s>", "pad_token": "<pad>", "cls_token": "<s>", "mask_token": "<mask>"},
-}
-GEMMA_TOKENS = {
-    **{"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"},
-    **{"pad_token": "<pad>", "mask_token": "<mask>"},
-}
-COHERE_TOKENS = {
-    **{"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "unk_token": "<UNK>"},
-    **{"pad_token": "<PAD>", "cls_token": "<CLS>", "sep_token": "<SEP>"},
-    "mask_token": "<MASK_TOKEN>",
-}
-T5_TOKENS = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-MAX_ADDED_TOKENS = 2**17
-MAX_ADDED_TOKEN_BYTES = 256
-_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 
 
-@dataclass(frozen=True)
-class AddedToken:
-    """A token at which text is split before the vocabulary's model runs.
+def named_tokens(**texts: str) -> dict[str, str]:
+    """Texts of named tokens.
 
-    ``lstrip`` and ``rstrip`` strip the white space on its left and right; ``single_word`` prevents
-    matches inside a word; ``normalized`` matches in the normalised text.
+    >>> named_tokens(eos="</s>", pad="<pad>")
+    {'eos_token': '</s>', 'pad_token': '<pad>'}
     """
+    return {f"{name}_token": text for name, text in texts.items()}
 
-    content: str
-    special: bool = True
-    normalized: bool = False
-    lstrip: bool = False
-    rstrip: bool = False
-    single_word: bool = False
 
-    def __str__(self) -> str:
-        return self.content
+# Default tokens of transformers' classes.
+LLAMA_TOKENS = named_tokens(bos="<s>", eos="</s>", unk="<unk>")
+_END = "<|endoftext|>"
+GPT2_TOKENS = named_tokens(bos=_END, eos=_END, unk=_END)
+QWEN2_TOKENS = named_tokens(eos=_END, unk=_END, pad=_END)
+M2M100_TOKENS = LLAMA_TOKENS | named_tokens(sep="</s>", pad="<pad>")
+FAIRSEQ_TOKENS = M2M100_TOKENS | named_tokens(cls="<s>")
+ROBERTA_TOKENS = FAIRSEQ_TOKENS | named_tokens(mask="<mask>")
+GEMMA_TOKENS = named_tokens(bos="<bos>", eos="<eos>", unk="<unk>", pad="<pad>", mask="<mask>")
+COHERE_TOKENS = {
+    **named_tokens(bos="<BOS_TOKEN>", eos="<|END_OF_TURN_TOKEN|>", unk="<UNK>"),
+    **named_tokens(pad="<PAD>", cls="<CLS>", sep="<SEP>", mask="<MASK_TOKEN>"),
+}
+T5_TOKENS = named_tokens(eos="</s>", unk="<unk>", pad="<pad>")
 
 
 @dataclass(frozen=True)
@@ -149,6 +139,15 @@ class TokenizerSettings:
         }
         tokens |= self.named
         return replace(self, named={name: tokens[name] for name in NAMED_TOKENS if name in tokens})
+
+    def with_extra(self, tokens: Sequence[str], *, first: bool = False) -> TokenizerSettings:
+        """Adds special tokens to those of `extra`, after them or before them, each once."""
+        if first:
+            own, others = tuple(map(AddedToken, tokens)), self.extra
+        else:
+            own, others = self.extra, tuple(map(AddedToken, tokens))
+        present = {token.content for token in own}
+        return replace(self, extra=(*own, *(t for t in others if t.content not in present)))
 
 
 def additional_templates(folder: Path) -> list[Path]:
@@ -326,46 +325,8 @@ def read_settings(files: TokenizerFiles) -> TokenizerSettings:
 
 def added_tokens_of_json(files: TokenizerFiles) -> dict[int, AddedToken]:
     """Reads the ``added_tokens`` of tokenizer.json, by id."""
-    source = str(files.folder / "tokenizer.json")
     entries = files.json_object("tokenizer.json").get("added_tokens") or []
-    if not isinstance(entries, list):
-        raise TokenizerError(f"{source}: added_tokens is not a list")
-    added: dict[int, AddedToken] = {}
-    for number, entry in enumerate(entries):
-        token = parse_added_token(entry, f"{source}: added_tokens[{number}]", special=False)
-        index = entry.get("id") if isinstance(entry, dict) else None
-        if type(index) is not int or index < 0 or index in added:
-            raise TokenizerError(f"{source}: added_tokens[{number}] has the id {quoted(index)}")
-        added[index] = token
-    _refuse_repeats([token.content for token in added.values()], f"{source}: added_tokens")
-    return added
-
-
-def parse_added_token(value: object, source: str, *, special: bool = True) -> AddedToken:
-    """Parses a token: a string, or the object that transformers writes."""
-    if isinstance(value, str):
-        _check_length(value, source)
-        return AddedToken(value, special=special)
-    if not isinstance(value, dict) or not isinstance(value.get("content"), str):
-        raise TokenizerError(f"{source}: {quoted(value)} is not a token (a string, or an object)")
-    if not value["content"]:
-        raise TokenizerError(f"{source}: the token's content is empty")
-    _check_length(value["content"], source)
-    unknown = set(value) - {"content", "id", "__type", *_FLAGS}
-    if unknown:
-        raise TokenizerError(f"{source}: a token has the unknown fields {quoted(sorted(unknown))}")
-    flags = {name: value[name] for name in _FLAGS if name in value}
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise TokenizerError(f"{source}: {name} is {quoted(flag)}, not true or false")
-    return AddedToken(value["content"], **{"special": special, **flags})
-
-
-def _check_length(content: str, source: str) -> None:
-    if len(content.encode("utf-8", "surrogatepass")) > MAX_ADDED_TOKEN_BYTES:
-        raise TokenizerError(
-            f"{source}: the token {content[:20]!r}... has more than {MAX_ADDED_TOKEN_BYTES} bytes"
-        )
+    return tokens_of_list(entries, f"{files.folder / 'tokenizer.json'}: added_tokens")
 
 
 def _tokens_of(options: dict[str, Any], name: str, source: str) -> list[Any]:
@@ -381,47 +342,23 @@ def _tokens_of(options: dict[str, Any], name: str, source: str) -> list[Any]:
 
 
 def _read_added_tokens_decoder(table: object, source: str) -> dict[int, AddedToken]:
+    source = f"{source}: added_tokens_decoder"
     if not isinstance(table, dict):
-        raise TokenizerError(f"{source}: added_tokens_decoder is not an object")
-    _check_count(table, f"{source}: added_tokens_decoder")
-    added = {}
-    for key, value in table.items():
-        if not (key.isascii() and key.isdigit() and len(key) < 10):
-            raise TokenizerError(
-                f"{source}: added_tokens_decoder has the key {quoted(key)}, not an id"
-            )
-        added[int(key)] = parse_added_token(
-            value, f"{source}: added_tokens_decoder[{key}]", special=False
-        )
-    _refuse_repeats([token.content for token in added.values()], f"{source}: added_tokens_decoder")
-    return dict(sorted(added.items()))
+        raise TokenizerError(f"{source} is not an object")
+    wrong = [key for key in table if not (key.isascii() and key.isdigit() and len(key) < 10)]
+    if wrong:
+        raise TokenizerError(f"{source} has the key {quoted(wrong[0])}, not an id")
+    return tokens_by_id(((int(k), value, f"{source}[{k}]") for k, value in table.items()), source)
 
 
 def _read_added_tokens_file(files: TokenizerFiles, specials: set[str]) -> dict[int, AddedToken]:
     source = str(files.folder / "added_tokens.json")
-    added: dict[int, AddedToken] = {}
+
+    def entry(text: str) -> dict[str, Any]:
+        return {"content": text, "special": text in specials, "normalized": text not in specials}
+
     table = files.json_object("added_tokens.json")
-    _check_count(table, source)
-    for content, index in table.items():
-        if not content or isinstance(index, bool) or not isinstance(index, int) or index < 0:
-            raise TokenizerError(f"{source}: {quoted(content)} has the id {quoted(index)}")
-        if index in added:
-            raise TokenizerError(f"{source}: two tokens have the id {index}")
-        _check_length(content, source)
-        special = content in specials
-        added[index] = AddedToken(content, special=special, normalized=not special)
-    return dict(sorted(added.items()))
-
-
-def _check_count(table: Mapping[str, Any], source: str) -> None:
-    if len(table) > MAX_ADDED_TOKENS:
-        raise TokenizerError(f"{source}: {len(table)} added tokens, at most {MAX_ADDED_TOKENS}")
-
-
-def _refuse_repeats(contents: list[str], source: str) -> None:
-    if len(set(contents)) != len(contents):
-        repeated = next(content for content in contents if contents.count(content) > 1)
-        raise TokenizerError(f"{source}: {quoted(repeated)} appears under two ids")
+    return tokens_by_id(((index, entry(text), source) for text, index in table.items()), source)
 
 
 def _read_chat_templates(

@@ -6,7 +6,7 @@ runs the same chain to its end, so that streamed pieces concatenate to its resul
 token does not grow with the text.
 
 The stages for the ``decoder`` of a tokenizer.json are here too; the stage for sentencepiece models
-is in ``sentencepiece_decoding.py``.
+is in ``sentencepiece_model.py``.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def decoder_stages(decoder: Mapping[str, Any] | None) -> list[Stage]:
             )
         match step_type:
             case "ByteLevel":
-                stages.append(ByteLevel())
+                stages.append(Utf8(byte_level, "replace"))
                 fused = True
             case "Metaspace":
                 space = step["replacement"]
@@ -278,27 +278,34 @@ def byte_to_unicode() -> dict[int, str]:
 _UNICODE_TO_BYTE = {character: byte for byte, character in byte_to_unicode().items()}
 
 
-class ByteLevel(Stage):
-    """Decodes GPT-2's byte alphabet; a token with any other character is plain text."""
+class Utf8(Stage):
+    """Decodes the bytes of tokens, of which a character may have several.
 
-    def __init__(self) -> None:
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    Args:
+        bytes_of: the bytes of a token.
+        errors: what becomes of invalid UTF-8, as for `bytes.decode`.
+    """
+
+    def __init__(self, bytes_of: Callable[[str], bytes], errors: str) -> None:
+        self._bytes_of = bytes_of
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
 
     def put(self, tokens: Sequence[str]) -> list[str]:
-        return [self._utf8.decode(self._bytes(token)) for token in tokens]
+        return [self._utf8.decode(self._bytes_of(token)) for token in tokens]
 
     def end(self) -> list[str]:
         return [self._utf8.decode(b"", final=True)]
 
     def token_text(self, token: str) -> bytes:
-        return self._bytes(token)
+        return self._bytes_of(token)
 
-    @staticmethod
-    def _bytes(token: str) -> bytes:
-        try:
-            return bytes(_UNICODE_TO_BYTE[character] for character in token)
-        except KeyError:
-            return token.encode("utf-8")
+
+def byte_level(token: str) -> bytes:
+    """The bytes of a token in GPT-2's alphabet; one with any other character is plain text."""
+    try:
+        return bytes(_UNICODE_TO_BYTE[character] for character in token)
+    except KeyError:
+        return token.encode("utf-8")
 
 
 class ByteFallback(Stage):
@@ -341,10 +348,6 @@ class StripTextStart(Stage):
 
     def put(self, tokens: Sequence[str]) -> list[str]:
         text = "".join(tokens)
-        start = 0
-        while self._left and start < len(text) and text[start] == self._content:
-            start += 1
-            self._left -= 1
-        if start < len(text):
-            self._left = 0
-        return [text[start:]]
+        stripped = strip_copies(self._content, self._left, 0, text)
+        self._left = 0 if stripped else self._left - len(text)
+        return [stripped]

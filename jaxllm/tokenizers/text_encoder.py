@@ -9,6 +9,7 @@ from typing import Any, TypedDict, Unpack
 
 from jaxllm.common.arguments import checked_iterable, checks_flags
 from jaxllm.common.errors import InputError, UnsupportedError, warn
+from jaxllm.tokenizers.added_tokens import AddedToken
 from jaxllm.tokenizers.batch import (
     ListEncoding,
     PaddingSide,
@@ -17,7 +18,6 @@ from jaxllm.tokenizers.batch import (
     check_truncation,
     truncate,
 )
-from jaxllm.tokenizers.settings import AddedToken
 from jaxllm.tokenizers.stream_decoder import CleanUp, Stage, StreamDecoder, TokenTable, id_list
 from jaxllm.tokenizers.vocabulary import MAX_TEXT_BYTES, NO_MAX_LENGTH, Vocabulary, check_text
 
@@ -254,13 +254,13 @@ class TextEncoder(Vocabulary):
     @cached_property
     def _token_tables(self) -> tuple[TokenTable, TokenTable]:
         """What the stages get for each id, with special tokens and without."""
-        tokens = [self._stage_token(index) for index in range(len(self))]
+        tokens = self._stage_tokens()
         kept = [None if i in self.special_ids else token for i, token in enumerate(tokens)]
         return TokenTable(tokens), TokenTable(kept)
 
-    def _stage_token(self, index: int) -> str | None:
-        """The string for an id with which the stages of `_decode_stages` begin."""
-        return self._id_to_token(index)
+    def _stage_tokens(self) -> Sequence[str | None]:
+        """The string for each id with which the stages of `_decode_stages` begin."""
+        return self._tokens_by_id
 
     def token_bytes(self) -> tuple[bytes | None, ...]:
         """UTF-8 bytes of each id inside a text; None for an id without a token.
@@ -282,7 +282,7 @@ class TextEncoder(Vocabulary):
                 token = text
             return token.encode("utf-8")
 
-        tokens = map(self._stage_token, range(len(self)))
+        tokens = self._stage_tokens()
         return tuple(None if token is None else encode_token(token) for token in tokens)
 
     def _truncation_length(self, truncation: Truncation, max_length: int | None) -> int | None:

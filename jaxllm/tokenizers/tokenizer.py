@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -78,6 +79,8 @@ class Tokenizer(TextEncoder):
     """
 
     padding_side: PaddingSide
+    _encodes_targets = False
+    """True while it encodes texts that the model should write."""
 
     def __init__(
         self, settings: TokenizerSettings, files: Mapping[str, bytes], padding_side: PaddingSide
@@ -276,8 +279,10 @@ class Tokenizer(TextEncoder):
         return {**fields, **own}
 
     def for_targets(self) -> Self:
-        """The tokenizer of the texts that the model should write: itself, or a copy."""
-        return self
+        """A copy that encodes the texts which the model should write."""
+        copied = copy.copy(self)
+        copied._encodes_targets = True
+        return copied
 
     @overload
     def pad(
@@ -411,11 +416,12 @@ class Tokenizer(TextEncoder):
 
     @contextmanager
     def as_target_tokenizer(self) -> Generator[None]:
-        """Context for the texts that a model should write, which these tokenizers encode like all.
-
-        Old scripts use it; ``text_target=`` does the same.
-        """
-        yield
+        """Context in which texts are encoded as targets, as old scripts do; see ``text_target``."""
+        self._encodes_targets = True
+        try:
+            yield
+        finally:
+            self._encodes_targets = False
 
     @checks_flags
     def apply_chat_template(

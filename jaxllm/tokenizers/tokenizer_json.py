@@ -22,26 +22,27 @@ import tokenizers
 
 from jaxllm.common.errors import JaxLLMError, TokenizerError
 from jaxllm.common.strict_json import parse_json
+from jaxllm.tokenizers.added_tokens import AddedToken, parse_added_token, place_added_tokens
 from jaxllm.tokenizers.batch import PaddingSide, Span
-from jaxllm.tokenizers.limits import check_growth, check_normalized_size
 from jaxllm.tokenizers.settings import (
     COHERE_TOKENS,
     GEMMA_TOKENS,
     GPT2_TOKENS,
     LLAMA_TOKENS,
-    MAX_ADDED_TOKENS,
     QWEN2_TOKENS,
     ROBERTA_TOKENS,
     T5_TOKENS,
-    AddedToken,
     TokenizerFiles,
     TokenizerSettings,
     new_config,
-    parse_added_token,
 )
 from jaxllm.tokenizers.stream_decoder import Stage, decoder_stages
 from jaxllm.tokenizers.tokenizer import Tokenizer
-from jaxllm.tokenizers.tokenizer_json_check import check_tokenizer_json
+from jaxllm.tokenizers.tokenizer_json_check import (
+    check_growth,
+    check_normalized_size,
+    check_tokenizer_json,
+)
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -103,10 +104,10 @@ class FastTokenizer(Tokenizer):
         }
         self.vocab_size = len(spec["model"]["vocab"])
         vocabulary = self.get_vocab()
-        self._tokens = list(vocabulary)
+        self._tokens_by_id = tokens = list(vocabulary)
         for entry in spec["added_tokens"]:
             if entry["normalized"]:  # decoded as the normalizer made it: "▁Hello"
-                self._tokens[entry["id"]] = str(self._backend.id_to_token(entry["id"]))
+                tokens[entry["id"]] = str(self._backend.id_to_token(entry["id"]))
         self.special_ids = frozenset(vocabulary[content] for content in self.special_tokens)
         if files is None:
             self._files = {
@@ -145,14 +146,8 @@ class FastTokenizer(Tokenizer):
         settings = replace(settings, options=options)
         return cls(spec, settings, files.contents, source=source, padding_side=side)
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
     def _token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
-
-    def _id_to_token(self, index: int) -> str | None:
-        return self._tokens[index] if 0 <= index < len(self._tokens) else None
 
     def get_vocab(self) -> dict[str, int]:
         return dict(sorted(self._backend.get_vocab(True).items(), key=itemgetter(1)))
@@ -284,31 +279,23 @@ def all_added_tokens(
     """Merges the added tokens of tokenizer.json and of the settings as in transformers."""
     vocab = spec["model"]["vocab"]
     ids = dict(vocab) if isinstance(vocab, dict) else {p: i for i, (p, _) in enumerate(vocab)}
-    entries: dict[str, dict[str, Any]] = {}
-
-    def add(token: AddedToken, index: int | None = None) -> None:
+    entries = sorted(spec["added_tokens"], key=lambda entry: entry["id"])
+    added = {entry["id"]: parse_added_token(entry, source, special=False) for entry in entries}
+    ids |= {token.content: index for index, token in added.items()}
+    for index, token in settings.added.items():
         known = ids.setdefault(token.content, len(ids))
-        if index not in (None, known):
+        if index != known:
             raise TokenizerError(
                 f"tokenizer_config.json: the added token {token.content!r} has the id {index},"
                 f" but in {source} it has the id {known}"
             )
-        entries[token.content] = {"id": known, **asdict(token)}
-
-    for entry in sorted(spec["added_tokens"], key=lambda entry: entry["id"]):
-        ids[entry["content"]] = entry["id"]
-        add(parse_added_token(entry, source, special=False))
-    for index, token in settings.added.items():
-        add(token, index)
-    for token in (*settings.named.values(), *settings.extra):
-        present = entries.get(token.content)
-        if present is None:
-            add(replace(token, special=True))
-        else:
-            present["special"] = True
-    if len(entries) > MAX_ADDED_TOKENS:
-        raise TokenizerError(f"{source}: {len(entries)} added tokens, at most {MAX_ADDED_TOKENS}")
-    return sorted(entries.values(), key=lambda entry: entry["id"])
+        added[index] = token
+    special = (*settings.named.values(), *settings.extra)
+    texts = {token.content for token in special}
+    return [
+        {"id": index, **asdict(token), "special": token.special or token.content in texts}
+        for index, token in sorted(place_added_tokens(ids, added, special, source).items())
+    ]
 
 
 def choose_post_processor(
@@ -319,22 +306,42 @@ def choose_post_processor(
     if flags == [None, None]:
         return spec["post_processor"]
     ids = {entry["content"]: entry["id"] for entry in spec["added_tokens"]}
-    used: dict[str, dict[str, Any]] = {}
 
-    def special(name: str, type_id: int) -> list[dict[str, Any]]:
+    def special(name: str) -> list[str]:
         token = settings.named.get(f"{name}_token")
-        if token is None or not settings.flag(f"add_{name}_token", False):
-            return []
-        text = token.content
-        used[text] = {"id": text, "ids": [ids[text]], "tokens": [text]}
-        return [{"SpecialToken": {"id": text, "type_id": type_id}}]
+        is_added = token is not None and settings.flag(f"add_{name}_token", False)
+        return [token.content] if token is not None and is_added else []
 
-    def around(sequence: str, type_id: int) -> list[dict[str, Any]]:
-        middle = {"Sequence": {"id": sequence, "type_id": type_id}}
-        return [*special("bos", type_id), middle, *special("eos", type_id)]
+    bos, eos = special("bos"), special("eos")
+    single = [*bos, "A", *eos]
+    return template(single, [*single, *bos, "B", *eos], ids, second=len(single))
 
-    single, pair = around("A", 0), [*around("A", 0), *around("B", 1)]
-    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": used}
+
+def template(
+    single: list[str], pair: list[str], ids: Mapping[str, int], second: int | None = None
+) -> dict[str, Any]:
+    """A TemplateProcessing that puts special tokens around one text, "A", or two, "A" and "B".
+
+    Args:
+        single, pair: special tokens and texts in order.
+        ids: ids of the special tokens.
+        second: place in `pair` from which token types are 1; None: all are 0.
+    """
+    used = {*single, *pair} - {"A", "B"}
+    second = len(pair) if second is None else second
+
+    def entries(names: list[str]) -> list[dict[str, Any]]:
+        return [
+            {"SpecialToken" if n in used else "Sequence": {"id": n, "type_id": int(i >= second)}}
+            for i, n in enumerate(names)
+        ]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": entries(single),
+        "pair": entries(pair),
+        "special_tokens": {n: {"id": n, "ids": [ids[n]], "tokens": [n]} for n in sorted(used)},
+    }
 
 
 def read_template(
@@ -370,6 +377,9 @@ class GPT2Tokenizer(FastTokenizer):
     """Byte-level BPE from vocab.json and merges.txt, with the ids of transformers' class."""
 
     default_tokens: ClassVar[Mapping[str, str]] = GPT2_TOKENS
+    pattern: ClassVar[str | None] = None
+    """Regular expression of words; None: GPT-2's."""
+    normalizer: ClassVar[dict[str, str] | None] = None
 
     @classmethod
     def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> Self:
@@ -382,21 +392,23 @@ class GPT2Tokenizer(FastTokenizer):
             "merges": read_merges(files.text("merges.txt")),
         }
         decoder = {**BYTE_LEVEL, "use_regex": True}
-        spec: dict[str, Any] = {"added_tokens": [], "model": model, "decoder": decoder}
+        byte_level = {**BYTE_LEVEL, "add_prefix_space": settings.flag("add_prefix_space", False)}
+        spec: dict[str, Any] = {
+            "added_tokens": [],
+            "model": model,
+            "decoder": decoder,
+            "normalizer": cls.normalizer,
+            "pre_tokenizer": {**byte_level, "use_regex": True},
+        }
+        if cls.pattern is not None:
+            steps = split_before_bytes(cls.pattern, byte_level)
+            spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
         settings = settings.with_defaults(**cls.default_tokens)
-        spec |= cls._steps(
-            {**BYTE_LEVEL, "add_prefix_space": settings.flag("add_prefix_space", False)}
-        )
         added = all_added_tokens(check_tokenizer_json(spec, source), settings, source)
         ids = {entry["content"]: entry["id"] for entry in added}
         post_processor = cls._post_processor(ids, settings, source)
         spec |= {"added_tokens": added, "post_processor": post_processor}
         return cls(spec, settings, files.contents, source=source)
-
-    @staticmethod
-    def _steps(byte_level: dict[str, Any]) -> dict[str, Any]:
-        """Normalizer and pre-tokenizer, with the settings of the step that makes bytes."""
-        return {"pre_tokenizer": {**byte_level, "use_regex": True}}
 
     @staticmethod
     def _post_processor(
@@ -431,14 +443,8 @@ class Qwen2Tokenizer(GPT2Tokenizer):
     """Composed characters (NFC), Qwen2's splits, no BOS."""
 
     default_tokens = QWEN2_TOKENS
-
-    @staticmethod
-    def _steps(byte_level: dict[str, Any]) -> dict[str, Any]:
-        steps = split_before_bytes(QWEN2_PATTERN, byte_level)
-        return {
-            "normalizer": {"type": "NFC"},
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-        }
+    pattern = QWEN2_PATTERN
+    normalizer: ClassVar[dict[str, str] | None] = {"type": "NFC"}
 
 
 CLASSES = {

@@ -4,21 +4,31 @@ On malicious files that library panics, aborts the process (a padding length of 
 the vocabulary must have each of the ids 0..V-1 once, merges must be within it, and every component
 (normalizer, pre-tokenizer, post-processor, decoder) must be in a table of known ones: the library
 accepts others, but their behaviour on malicious files has not been reviewed.
+
+A file of a kilobyte can turn a short prompt into gigabytes, for example with eight normalizers that
+replace "a" by ten of them. So it is computed how much longer the file makes a text.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from jaxllm.common.errors import TokenizerError, UnsupportedError, quoted
-from jaxllm.tokenizers.limits import MAX_TOKEN_BYTES
-from jaxllm.tokenizers.settings import parse_added_token
+from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError, quoted
+from jaxllm.tokenizers.added_tokens import tokens_of_list
 
+MAX_TOKEN_BYTES = 1024
+MAX_NORMALIZER_GROWTH = 1024
+MAX_NORMALIZED_BYTES = 2**20
+MAX_DECODER_GROWTH = 8
+# Bytes of UTF-8 that a normalizer can make of one byte, over all of Unicode.
+_UNICODE_GROWTH = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Lowercase": 2}
+TWO_SPACES = " {2,}"
+"""Regular expression of T5's normalizer, which matches no empty string."""
 # Memory while it is loaded: about 700 bytes for a token or a merge, 250 for a prefix of a piece.
 MAX_VOCABULARY = 2**19
 MAX_BPE_ENTRIES = 11 * 2**16
@@ -227,20 +237,10 @@ def _check_unigram(model: dict[str, Any], source: str) -> dict[str, int]:
 
 def _check_added_tokens(added: object, vocabulary: Mapping[str, int], source: str) -> int:
     """Checks added tokens; returns the number of ids, including the vocabulary's."""
-    if not isinstance(added, list):
-        raise TokenizerError(f"{source}: {type(added).__name__}, not a list")
     ids = dict(vocabulary)
-    contents = set()
-    for number, value in enumerate(added):
-        where = f"{source}[{number}]"
-        token = parse_added_token(_as_object(value, where), where, special=False)
-        index = value.get("id")
-        if not _is_count(index) or ids.get(token.content, index) != index:
-            raise TokenizerError(f"{where}: {quoted(token.content)} has the id {quoted(index)}")
-        if token.content in contents:
-            raise TokenizerError(f"{where}: {quoted(token.content)} is added twice")
-        contents.add(token.content)
-        ids[token.content] = index
+    for index, token in tokens_of_list(added, source).items():
+        if ids.setdefault(token.content, index) != index:
+            raise TokenizerError(f"{source}: {quoted(token.content)} has the id {index}")
     _check_ids(list(ids.values()), source, dense=True)
     return len(ids)
 
@@ -384,7 +384,10 @@ def _check_template_tokens(component: dict[str, Any], source: str, size: int) ->
         ):
             raise TokenizerError(f"{where}: ids {quoted(ids)} and tokens {quoted(texts)}")
     for field, sequences in (("single", {"A"}), ("pair", {"A", "B"})):
-        named = [piece["Sequence"].get("id") for piece in component[field] if _is_sequence(piece)]
+        sequences_of = (
+            p.get("Sequence") if isinstance(p, dict) else None for p in component[field]
+        )
+        named = [each.get("id") for each in sequences_of if isinstance(each, dict)]
         if len(set(map(str, named))) != len(named):
             raise UnsupportedError(f"{source}.{field}: a sequence more than once")
         for number, piece in enumerate(component[field]):
@@ -399,10 +402,6 @@ def _check_template_tokens(component: dict[str, Any], source: str, size: int) ->
                 raise TokenizerError(f"{where}: {quoted(piece)} names no sequence or special token")
             if not _is_count(type_id) or set(value) != {"id", "type_id"}:
                 raise TokenizerError(f"{where}: type_id is {quoted(type_id)}")
-
-
-def _is_sequence(piece: object) -> bool:
-    return isinstance(piece, dict) and isinstance(piece.get("Sequence"), dict)
 
 
 def _is_charsmap(value: object) -> bool:
@@ -451,3 +450,105 @@ def _as_object(value: object, source: str) -> dict[str, Any]:
 def _is_count(value: object) -> bool:
     """True for an int in the range of ids, lengths and types."""
     return type(value) is int and 0 <= value < 2**31
+
+
+def check_growth(spec: Mapping[str, Any], source: str) -> int:
+    """Bounds the growth of texts in a checked tokenizer.json.
+
+    Returns:
+        The largest number of bytes that the normalizer can make of one byte.
+    """
+    growth = _growth(spec["normalizer"])
+    for section, factor, limit in (
+        ("normalizer", growth, MAX_NORMALIZER_GROWTH),
+        ("decoder", _growth(spec["decoder"]), MAX_DECODER_GROWTH),
+    ):
+        if factor > limit:
+            raise UnsupportedError(
+                f"{source}: {section}: it can make a text more than {limit} times longer, which no"
+                " known tokenizer does"
+            )
+    # Each may double the text, or more; Prepend adds to each part between two added tokens.
+    for section, name in (
+        ("pre_tokenizer", "ByteLevel"),
+        ("pre_tokenizer", "Metaspace"),
+        ("normalizer", "Prepend"),
+    ):
+        if sum(step["type"] == name for step in _steps(spec[section])) > 1:
+            raise UnsupportedError(f"{source}: {section}: {name} more than once")
+    # The library normalizes added tokens while it loads the file.
+    added = sum(_size(token["content"]) for token in spec["added_tokens"] if token["normalized"])
+    if added * growth > MAX_NORMALIZED_BYTES:
+        raise UnsupportedError(
+            f"{source}: added_tokens: {added} bytes, which the normalizer can make {growth} times"
+            f" longer; at most {MAX_NORMALIZED_BYTES} bytes are taken"
+        )
+    return growth
+
+
+def charsmap_growth(charsmap: bytes) -> int:
+    """The longest replacement, in bytes, of a sentencepiece normalization table.
+
+    The table is the size of a trie in 4 bytes, the trie, and replacements that end in a zero byte.
+    """
+    replacements = charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")
+    return max(1, *map(len, replacements))
+
+
+def _steps(component: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """The steps of a component, which may be a Sequence; the names of its list differ."""
+    if component is None:
+        return []
+    lists = (component.get(name) for name in ("normalizers", "pretokenizers", "decoders"))
+    return next((steps for steps in lists if steps is not None), [component])
+
+
+def _growth(component: Mapping[str, Any] | None) -> int:
+    growth = 1
+    for step in _steps(component):
+        growth *= _step_growth(step)
+    return growth
+
+
+def _step_growth(step: Mapping[str, Any]) -> int:
+    """Bytes that a normalizer or decoder can make of one byte, rounded up."""
+    match step["type"]:
+        case "Replace":
+            size = _size(step["content"])
+            [(pattern_type, pattern)] = step["pattern"].items()
+            if pattern_type == "String":
+                return max(1, -(-size // _size(pattern)))
+            # A regular expression may match the empty string before each byte.
+            return max(1, -(-size // 2)) if pattern == TWO_SPACES else 1 + size
+        case "Prepend":
+            return 1 + _size(step["prepend"])
+        case "Precompiled":
+            return charsmap_growth(base64.b64decode(step["precompiled_charsmap"]))
+        case name:
+            return _UNICODE_GROWTH.get(name, 1)
+
+
+def _size(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
+def check_normalized_size(
+    normalize: Callable[[str], str], text: str, growth: int, source: str
+) -> None:
+    """Raises if a text is too long after normalization.
+
+    If the bound ``growth`` does not rule that out, the text is normalized in parts to see it.
+    """
+    size = _size(text)
+    limit = MAX_NORMALIZED_BYTES + 2 * size
+    if size * growth <= limit:
+        return
+    step = MAX_NORMALIZED_BYTES // growth
+    total = 0
+    for start in range(0, len(text), step):
+        total += _size(normalize(text[start : start + step]))
+        if total > limit:
+            raise InputError(
+                f"{source}: its normalizer makes this text of {size} bytes longer than {limit}"
+                " bytes: give a shorter text"
+            )

@@ -14,11 +14,10 @@ from jaxllm.common.arguments import checked, checked_list, checked_path, checks_
 from jaxllm.common.errors import InputError, TokenizerError, naming_file, quoted
 from jaxllm.common.files import write_whole
 from jaxllm.common.renamed_arguments import TOKENIZER_ATTRIBUTES
+from jaxllm.tokenizers.added_tokens import MAX_ADDED_TOKEN_BYTES, AddedToken
 from jaxllm.tokenizers.settings import (
     FILE_NAMES,
-    MAX_ADDED_TOKEN_BYTES,
     NAMED_TOKENS,
-    AddedToken,
     TokenizerSettings,
     additional_templates,
     config_json,
@@ -78,6 +77,7 @@ class Vocabulary(ABC):
     special_tokens: Mapping[str, AddedToken]
     special_ids: frozenset[int]
     _added: Mapping[int, AddedToken]
+    _tokens_by_id: Sequence[str | None]
 
     bos_token, bos_token_id = _NamedToken(), _NamedTokenId()
     eos_token, eos_token_id = _NamedToken(), _NamedTokenId()
@@ -91,9 +91,9 @@ class Vocabulary(ABC):
         self.settings = settings
         self._files = dict(files)
 
-    @abstractmethod
     def __len__(self) -> int:
         """Number of ids: the largest id plus one."""
+        return len(self._tokens_by_id)
 
     def token_to_id(self, token: str) -> int | None:
         """Id of a token of the vocabulary; None if it does not exist."""
@@ -103,18 +103,16 @@ class Vocabulary(ABC):
         """Token of an id, as in the vocabulary; None beyond the vocabulary."""
         if not is_id(index):
             raise InputError(f"index: expected a token id, found {quoted(index)}")
-        return self._id_to_token(int(index))
+        tokens, index = self._tokens_by_id, int(index)
+        return tokens[index] if 0 <= index < len(tokens) else None
 
     @abstractmethod
     def _token_to_id(self, token: str) -> int | None: ...
 
-    @abstractmethod
-    def _id_to_token(self, index: int) -> str | None: ...
-
     def get_vocab(self) -> dict[str, int]:
         """Ids of all tokens, added tokens included."""
-        tokens = ((self.id_to_token(index), index) for index in range(len(self)))
-        return {token: index for token, index in tokens if token is not None}
+        tokens = enumerate(self._tokens_by_id)
+        return {token: index for index, token in tokens if token is not None}
 
     @overload
     def convert_tokens_to_ids(self, tokens: str) -> int | None: ...

@@ -17,11 +17,12 @@ from weight_files import gguf_bytes, gguf_field, gguf_string, gguf_tensor, safet
 
 from jaxllm.checkpoint.gguf.reader import MAX_HEADER_BYTES as MAX_GGUF_HEADER
 from jaxllm.checkpoint.load import MAX_JSON_BYTES
-from jaxllm.checkpoint.peft_config import MAX_CONFIG_BYTES
+from jaxllm.checkpoint.peft import MAX_CONFIG_BYTES
 from jaxllm.checkpoint.safetensors import MAX_HEADER_BYTES
 from jaxllm.common.strict_json import MAX_VALUES
+from jaxllm.tokenizers.added_tokens import MAX_ADDED_TOKENS
 from jaxllm.tokenizers.sentencepiece_model import MAX_PIECES, write_model
-from jaxllm.tokenizers.settings import MAX_ADDED_TOKENS, MAX_FILE_BYTES
+from jaxllm.tokenizers.settings import MAX_FILE_BYTES
 from jaxllm.tokenizers.tokenizer_json_check import (
     MAX_BPE_ENTRIES,
     MAX_PREFIXES,

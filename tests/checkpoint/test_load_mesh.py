@@ -162,6 +162,19 @@ for sizes in dict(fsdp=4), dict(tensor=2), dict(fsdp=2, tensor=2):
     whole = sum(x.nbytes for x in parameters(model).values() if x.ndim == 2)
     # Only an axis that spans both processes spares a process something.
     assert matrices == (whole if sizes == dict(tensor=2) else whole // 2), (sizes, matrices, whole)
+    # Quantizing needs whole rows, of which o and down have others in each process.
+    for name in "int8", "int4":
+        taken.clear()
+        quantized, _ = jaxllm.load(folder, mesh=mesh, quantize=name)
+        rows = {n: x.sharding.shard_shape(x.shape)[0] for n, x in parameters(model).items()}
+        halved = [n for n in rows if n.endswith((".o.weight", ".down.weight"))]
+        spared = sum(parameters(model)[n].nbytes // 2 for n in halved if "fsdp" in sizes)
+        matrices = sum(x.nbytes for x in taken if x.ndim == 2)
+        assert matrices == whole - spared, (sizes, name, matrices, whole, spared)
+        alone = parameters(jaxllm.load(folder, quantize=name)[0])
+        for path, x in parameters(quantized).items():
+            for shard in x.addressable_shards:
+                np.testing.assert_array_equal(shard.data, alone[path][shard.index], path)
     jaxllm.save_hf(out / "saved", model, overwrite=True)
     if int(index) == 0:
         with SafetensorsFile(folder / "model.safetensors") as a:

@@ -11,7 +11,6 @@ import jaxllm
 from jaxllm.checkpoint import load_parameters
 from jaxllm.checkpoint.load_parameters import map_ahead, on_host
 from jaxllm.errors import InputError
-from jaxllm.models.quantize import FORMATS
 from jaxllm.models.weights import parameters
 from jaxllm.parallel import device_memory
 
@@ -55,9 +54,11 @@ def test_blocks_of_rows_are_quantized_alone(name: str, monkeypatch: pytest.Monke
     whole = parameters(jaxllm.load(folder, quantize=name)[0])
     monkeypatch.setattr(load_parameters, "QUANTIZED_BLOCK", 1000)
     sizes: list[int] = []
-    quantize = FORMATS[name]
-    formats: Any = FORMATS
-    monkeypatch.setitem(formats, name, lambda x: sizes.append(x.size) or quantize(x))
+    quantize: Any = load_parameters.quantize_rows
+    monkeypatch.setattr(
+        *(load_parameters, "quantize_rows"),
+        lambda rows, name: sizes.append(rows.size) or quantize(rows, name),
+    )
     blocks = parameters(jaxllm.load(folder, quantize=name)[0])
     assert 0 < max(sizes) <= 500, sizes
     assert blocks.keys() == whole.keys()

@@ -17,9 +17,9 @@ from devices import on_devices
 from safetensors.numpy import load_file, save_file
 
 import jaxllm
+from jaxllm.checkpoint.load_parameters import StackedTensors
 from jaxllm.checkpoint.peft import load_adapter, save_adapter
 from jaxllm.checkpoint.safetensors import open_safetensors
-from jaxllm.checkpoint.stacked import StackedTensors
 from jaxllm.common.errors import CheckpointError, InputError, UnsupportedError
 from jaxllm.models.expert_use import used_shares
 from jaxllm.models.lora import LoraConfig, add_lora, lora_layers, module_at

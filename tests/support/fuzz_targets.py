@@ -19,8 +19,7 @@ from jaxllm.batch.tables import read_source
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.checkpoint.load import MAX_JSON_BYTES, read_config_file
-from jaxllm.checkpoint.peft import load_adapter
-from jaxllm.checkpoint.peft_config import read_peft_config
+from jaxllm.checkpoint.peft import load_adapter, read_peft_config
 from jaxllm.checkpoint.safetensors import SafetensorsFile, ShardedSafetensors
 from jaxllm.checkpoint.source import WeightSource, find_nonfinite
 from jaxllm.common.errors import UnsupportedError
@@ -28,8 +27,8 @@ from jaxllm.common.strict_json import read_json
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.registry import model_spec
 from jaxllm.tokenizers import FastTokenizer, Tokenizer, load_tokenizer
+from jaxllm.tokenizers.chat_templates import render_in_sandbox
 from jaxllm.tokenizers.settings import TokenizerSettings
-from jaxllm.tokenizers.template_sandbox import render_in_sandbox
 from jaxllm.training.run.recipe import read_recipe
 
 TOKENIZERS = DATA / "tokenizers"

@@ -8,8 +8,7 @@ import pytest
 from translation_tools import CASES, DATA, write
 
 from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError
-from jaxllm.tokenizers import Tokenizer, load_tokenizer
-from jaxllm.tokenizers.fairseq_tokenizers import CLASSES as FAIRSEQ
+from jaxllm.tokenizers import Tokenizer, load_tokenizer, translation_tokenizers
 
 every_case = pytest.mark.parametrize("name", CASES)
 
@@ -167,7 +166,8 @@ def test_tokens_that_a_sentencepiece_model_lacks(tmp_path, name, token):
     folder = write(tmp_path / name, name, **{token: "<nope>"})
     (folder / "tokenizer.json").unlink(missing_ok=True)
     model = base64.b64decode(DATA["models"]["unigram"])
-    (folder / FAIRSEQ[CASES[name]["config"]["tokenizer_class"]].model_file).write_bytes(model)
+    kind = getattr(translation_tokenizers, CASES[name]["config"]["tokenizer_class"])
+    (folder / kind.model_file).write_bytes(model)
     message = (
         rf"tokenizer_config\.json: {token} is '<nope>', which is no token of s.*\.model or of a "
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxllm.common.errors import DataError, InputError, TemplateError, nearest, quoted
 from jaxllm.common.files import names_file, read_text
-from jaxllm.tokenizers.template_sandbox import (
+from jaxllm.tokenizers.chat_templates import (
     MAX_TEMPLATE_BYTES,
     parse_row_template,
     render_row_template,

@@ -65,11 +65,11 @@ def hf_config_from_gguf(
         )
     fields = Fields(metadata, architecture, source)
     if architecture in _ROTARY:
-        config = _ROTARY[architecture](tensors) | _rotary(fields, tensors, rope_factors)
+        config = _class(architecture, tensors) | _rotary(fields, tensors, rope_factors)
         config |= _experts(fields, architecture, tensors, config)
-        if architecture in _GEMMA:
+        if architecture.startswith("gemma"):
             del config["hidden_act"]
-            config |= _GEMMA[architecture](fields, config)
+            config |= _gemma(fields, architecture, config)
         if architecture == "command-r":
             config["layer_norm_eps"] = fields.number(_LAYER_NORM)
             config["logit_scale"] = fields.number("logit_scale")
@@ -96,28 +96,33 @@ def _rows(tensors: Mapping[str, TensorInfo], name: str, source: str) -> int:
     return tensors[name].shape[0]
 
 
-def _llama(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    if "blk.0.ffn_gate_inp.weight" in tensors:
+_ROTARY = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "gemma": ("gemma", "GemmaForCausalLM"),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "command-r": ("cohere", "CohereForCausalLM"),
+}
+"""Model type and class of the architectures with the fields that `_rotary` reads."""
+
+
+def _class(architecture: str, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """The model's class, and what else the tensors tell."""
+    if architecture == "llama" and "blk.0.ffn_gate_inp.weight" in tensors:
         return {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
-    return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": _has_biases(tensors, "attn_q", "attn_k", "attn_v", "attn_output"),
-        "mlp_bias": _has_biases(tensors, "ffn_gate", "ffn_up", "ffn_down"),
-    }
-
-
-def _qwen2(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    return {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
-
-
-def _qwen3(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    bias = _has_biases(tensors, "attn_q", "attn_k", "attn_v", "attn_output")
-    return {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "attention_bias": bias}
-
-
-def _qwen3moe(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    return _qwen3(tensors) | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    model_type, name = _ROTARY[architecture]
+    config: dict[str, Any] = {"model_type": model_type, "architectures": [name]}
+    if architecture in ("llama", "qwen3", "qwen3moe", "command-r"):
+        attention = ("attn_q", "attn_k", "attn_v", "attn_output")
+        config["attention_bias"] = _has_biases(tensors, *attention)
+    if architecture == "llama":
+        config["mlp_bias"] = _has_biases(tensors, "ffn_gate", "ffn_up", "ffn_down")
+    if architecture == "command-r":
+        config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors
+    return config
 
 
 def _experts(
@@ -143,73 +148,27 @@ def _experts(
     return {}
 
 
-def _gemma(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    return {"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}
-
-
-def _gemma2(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    return {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}
-
-
-def _gemma3(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    return {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
-
-
-def _cohere(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    return {
-        "model_type": "cohere",
-        "architectures": ["CohereForCausalLM"],
-        "attention_bias": _has_biases(tensors, "attn_q", "attn_k", "attn_v", "attn_output"),
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
-    }
-
-
-def _gemma_fields(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"hidden_act": "gelu_pytorch_tanh"}
-
-
-def _gemma2_fields(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Gemma 2's own fields; the scale of scores is not in a file, but the one of llama.cpp."""
-    is_27b = config["num_hidden_layers"] == 46
-    width = config["hidden_size"] // config["num_attention_heads"]
-    return {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": width if is_27b else config["head_dim"],
-        "sliding_window": fields.integer("attention.sliding_window"),
-        "attn_logit_softcapping": fields.number("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": fields.number("final_logit_softcapping", 30.0),
-    }
-
-
-def _gemma3_fields(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Gemma 3's own fields; the scale of scores and the layers with a window are llama.cpp's."""
-    is_27b = config["num_hidden_layers"] == 62
+def _gemma(fields: Fields, architecture: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Gemma's own fields. The scale of scores and Gemma 3's layers with a window are llama.cpp's,
+    as a file has none."""
+    if architecture == "gemma":
+        return {"hidden_act": "gelu_pytorch_tanh"}
+    is_27b = config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[architecture]
     width = config["hidden_size"] // config["num_attention_heads"]
     own = {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": width if is_27b else config["head_dim"],
         "sliding_window": fields.integer("attention.sliding_window"),
-        "sliding_window_pattern": fields.integer("attention.sliding_window_pattern", 6),
-        "rope_local_base_freq": fields.number("rope.freq_base_swa", 10000.0),
     }
+    if architecture == "gemma2":
+        own["attn_logit_softcapping"] = fields.number("attn_logit_softcapping", 50.0)
+        own["final_logit_softcapping"] = fields.number("final_logit_softcapping", 30.0)
+        return own
+    own["sliding_window_pattern"] = fields.integer("attention.sliding_window_pattern", 6)
+    own["rope_local_base_freq"] = fields.number("rope.freq_base_swa", 10000.0)
     if fields.get("final_logit_softcapping") is not None:
         own["final_logit_softcapping"] = fields.number("final_logit_softcapping")
     return own
-
-
-_ROTARY = {
-    "llama": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "qwen3moe": _qwen3moe,
-    "gemma": _gemma,
-    "gemma2": _gemma2,
-    "gemma3": _gemma3,
-    "command-r": _cohere,
-}
-"""Architectures with the fields that `_rotary` reads -> functions for what the tensors tell."""
-_GEMMA = {"gemma": _gemma_fields, "gemma2": _gemma2_fields, "gemma3": _gemma3_fields}
-"""Versions of Gemma -> functions for their own fields."""
 
 
 def _rotary(

@@ -13,116 +13,86 @@ Experts are stacked in GGUF, as in our models: their names keep ``{e}`` for the 
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from gguf.constants import MODEL_ARCH_NAMES
+from gguf.tensor_mapping import get_tensor_name_map
 
 from jaxllm.checkpoint.gguf.config import ROPE_FACTORS, hf_config_from_gguf
 from jaxllm.checkpoint.gguf.reader import Blocks, GGUFFile
 from jaxllm.checkpoint.source import Index, TensorInfo, WeightSource, find_tensor
 from jaxllm.common.errors import CheckpointError, UnsupportedError, quoted
 
-_LLAMA = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "blk.{}.attn_norm": "model.layers.{}.input_layernorm",
-    "blk.{}.attn_q": "model.layers.{}.self_attn.q_proj",
-    "blk.{}.attn_k": "model.layers.{}.self_attn.k_proj",
-    "blk.{}.attn_v": "model.layers.{}.self_attn.v_proj",
-    "blk.{}.attn_output": "model.layers.{}.self_attn.o_proj",
-    "blk.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
-    "blk.{}.ffn_gate": "model.layers.{}.mlp.gate_proj",
-    "blk.{}.ffn_up": "model.layers.{}.mlp.up_proj",
-    "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
-}
-_HEAD_NORMS = {
-    "blk.{}.attn_q_norm": "model.layers.{}.self_attn.q_norm",
-    "blk.{}.attn_k_norm": "model.layers.{}.self_attn.k_norm",
-}
-_NORMED_HEADS = {**_LLAMA, **_HEAD_NORMS}
-_EXPERTS = "model.layers.{}.block_sparse_moe.experts.{{e}}"
-_MIXTRAL = {  # in files a "llama"
-    **_LLAMA,
-    "blk.{}.ffn_gate_inp": "model.layers.{}.block_sparse_moe.gate",
-    "blk.{}.ffn_gate_exps": f"{_EXPERTS}.w1",
-    "blk.{}.ffn_up_exps": f"{_EXPERTS}.w3",
-    "blk.{}.ffn_down_exps": f"{_EXPERTS}.w2",
-}
-_QWEN3MOE = {
-    **_NORMED_HEADS,
-    "blk.{}.ffn_gate_inp": "model.layers.{}.mlp.gate",
-    "blk.{}.ffn_gate_exps": "model.layers.{}.mlp.experts.{{e}}.gate_proj",
-    "blk.{}.ffn_up_exps": "model.layers.{}.mlp.experts.{{e}}.up_proj",
-    "blk.{}.ffn_down_exps": "model.layers.{}.mlp.experts.{{e}}.down_proj",
-}
-_GEMMA2 = {
-    **_LLAMA,
-    "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
-    "blk.{}.ffn_norm": "model.layers.{}.pre_feedforward_layernorm",
-    "blk.{}.post_ffw_norm": "model.layers.{}.post_feedforward_layernorm",
-}
-_GPT2 = {
-    "token_embd": "transformer.wte",
-    "position_embd": "transformer.wpe",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-    "blk.{}.attn_norm": "transformer.h.{}.ln_1",
-    "blk.{}.attn_qkv": "transformer.h.{}.attn.c_attn",
-    "blk.{}.attn_output": "transformer.h.{}.attn.c_proj",
-    "blk.{}.ffn_norm": "transformer.h.{}.ln_2",
-    "blk.{}.ffn_up": "transformer.h.{}.mlp.c_fc",
-    "blk.{}.ffn_down": "transformer.h.{}.mlp.c_proj",
-}
+_LLAMA = (
+    *("model.embed_tokens", "model.norm", "lm_head"),
+    *("model.layers.{}.input_layernorm", "model.layers.{}.post_attention_layernorm"),
+    *(f"model.layers.{{}}.self_attn.{x}_proj" for x in "qkvo"),
+    *(f"model.layers.{{}}.mlp.{x}_proj" for x in ("gate", "up", "down")),
+)
+_HEAD_NORMS = ("model.layers.{}.self_attn.q_norm", "model.layers.{}.self_attn.k_norm")
+_MIXTRAL = (
+    "model.layers.{}.block_sparse_moe.gate",
+    *(f"model.layers.{{}}.block_sparse_moe.experts.{{{{e}}}}.w{x}" for x in "123"),
+)
+_QWEN3MOE = (
+    "model.layers.{}.mlp.gate",
+    *(f"model.layers.{{}}.mlp.experts.{{{{e}}}}.{x}_proj" for x in ("gate", "up", "down")),
+)
+_GEMMA2 = (
+    "model.layers.{}.pre_feedforward_layernorm",
+    "model.layers.{}.post_feedforward_layernorm",
+)
+_GPT2 = (
+    *("transformer.wte", "transformer.wpe", "transformer.ln_f", "lm_head"),
+    *(f"transformer.h.{{}}.{x}" for x in ("ln_1", "attn.c_attn", "attn.c_proj")),
+    *(f"transformer.h.{{}}.{x}" for x in ("ln_2", "mlp.c_fc", "mlp.c_proj")),
+)
 _GPT2_CONV1D = ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
 
 
-def _t5_stack(gguf: str, hf: str, feed_forward: int) -> dict[str, str]:
-    """Names for one of T5's stacks; ``feed_forward`` is the index of that sublayer."""
-    attention = f"{hf}.block.{{}}.layer.0"
-    dense = f"{hf}.block.{{}}.layer.{feed_forward}"
-    return {
-        f"{gguf}.output_norm": f"{hf}.final_layer_norm",
-        f"{gguf}.blk.{{}}.attn_norm": f"{attention}.layer_norm",
-        **{f"{gguf}.blk.{{}}.attn_{x}": f"{attention}.SelfAttention.{x}" for x in "qkvo"},
-        f"{gguf}.blk.{{}}.attn_rel_b": f"{attention}.SelfAttention.relative_attention_bias",
-        f"{gguf}.blk.{{}}.ffn_norm": f"{dense}.layer_norm",
-        f"{gguf}.blk.{{}}.ffn_gate": f"{dense}.DenseReluDense.wi_0",
-        f"{gguf}.blk.{{}}.ffn_up": f"{dense}.DenseReluDense.wi_1",
-        f"{gguf}.blk.{{}}.ffn_down": f"{dense}.DenseReluDense.wo",
-    }
+def _t5_stack(stack: str, attentions: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of one of T5's stacks, whose layers have these attentions before the feed-forward."""
+    parts = [
+        f"{number}.{part}"
+        for number, name in enumerate(attentions)
+        for part in ("layer_norm", *(f"{name}.{x}" for x in (*"qkvo", "relative_attention_bias")))
+    ]
+    last = len(attentions)
+    parts += [f"{last}.layer_norm", *(f"{last}.DenseReluDense.{x}" for x in ("wi_0", "wi_1", "wo"))]
+    return (f"{stack}.final_layer_norm", *(f"{stack}.block.{{}}.layer.{part}" for part in parts))
 
 
-_CROSS = "decoder.block.{}.layer.1"
-_T5ENCODER = {
-    "token_embd": "shared",
-    "output": "lm_head",
-    **_t5_stack("enc", "encoder", 1),
-}
-_T5 = {
-    **_T5ENCODER,
-    **_t5_stack("dec", "decoder", 2),
-    "dec.blk.{}.cross_attn_norm": f"{_CROSS}.layer_norm",
-    **{f"dec.blk.{{}}.cross_attn_{x}": f"{_CROSS}.EncDecAttention.{x}" for x in "qkvo"},
-    "dec.blk.{}.cross_attn_rel_b": f"{_CROSS}.EncDecAttention.relative_attention_bias",
-}
+_T5ENCODER = ("shared", "lm_head", *_t5_stack("encoder", ("SelfAttention",)))
 _NAMES = {
-    "llama": _MIXTRAL,
+    "llama": (*_LLAMA, *_MIXTRAL),
     "qwen2": _LLAMA,
-    "qwen3": _NORMED_HEADS,
-    "command-r": _NORMED_HEADS,
+    "qwen3": (*_LLAMA, *_HEAD_NORMS),
+    "command-r": (*_LLAMA, *_HEAD_NORMS),
     "gemma": _LLAMA,
-    "qwen3moe": _QWEN3MOE,
-    "gemma2": _GEMMA2,
-    "gemma3": {**_GEMMA2, **_HEAD_NORMS},
+    "qwen3moe": (*_LLAMA, *_HEAD_NORMS, *_QWEN3MOE),
+    "gemma2": (*_LLAMA, *_GEMMA2),
+    "gemma3": (*_LLAMA, *_GEMMA2, *_HEAD_NORMS),
     "gpt2": _GPT2,
-    "t5": _T5,
+    "t5": (*_T5ENCODER, *_t5_stack("decoder", ("SelfAttention", "EncDecAttention"))),
     "t5encoder": _T5ENCODER,
 }
+"""Hugging Face's names, with the layer's number left out. The gguf package has llama.cpp's."""
 
 _BLOCK = re.compile(r"(?<=blk\.)[0-9]+(?=\.)")
+
+
+@functools.cache
+def _hf_names(architecture: str) -> dict[str, str]:
+    """Hugging Face's names by llama.cpp's, both with the layer's number left out."""
+    known = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    names = get_tensor_name_map(known, 1)
+    found = {names.get_name(x.format(0).replace(".{e}", "")): x for x in _NAMES[architecture]}
+    pairs = ((gguf.replace("blk.0.", "blk.{}."), hf) for gguf, hf in found.items() if gguf)
+    return {"output": "lm_head", **dict(pairs)}
 
 
 def hf_name(architecture: str, name: str, *, gated: bool = True) -> str | None:
@@ -138,7 +108,7 @@ def hf_name(architecture: str, name: str, *, gated: bool = True) -> str | None:
     """
     stem, _, leaf = name.rpartition(".")
     block = _BLOCK.search(stem)
-    pattern = _NAMES[architecture].get(_BLOCK.sub("{}", stem))
+    pattern = _hf_names(architecture).get(_BLOCK.sub("{}", stem))
     if pattern is None or leaf not in ("weight", "bias") or "{" in stem:
         return None
     if not gated:
@@ -155,7 +125,8 @@ def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
     >>> unpermute(np.arange(8), heads=2)
     array([0, 2, 1, 3, 4, 6, 5, 7])
     """
-    pairs = weight.reshape(heads, -1, 2, *weight.shape[1:])
+    half = len(weight) // (2 * max(heads, 1))
+    pairs = weight.reshape(heads, half, 2, *weight.shape[1:])
     return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -229,25 +200,32 @@ class HFView(WeightSource):
         if tensor.heads is None:
             values = self.file.read(tensor.gguf_name, index)
             return values - values.dtype.type(tensor.added) if tensor.added else values
-        rows = self.file.info(tensor.gguf_name).shape[0]
-        size = rows // tensor.heads
-        first, stop, _ = (index[0] if index else slice(None)).indices(rows)
-        if first % size or stop % size:  # part of a head: its rows are spread over the whole head
-            return unpermute(self.file.read(tensor.gguf_name), tensor.heads)[index]
-        part = self.file.read(tensor.gguf_name, index)
-        return unpermute(part, (stop - first) // size)
+        heads, stored, rows = self._whole_heads(tensor, tensor.heads, index)
+        return unpermute(self.file.read(tensor.gguf_name, stored), heads)[rows]
+
+    def _whole_heads(self, tensor: _Tensor, heads: int, index: Index) -> tuple[int, Index, slice]:
+        """What to read for some rows, which are spread over their whole heads: the number of these
+        heads, their index in the file, and the rows in them."""
+        count = self.file.info(tensor.gguf_name).shape[0]
+        size = count // heads
+        start, stop, _ = (index[0] if index else slice(None)).indices(count)
+        first, last = start // size, -(-max(start, stop) // size)
+        stored = (slice(first * size, last * size), *index[1:])
+        return last - first, stored, slice(start - first * size, max(start, stop) - first * size)
 
     def quantization(self, name: str) -> str:
         """Name of a tensor's ggml type."""
         return self.file.quantization(find_tensor(self._tensors, name, self.file.path).gguf_name)
 
-    def blocks(self, name: str) -> Blocks | None:
-        """The blocks of a quantized matrix [out, in], transposed or not; None for other tensors."""
+    def blocks(self, name: str, index: Index = ()) -> Blocks | None:
+        """The blocks of a quantized matrix [out, in], transposed or not, or of a slice of it; None
+        for other tensors."""
         tensor = find_tensor(self._tensors, name, self.file.path)
-        blocks, heads = self.file.blocks(tensor.gguf_name), tensor.heads
-        if blocks is None or heads is None:
-            return blocks
-        return blocks.map(lambda x: unpermute(x, heads))
+        if tensor.heads is None:
+            return self.file.blocks(tensor.gguf_name, index)
+        heads, stored, rows = self._whole_heads(tensor, tensor.heads, index)
+        blocks = self.file.blocks(tensor.gguf_name, stored)
+        return None if blocks is None else blocks.map(lambda x: unpermute(x, heads)[rows])
 
     def release_pages(self, name: str) -> None:
         self.file.release_pages(find_tensor(self._tensors, name, self.file.path).gguf_name)

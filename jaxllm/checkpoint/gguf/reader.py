@@ -27,8 +27,7 @@ from jaxllm.checkpoint.source import (
     BFLOAT16,
     Index,
     MappedFile,
-    TensorInfo,
-    WeightSource,
+    StoredTensor,
     aligned_empty,
     find_tensor,
 )
@@ -67,7 +66,14 @@ _STORED: dict[GGMLQuantizationType, np.dtype[Any]] = {
 _CHUNK = 1 << 12  # blocks that are dequantized at a time
 
 
-class GGUFFile(WeightSource):
+@dataclass(frozen=True)
+class GGUFTensor(StoredTensor):
+    """One tensor, with its ggml type; its shape is in numpy's order."""
+
+    type: GGMLQuantizationType
+
+
+class GGUFFile(MappedFile):
     """One ``.gguf`` file.
 
     ``read`` returns float32 for the quantized types Q8_0, Q4_0, Q4_1, Q4_K and Q6_K; F32, F16 and
@@ -75,28 +81,18 @@ class GGUFFile(WeightSource):
     linear layer; GGUF stores the dimensions in reverse.
 
     Attributes:
-        path: the file.
         metadata: the key-value fields: int, float, bool, str, list[str], or a numpy array.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
-        self.path = Path(path)
-        self._file = MappedFile(self.path)
-        self.metadata, self._entries = parse_header(
-            self._file.head(MAX_HEADER_BYTES), source=str(self.path), file_bytes=self._file.size
+        super().__init__(Path(path))
+        self.metadata, self.tensors = parse_header(
+            self.head(MAX_HEADER_BYTES), source=str(self.path), file_bytes=self.size
         )
-
-    def names(self) -> list[str]:
-        return list(self._entries)
-
-    def info(self, name: str) -> TensorInfo:
-        entry = find_tensor(self._entries, name, self.path)
-        dtype = _STORED.get(entry.type, np.dtype(np.float32))
-        return TensorInfo(entry.shape, dtype, entry.end - entry.begin, self.path)
 
     def quantization(self, name: str) -> str:
         """Name of a tensor's ggml type, such as ``"Q4_K"``."""
-        return find_tensor(self._entries, name, self.path).type.name
+        return find_tensor(self.tensors, name, self.path).type.name
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
         """Reads a tensor or a slice of it; see the class for its dtype.
@@ -104,10 +100,9 @@ class GGUFFile(WeightSource):
         For a quantized matrix only the rows in `index` are dequantized: a row is a whole number of
         blocks. A tensor of another quantized type raises UnsupportedError.
         """
-        entry = find_tensor(self._entries, name, self.path)
-        stored = _STORED.get(entry.type)
-        if stored is not None:
-            return self._file.array(stored, entry.begin, entry.shape, index)
+        entry: GGUFTensor = find_tensor(self.tensors, name, self.path)
+        if entry.type in _STORED:
+            return self.array(entry.dtype, entry.begin, entry.shape, index)
         if entry.type.name not in BLOCK_FORMATS:
             readable = ", ".join((*(t.name for t in _STORED), *BLOCK_FORMATS))
             raise UnsupportedError(
@@ -124,25 +119,29 @@ class GGUFFile(WeightSource):
         part = _dequantize(data, (rows, *entry.shape[1:]), entry.type)
         return part[(slice(None), *index[1:])]
 
-    def blocks(self, name: str) -> Blocks | None:
+    def blocks(self, name: str, index: Index = ()) -> Blocks | None:
         """The blocks of a quantized matrix, or of a stack of matrices, without dequantizing them;
-        None for other tensors."""
-        entry = find_tensor(self._entries, name, self.path)
-        if entry.type.name not in BLOCK_FORMATS or len(entry.shape) < 2:
+        None for other tensors.
+
+        With `index` of a slice, whose columns are whole groups: only the blocks in it are read.
+        """
+        entry: GGUFTensor = find_tensor(self.tensors, name, self.path)
+        form = BLOCK_FORMATS.get(entry.type.name)
+        if form is None or len(entry.shape) < 2:
             return None
-        *leading, _ = entry.shape
-        blocks = unpack(self._bytes(entry), math.prod(leading), entry.type)
-        return blocks.map(lambda x: x.reshape(*leading, *x.shape[1:]))
+        block, block_bytes = GGML_QUANT_SIZES[entry.type]
+        *leading, columns = entry.shape
+        index = (*index, *[slice(None)] * (len(entry.shape) - len(index)))
+        start, stop, _ = index[-1].indices(columns)
+        first = start // block
+        data = self._bytes(entry).reshape(*leading, columns // block, block_bytes)
+        blocks = unpack(data[(*index[:-1], slice(first, -(-stop // block)))], entry.type)
+        skipped = (start - first * block) // form.size
+        groups = slice(skipped, skipped + (stop - start) // form.size)
+        return blocks.map(lambda x: x[(*[slice(None)] * len(leading), groups)])
 
     def _bytes(self, entry: GGUFTensor) -> np.ndarray:
-        return self._file.array(np.dtype(np.uint8), entry.begin, (entry.end - entry.begin,))
-
-    def release_pages(self, name: str) -> None:
-        entry = find_tensor(self._entries, name, self.path)
-        self._file.release_pages(entry.begin, entry.end)
-
-    def close(self) -> None:
-        self._file.close()
+        return self.array(np.dtype(np.uint8), entry.begin, (entry.end - entry.begin,))
 
 
 def _dequantize(
@@ -165,16 +164,6 @@ def _dequantize(
             if offsets is not None:
                 part += offsets.astype(np.float32).reshape(-1, 1)
     return result
-
-
-@dataclass(frozen=True)
-class GGUFTensor:
-    """One tensor: ggml type, shape in numpy's order, and byte range in the file."""
-
-    type: GGMLQuantizationType
-    shape: tuple[int, ...]
-    begin: int
-    end: int
 
 
 def parse_header(
@@ -239,7 +228,8 @@ def _entry(
         raise CheckpointError(
             f"{where} ends at byte {end} of a file of {file_bytes} (an incomplete download?)"
         )
-    return GGUFTensor(ggml_type, shape, begin, end)
+    dtype = _STORED.get(ggml_type, np.dtype(np.float32))
+    return GGUFTensor(shape, dtype, begin, end, ggml_type)
 
 
 def _check_overlap(source: str, entries: dict[str, GGUFTensor]) -> None:
@@ -368,25 +358,25 @@ class Blocks:
         return Blocks(self.format, change(self.values), change(self.scales), offsets)
 
 
-def unpack(data: np.ndarray, rows: int, ggml_type: GGMLQuantizationType) -> Blocks:
-    """Unpacks the bytes of a matrix to the same values as the gguf package.
+def unpack(data: np.ndarray, ggml_type: GGMLQuantizationType) -> Blocks:
+    """Unpacks the bytes of a matrix, or of a stack of matrices, to the same values as the gguf
+    package.
 
     Args:
-        data: the tensor's bytes, uint8.
-        rows: number of rows; a row is a whole number of blocks.
+        data: the bytes [..., rows, blocks of a row, bytes of a block], uint8.
         ggml_type: one of `BLOCK_FORMATS`.
     """
-    blocks = data.reshape(-1, GGML_QUANT_SIZES[ggml_type][1])
-    values, scales, offsets = _PARTS[ggml_type](blocks)
+    *leading, _, block_bytes = data.shape
+    values, scales, offsets = _PARTS[ggml_type](data.reshape(-1, block_bytes))
     name = ggml_type.name
     form = BLOCK_FORMATS[name]
 
     def grouped(x: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(x, form.scales).reshape(rows, -1)
+        return np.ascontiguousarray(x, form.scales).reshape(*leading, -1)
 
     return Blocks(
         name,
-        values.reshape(rows, -1, form.size),
+        values.reshape(*leading, -1, form.size),
         grouped(scales),
         None if offsets is None else grouped(offsets),
     )

@@ -268,20 +268,18 @@ class RunCheckpoints:
         read_record(path)
         if self._on_saved is not None:
             self._on_saved(step, time.perf_counter() - started, steps_on_disk.size(path))
-        if jax.process_index() == 0:
-            self._delete_expired(step)
+        self.delete_expired(step)
 
-    def delete_expired(self) -> None:
-        """Deletes the steps that are not to be kept, as after each save.
+    def delete_expired(self, newest: int | None = None) -> None:
+        """Deletes the steps that are not to be kept, as after each save; the `newest`, by default
+        the last one, is.
 
         A run that is killed between a save and this leaves one too many.
         """
-        newest = self.latest()
-        if newest is not None and jax.process_index() == 0:
-            self._delete_expired(newest)
-
-    def _delete_expired(self, newest: int) -> None:
+        if jax.process_index() != 0:
+            return
         metrics = self._metrics()
+        newest = max(metrics, default=None) if newest is None else newest
         kept = {newest, steps_on_disk.best(metrics, self.mode), *sorted(metrics)[-self.keep :]}
         for step in sorted(metrics.keys() - kept):
             try:

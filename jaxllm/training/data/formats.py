@@ -26,7 +26,7 @@ from jaxllm.models.config_checks import is_float32_number
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.byte_level import ids_are_bytes
-from jaxllm.tokenizers.languages import WithLanguages
+from jaxllm.tokenizers.translation_tokenizers import WithLanguages
 from jaxllm.training.data.config import DataConfig, ModelInfo, eos_of
 from jaxllm.training.data.example import (
     CausalExample,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from jaxllm.batch.tables.templates import RowTemplate
 from jaxllm.common.errors import ConfigError, DataError, nearest
 from jaxllm.tokenizers import Tokenizer
-from jaxllm.tokenizers.languages import WithLanguages
+from jaxllm.tokenizers.translation_tokenizers import WithLanguages
 from jaxllm.training.data.batches import (
     Batches,
     EvalBatches,

@@ -24,7 +24,7 @@ from jaxllm.generation.inputs.padded_batch import PaddedBatch
 from jaxllm.generation.settings.lengths import checked_lengths
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.tokenizers import Tokenizer
-from jaxllm.tokenizers.languages import WithLanguages
+from jaxllm.tokenizers.translation_tokenizers import WithLanguages
 from jaxllm.training.data import DataConfig, ModelInfo, rows_of
 from jaxllm.training.data.config import eos_of, length_limits
 from jaxllm.training.data.examples import fit

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from devices import on_devices
 from gguf.constants import GGMLQuantizationType as Q
 from test_gguf_names import convert
 from weight_files import random_blocks, write_gguf
 
 import jaxllm
+from jaxllm.checkpoint.gguf import reader
 from jaxllm.checkpoint.load import load_model, open_checkpoint
 from jaxllm.checkpoint.load_parameters import block_matrix
 from jaxllm.common.errors import NonFiniteError, UnsupportedError
@@ -49,6 +51,55 @@ def test_values_and_products(name, tmp_path):
     offsets = None if matrix.offsets is None else matrix.offsets[...]
     sums = sum_of_blocks(jnp.asarray(x), matrix.groups[...], matrix.scales[...], offsets)
     close(sums, product, atol=1e-5 * np.abs(product).max())
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_only_the_blocks_of_a_slice_are_unpacked(name, tmp_path, monkeypatch):
+    kind, size = Q[name], BLOCK_FORMATS[name].size
+    seen = []
+    parts = reader._PARTS[kind]
+    monkeypatch.setitem(reader._PARTS, kind, lambda data: seen.append(len(data)) or parts(data))
+    data = random_blocks(kind, 6, 1024)
+    with write_gguf(tmp_path / "a.gguf", {"w": (data, kind)}) as file:
+        whole = file.blocks("w")
+        assert whole is not None
+        # A group is less than a block of the K types.
+        for rows, first, last in (slice(2, 4), 0, 512), (slice(0, 6), 512 + size, 768):
+            part = file.blocks("w", (rows, slice(first, last)))
+            assert part is not None
+            expected = whole.map(lambda x, r=rows, g=slice(first // size, last // size): x[r, g])
+            np.testing.assert_array_equal(part.values, expected.values)
+            np.testing.assert_array_equal(part.scales, expected.scales)
+            assert (part.offsets is None) == (whole.offsets is None)
+            if part.offsets is not None:
+                np.testing.assert_array_equal(part.offsets, expected.offsets)
+    assert seen[1] == seen[0] // 6
+    assert seen[2] <= seen[0] // 4
+
+
+ON_A_MESH = """
+import sys
+import jax, numpy as np
+from jaxllm.checkpoint.load import load_model, open_checkpoint
+from jaxllm.models.weights import parameters
+from jaxllm.parallel.sharding import make_mesh, parameter_sharding
+from pathlib import Path
+for path in map(Path, sys.argv[1:]):
+    plain = parameters(load_model(open_checkpoint(path), quantize="keep"))
+    for mesh in make_mesh(fsdp=2, tensor=2), make_mesh(fsdp=8):
+        model = load_model(open_checkpoint(path), quantize="keep", mesh=mesh)
+        for name, x in parameters(model).items():
+            assert x.sharding == parameter_sharding(name, x.shape, mesh), name
+            np.testing.assert_array_equal(x, plain[name], name)
+print("done")
+"""
+
+
+@pytest.mark.ci
+def test_blocks_on_a_mesh(tmp_path):
+    kinds = {"llama": Q.Q4_1, "gpt2": Q.Q4_0, "mixtral": Q.Q8_0}
+    paths = [written(family, kind, tmp_path / family) for family, kind in kinds.items()]
+    assert on_devices(ON_A_MESH, *paths) == "done\n"
 
 
 SIZES: dict[str, dict[str, Any]] = {

@@ -24,10 +24,10 @@ from jaxllm.checkpoint.peft import (
     A,
     B,
     load_adapter,
+    parse_peft_config,
     save_adapter,
     weight_entries,
 )
-from jaxllm.checkpoint.peft_config import parse_peft_config
 from jaxllm.checkpoint.safetensors import SafetensorsFile, write_safetensors
 from jaxllm.common.errors import (
     CheckpointError,

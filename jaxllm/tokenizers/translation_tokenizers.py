@@ -1,0 +1,539 @@
+"""Tokenizers of translation models and of fairseq's models: Marian, M2M100, mBART, mBART-50, NLLB,
+Pegasus and XGLM.
+
+A language code is a token before or after the text. Sources have that of `src_lang`, and targets
+that of `tgt_lang`, with which the generated text begins (`forced_bos_token_id`).
+
+Of Marian and M2M100, sentencepiece models split texts, and vocab.json has the ids. The reference is
+transformers 5.23's ``MarianTokenizer`` and ``M2M100Tokenizer``, of which the first does not
+normalise punctuation, although old versions did.
+
+The others are read from tokenizer.json, or from their sentencepiece model, whose pieces get other
+ids: fairseq's special tokens come first. The reference is transformers 5.23. It leaves out two
+things that the sentencepiece models have, and that are kept here: mBART's normalizer, and XGLM's
+pieces.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, ClassVar, Self
+
+from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError, quoted, shortened
+from jaxllm.common.strict_json import parse_json
+from jaxllm.tokenizers.added_tokens import AddedToken
+from jaxllm.tokenizers.sentencepiece_model import BPE, UNIGRAM, DecodeRules, SentencePieceModel
+from jaxllm.tokenizers.sentencepiece_tokenizers import SlowTokenizer
+from jaxllm.tokenizers.settings import (
+    FAIRSEQ_TOKENS,
+    M2M100_TOKENS,
+    T5_TOKENS,
+    TokenizerFiles,
+    TokenizerSettings,
+    named_tokens,
+)
+from jaxllm.tokenizers.tokenizer import Tokenizer
+from jaxllm.tokenizers.tokenizer_json import FastTokenizer, template
+
+_MBART = """
+ar_AR cs_CZ de_DE en_XX es_XX et_EE fi_FI fr_XX gu_IN hi_IN it_IT ja_XX kk_KZ ko_KR lt_LT lv_LV
+my_MM ne_NP nl_XX ro_RO ru_RU si_LK tr_TR vi_VN zh_CN
+"""
+_MBART50 = """
+af_ZA az_AZ bn_IN fa_IR he_IL hr_HR id_ID ka_GE km_KH mk_MK ml_IN mn_MN mr_IN pl_PL ps_AF pt_XX
+sv_SE sw_KE ta_IN te_IN th_TH tl_XX uk_UA ur_PK xh_ZA gl_ES sl_SI
+"""
+_M2M100 = """
+af am ar ast az ba be bg bn br bs ca ceb cs cy da de el en es et fa ff fi fr fy ga gd gl gu ha he hi
+hr ht hu hy id ig ilo is it ja jv ka kk km kn ko lb lg ln lo lt lv mg mk ml mn mr ms my ne nl no ns
+oc or pa pl ps pt ro ru sd si sk sl so sq sr ss su sv sw ta th tl tn tr uk ur uz vi wo xh yi yo zh
+zu
+"""
+MBART_CODES = _MBART.split()
+"""Language codes of mBART in the order of their ids."""
+MBART50_CODES = MBART_CODES + _MBART50.split()
+M2M100_CODES: Mapping[str, Sequence[str]] = {
+    "m2m100": _M2M100.split(),
+    "wmt21": ["en", "ha", "is", "ja", "cs", "ru", "zh", "de"],
+}
+"""Language codes of M2M100 by the option `language_codes`."""
+
+
+class WithLanguages(Tokenizer):
+    """Mixin of tokenizers with language codes.
+
+    Options (tokenizer_config.json): ``src_lang`` and ``tgt_lang``, which are also attributes. A
+    call's options of these names act on that call alone. Targets are in `src_lang` while there is
+    no `tgt_lang`.
+
+    Attributes:
+        default_language: `src_lang` where no file names one.
+    """
+
+    default_language: ClassVar[str]
+    options = ("src_lang", "tgt_lang")
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for name in ("src_lang", "tgt_lang"):
+            language = _language(self.settings, name)
+            try:
+                _ = language is None or self.get_lang_id(language, name)
+            except InputError as error:
+                raise TokenizerError(f"tokenizer_config.json: {error}") from None
+
+    @property
+    def code_comes_first(self) -> bool:
+        """True for ``code text </s>``, False for ``text </s> code``."""
+        return True
+
+    @property
+    def lang_code_to_id(self) -> dict[str, int]:
+        """Id of the token of each language."""
+        raise NotImplementedError
+
+    def get_lang_id(self, lang: str, field: str = "lang") -> int:
+        """Id of a language's token, for `forced_bos_token_id`.
+
+        Args:
+            lang: the language.
+            field: name of the argument or setting that has it, for messages.
+        """
+        known = self.lang_code_to_id
+        index = known.get(lang) if isinstance(lang, str) else None
+        if index is None:
+            # NLLB's and other files list them.
+            none = "none: additional_special_tokens of tokenizer_config.json lists none"
+            listed = shortened(", ".join(known), 250) or none
+            raise InputError(
+                f"{field}: {quoted(lang)} is no language of this tokenizer, which has {listed}"
+            )
+        return index
+
+    @property
+    def src_lang(self) -> str:
+        """Language of sources."""
+        return _language(self.settings, "src_lang") or self.default_language
+
+    @src_lang.setter
+    def src_lang(self, value: str) -> None:
+        self.get_lang_id(value, "src_lang")
+        self._set_option("src_lang", value)
+
+    @property
+    def tgt_lang(self) -> str | None:
+        """Language of targets."""
+        return _language(self.settings, "tgt_lang")
+
+    @tgt_lang.setter
+    def tgt_lang(self, value: str | None) -> None:
+        if value is not None:
+            self.get_lang_id(value, "tgt_lang")
+        self._set_option("tgt_lang", value)
+
+    def with_languages(self, src_lang: str | None = None, tgt_lang: str | None = None) -> Self:
+        given = {"src_lang": src_lang, "tgt_lang": tgt_lang}
+        changed = {name: lang for name, lang in given.items() if lang is not None}
+        for name, lang in changed.items():
+            self.get_lang_id(lang, name)
+        copied = copy.copy(self)
+        copied.settings = replace(self.settings, options={**self.settings.options, **changed})
+        return copied
+
+    def target_fields(self, tgt_lang: str) -> dict[str, int]:
+        return {"forced_bos_token_id": self.get_lang_id(tgt_lang, "tgt_lang")}
+
+    def _add_special_tokens(self, ids: list[int], pair: list[int] | None) -> list[int]:
+        target = self.tgt_lang if self._encodes_targets else None
+        code = self.get_lang_id(target or self.src_lang, "tgt_lang" if target else "src_lang")
+        end = self.eos_token_id
+        if end is None:
+            raise TokenizerError("tokenizer_config.json: a language code needs an eos_token")
+        before, after = ([code], [end]) if self.code_comes_first else ([], [end, code])
+        return [*before, *ids, *(pair or []), *after]
+
+
+def _language(settings: TokenizerSettings, name: str) -> str | None:
+    value = settings.options.get(name)
+    if value is not None and not isinstance(value, str):
+        raise TokenizerError(f"tokenizer_config.json: {name} is {quoted(value)}, not a language")
+    return value
+
+
+class VocabularyTokenizer(SlowTokenizer):
+    """Base class: pieces of a sentencepiece model, with the ids of vocab.json.
+
+    Args:
+        settings: special tokens, flags and chat templates.
+        files: contents of the files that ``save`` writes; those of `model_files` are among them.
+        pieces: the tokens of vocab.json, by id.
+        source: path of vocab.json, for messages.
+
+    Attributes:
+        model_files: names of the sentencepiece models: of sources, and of targets if they differ.
+        space_after_special: text after a special token that is not skipped.
+    """
+
+    model_files: ClassVar[tuple[str, ...]]
+    space_after_special: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        settings: TokenizerSettings,
+        files: Mapping[str, bytes],
+        pieces: Sequence[str],
+        source: str,
+    ) -> None:
+        settings = self._complete(settings)
+        super().__init__(
+            settings, files, "right", pieces=pieces, known=settings.added, source=source
+        )
+        self.vocab_size = len(pieces)
+        self._models = [SentencePieceModel(files[name], name) for name in self.model_files]
+        unknown = self.unk_token_id
+        if unknown is None:
+            raise TokenizerError(f"{source}: needs an unk_token, which tokenizer_config.json names")
+        if self.unk_token not in self._pieces:
+            raise TokenizerError(f"{source}: lacks the unk_token, {quoted(self.unk_token)}")
+        self._unknown_id = unknown
+
+    @classmethod
+    def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> Self:
+        """Loads a folder that has vocab.json and the files of `model_files`."""
+        files.refuse_options(cls.options, f"a {cls.__name__}")
+        source = str(files.folder / "vocab.json")
+        missing = [name for name in cls.model_files if name not in files]
+        if missing:
+            raise TokenizerError(f"{files.folder}: a {cls.__name__} needs {', '.join(missing)}")
+        return cls(settings, files.contents, read_vocabulary(files), source)
+
+    def _remade(self, settings: TokenizerSettings, files: Mapping[str, bytes]) -> Self:
+        return type(self)(settings, files, self._pieces, self._source)
+
+    def _tokenize(self, text: str) -> list[str]:
+        return self._models[-1 if self._encodes_targets else 0].encode(text)
+
+    @cached_property
+    def _rules(self) -> DecodeRules:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return DecodeRules(
+            model=self._models[0],
+            special=frozenset(self.all_special_tokens),
+            strip_text=True,
+            after_special=self.space_after_special,
+            unknown_has_spaces=len(self._models) > 1,
+        )
+
+
+class MarianTokenizer(VocabularyTokenizer):
+    """Marian's tokenizer: ``</s>`` after a text; targets are split by a model of their own.
+
+    A text for a model with several target languages begins with the language: ``>>fra<< Hello``.
+    """
+
+    model_files = ("source.spm", "target.spm")
+    default_tokens = T5_TOKENS
+    space_after_special = " "
+
+    @classmethod
+    def _complete(cls, settings: TokenizerSettings) -> TokenizerSettings:
+        settings = super()._complete(settings)
+        if settings.flag("separate_vocabs", False):
+            raise UnsupportedError(
+                "tokenizer_config.json: separate_vocabs: source and target with different "
+                "vocabularies are not implemented"
+            )
+        length = {"model_max_length": 512, **settings.options}
+        return replace(settings, options=length)
+
+    def _tokenize(self, text: str) -> list[str]:
+        end = text.find("<<") + 2 if text.startswith(">>") else 1
+        code, text = ([text[:end]], text[end:]) if end > 1 else ([], text)
+        return [*code, *super()._tokenize(text)]
+
+    def _add_special_tokens(self, ids: list[int], pair: list[int] | None) -> list[int]:
+        end = [] if self.eos_token_id is None else [self.eos_token_id]
+        return [*ids, *(pair or []), *end]
+
+
+class M2M100Tokenizer(WithLanguages, VocabularyTokenizer):
+    """M2M100's tokenizer: ``__en__ text </s>``.
+
+    Options (tokenizer_config.json): ``src_lang`` ("en"), ``tgt_lang``, ``language_codes`` ("m2m100"
+    or "wmt21").
+    """
+
+    model_files = ("sentencepiece.bpe.model",)
+    default_tokens = M2M100_TOKENS
+    default_language = "en"
+
+    @classmethod
+    def _complete(cls, settings: TokenizerSettings) -> TokenizerSettings:
+        settings = super()._complete(settings)
+        name = settings.options.get("language_codes", "m2m100")
+        if not isinstance(name, str) or name not in M2M100_CODES:
+            raise UnsupportedError(
+                "tokenizer_config.json: language_codes: expected one of "
+                f"{', '.join(M2M100_CODES)}, found {quoted(name)}"
+            )
+        return settings.with_extra([f"__{code}__" for code in M2M100_CODES[name]])
+
+    @property
+    def lang_code_to_id(self) -> dict[str, int]:
+        codes = M2M100_CODES[self.settings.options.get("language_codes", "m2m100")]
+        return {code: self._added_ids[f"__{code}__"] for code in codes}
+
+
+def read_vocabulary(files: TokenizerFiles) -> list[str]:
+    """The tokens of vocab.json by id, which are numbers from 0 on without gaps."""
+    table = files.json_object("vocab.json")
+    tokens: list[str | None] = [None] * len(table)
+    for token, index in table.items():
+        if type(index) is not int or not 0 <= index < len(tokens) or tokens[index] is not None:
+            raise TokenizerError(
+                f"{files.folder / 'vocab.json'}: {quoted(token)} has the id {quoted(index)}; "
+                f"{len(tokens)} tokens have the ids 0 to {len(tokens) - 1}, each once"
+            )
+        tokens[index] = token
+    return [token for token in tokens if token is not None]
+
+
+FIRST_PIECES = ("<s>", "<pad>", "</s>", "<unk>")
+"""Tokens with the first ids, in place of sentencepiece's ``<unk>``, ``<s>`` and ``</s>``."""
+Pieces = list[tuple[str, float]]
+"""The tokens and their scores, by id."""
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+
+
+class FairseqTokenizer(FastTokenizer):
+    """Base class: a tokenizer.json, or one that is made of a sentencepiece model.
+
+    Attributes:
+        model_file: name of the model's file in a folder.
+        default_tokens: named tokens of transformers' class, used where no file names others.
+        model_type: sentencepiece's number of the model's algorithm.
+        pre_tokenizer: the step of tokenizer.json that splits texts.
+        options: those of `CLASS_OPTIONS` that act.
+    """
+
+    model_file: ClassVar[str] = "sentencepiece.bpe.model"
+    default_tokens: ClassVar[Mapping[str, str]] = FAIRSEQ_TOKENS
+    model_type: ClassVar[int] = UNIGRAM
+    pre_tokenizer: ClassVar[Mapping[str, Any]] = METASPACE
+    options: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> Self:
+        """Loads a folder that has tokenizer.json or the file `model_file`."""
+        files.refuse_options(cls.options, f"a {cls.__name__}")
+        settings = settings.with_defaults(**cls.default_tokens)
+        if "tokenizer.json" in files:
+            source = str(files.folder / "tokenizer.json")
+            spec: Any = parse_json(
+                files.contents["tokenizer.json"], source=source, error=TokenizerError
+            )
+        else:
+            source = str(files.folder / cls.model_file)
+            model = SentencePieceModel(files.contents[cls.model_file], source)
+            if model.model_type != cls.model_type:
+                raise TokenizerError(
+                    f"{source}: expected a sentencepiece model of type {cls.model_type} (1: "
+                    f"unigram, 2: BPE) for a {cls.__name__}, found {model.model_type}"
+                )
+            settings = cls._complete(settings)
+            spec = cls._spec(model, settings)
+        return cls(spec, settings, files.contents, source=source)
+
+    @classmethod
+    def _complete(cls, settings: TokenizerSettings) -> TokenizerSettings:
+        """The settings, with tokens that the class has without being told."""
+        return settings
+
+    @classmethod
+    def _pieces(cls, model: SentencePieceModel, settings: TokenizerSettings) -> Pieces:
+        """The tokens and their scores, by id."""
+        return [(piece, 0.0) for piece in FIRST_PIECES] + model.scored_pieces[3:]
+
+    @classmethod
+    def _spec(cls, model: SentencePieceModel, settings: TokenizerSettings) -> dict[str, Any]:
+        """A tokenizer.json of the model."""
+        pieces = cls._pieces(model, settings)
+        ids = ids_of(pieces)
+        for name in ("unk_token", "eos_token"):
+            token = settings.named.get(name)
+            if token is None or token.content not in ids:
+                found = "null" if token is None else quoted(token.content)
+                raise TokenizerError(
+                    f"tokenizer_config.json: {name} is {found}, which is no token of "
+                    f"{cls.model_file} or of a {cls.__name__}"
+                )
+        unknown = settings.named["unk_token"].content
+        if cls.model_type == BPE:
+            merges = [list(pair) for pair in merges_of(ids)]
+            algorithm: dict[str, Any] = {"type": "BPE", "vocab": ids, "merges": merges}
+            algorithm |= {"fuse_unk": True, "unk_token": unknown}
+        else:
+            algorithm = {"type": "Unigram", "vocab": [list(pair) for pair in pieces]}
+            algorithm |= {"unk_id": ids[unknown], "byte_fallback": False}
+        charsmap = base64.b64encode(model.charsmap).decode()
+        normalizers = [{"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}]
+        if charsmap:
+            normalizers.insert(0, {"type": "Precompiled", "precompiled_charsmap": charsmap})
+        return {
+            "model": algorithm,
+            "added_tokens": [],
+            "normalizer": {"type": "Sequence", "normalizers": normalizers},
+            "pre_tokenizer": cls.pre_tokenizer,
+            "post_processor": cls._processor(pieces, settings),
+            "decoder": METASPACE,
+        }
+
+    @classmethod
+    def _processor(cls, pieces: Pieces, settings: TokenizerSettings) -> dict[str, Any] | None:
+        """Special tokens around a text."""
+        return None
+
+
+class _LanguageTokenizer(WithLanguages, FairseqTokenizer):
+    """Base class of tokenizers with languages, whose codes are special tokens such as ``en_XX``."""
+
+    codes: ClassVar[Sequence[str]] = ()
+    code_pattern: ClassVar[str] = r"[a-z]{2}_[A-Z]{2}"
+    mask: ClassVar[AddedToken] = AddedToken("<mask>", lstrip=True)
+
+    @classmethod
+    def _complete(cls, settings: TokenizerSettings) -> TokenizerSettings:
+        named = {"mask_token": cls.mask, **settings.named}
+        return replace(settings, named=named).with_extra(cls.codes)
+
+    @classmethod
+    def _pieces(cls, model: SentencePieceModel, settings: TokenizerSettings) -> Pieces:
+        codes = [token.content for token in settings.extra]
+        last = [(token, 0.0) for token in (*codes, "<mask>")]
+        return super()._pieces(model, settings) + last
+
+    @property
+    def lang_code_to_id(self) -> dict[str, int]:
+        found = {token.content: index for index, token in self._added.items() if token.special}
+        return {code: i for code, i in found.items() if re.fullmatch(self.code_pattern, code)}
+
+
+class MBartTokenizer(_LanguageTokenizer):
+    """mBART's tokenizer: ``text </s> en_XX``."""
+
+    codes = MBART_CODES
+    default_language = "en_XX"
+    pre_tokenizer: ClassVar[Mapping[str, Any]] = {
+        "type": "Sequence",
+        "pretokenizers": [{"type": "WhitespaceSplit"}, METASPACE],
+    }
+
+    @property
+    def code_comes_first(self) -> bool:
+        return False
+
+    def target_fields(self, tgt_lang: str) -> dict[str, int]:
+        # The labels end in the code, so that the decoder's inputs begin with it.
+        return {"decoder_start_token_id": self.get_lang_id(tgt_lang, "tgt_lang")}
+
+
+class MBart50Tokenizer(_LanguageTokenizer):
+    """mBART-50's tokenizer: ``en_XX text </s>``."""
+
+    codes = MBART50_CODES
+    default_language = "en_XX"
+
+
+class NllbTokenizer(_LanguageTokenizer):
+    """NLLB's tokenizer: ``eng_Latn text </s>``.
+
+    Its files list the languages. With the option ``legacy_behaviour`` (tokenizer_config.json) it is
+    ``text </s> eng_Latn``.
+    """
+
+    model_type = BPE
+    default_language = "eng_Latn"
+    code_pattern = r"[a-z]{3}_[A-Z][a-z]{3}"
+    mask = AddedToken("<mask>", lstrip=True, normalized=True)
+
+    @property
+    def code_comes_first(self) -> bool:
+        return not self.settings.flag("legacy_behaviour", False)
+
+
+class PegasusTokenizer(FairseqTokenizer):
+    """Pegasus's tokenizer: ``</s>`` after a text; 103 special tokens before the pieces.
+
+    Options (tokenizer_config.json): ``offset`` (103), ``mask_token_sent`` ("<mask_1>").
+    """
+
+    model_file = "spiece.model"
+    default_tokens = T5_TOKENS | named_tokens(mask="<mask_2>")
+
+    @classmethod
+    def _complete(cls, settings: TokenizerSettings) -> TokenizerSettings:
+        offset = settings.options.get("offset", 103)
+        if type(offset) is not int or not 2 <= offset <= 2**16:
+            raise TokenizerError(
+                f"tokenizer_config.json: offset is {quoted(offset)}, not a number from 2 to {2**16}"
+            )
+        sentence = settings.options.get("mask_token_sent", "<mask_1>")
+        own = [] if sentence is None else [str(sentence)]
+        own += [f"<unk_{number}>" for number in range(2, offset)]
+        return settings.with_extra(own, first=True)
+
+    @classmethod
+    def _pieces(cls, model: SentencePieceModel, settings: TokenizerSettings) -> Pieces:
+        named, extra = settings.named, [token.content for token in settings.extra]
+        first = [named[name].content for name in ("pad_token", "eos_token")]
+        mask = [named["mask_token"].content] if "mask_token" in named else []
+        masks = [token for token in extra if not token.startswith("<unk_")]
+        unknown = [(token, -100.0) for token in extra if token.startswith("<unk_")]
+        head = [(token, 0.0) for token in (*first, *masks, *mask)]
+        return [*head, *unknown, *model.scored_pieces[2:]]
+
+    @classmethod
+    def _processor(cls, pieces: Pieces, settings: TokenizerSettings) -> dict[str, Any]:
+        end, ids = settings.named["eos_token"].content, ids_of(pieces)
+        return template(["A", end], ["A", "B", end], ids)
+
+
+class XGLMTokenizer(FairseqTokenizer):
+    """XGLM's tokenizer: ``</s> text``; seven made-up words after the pieces."""
+
+    @classmethod
+    def _complete(cls, settings: TokenizerSettings) -> TokenizerSettings:
+        return settings.with_extra([f"<madeupword{number}>" for number in range(7)], first=True)
+
+    @classmethod
+    def _pieces(cls, model: SentencePieceModel, settings: TokenizerSettings) -> Pieces:
+        words = [(token.content, 0.0) for token in settings.extra[:7]]
+        return super()._pieces(model, settings) + words
+
+    @classmethod
+    def _processor(cls, pieces: Pieces, settings: TokenizerSettings) -> dict[str, Any]:
+        end, ids = settings.named["eos_token"].content, ids_of(pieces)
+        return template([end, "A"], [end, "A", end, end, "B"], ids)
+
+
+def ids_of(pieces: Pieces) -> dict[str, int]:
+    """The pieces' ids by piece."""
+    return {piece: index for index, (piece, _) in enumerate(pieces)}
+
+
+def merges_of(vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The merges of a sentencepiece BPE, in order: all pairs of pieces that make a piece.
+
+    >>> merges_of({"a": 0, "b": 1, "ab": 2, "abb": 3})
+    [('a', 'b'), ('ab', 'b')]
+    """
+    merges: list[tuple[str, str]] = []
+    for piece in sorted(vocab, key=vocab.__getitem__):
+        pairs = [(piece[:end], piece[end:]) for end in range(1, len(piece))]
+        found = [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab]
+        merges += sorted(found, key=lambda pair: (len(pair[0]), len(pair[1])))
+    return merges
