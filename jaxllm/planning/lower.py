@@ -243,8 +243,7 @@ def lower_train(
             f"{row_shards(target.mesh)} devices; make it a multiple"
         )
     optimizer = make_optimizer(OptimizerConfig())
-    platform = target.device.platform
-    step = make_train_step(optimizer, loss_for(target.model), platform=platform)
+    step = make_train_step(optimizer, loss_for(target.model), device=target.device)
     trainable = is_trainable if lora_layers(target.model) else None
     create = partial(TrainState.create, optimizer=optimizer, trainable=trainable)
     state = jax.eval_shape(create, target.model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,22 +21,25 @@ from jaxllm.training.losses import Batch, Loss, LossSums
 from jaxllm.training.state import Params, TrainState, global_norm
 
 Metrics = dict[str, Array]
-COMPILER_OPTIONS: Mapping[str, dict[str, bool]] = {
-    "tpu": {
-        "xla_enable_async_all_gather": True,
-        "xla_tpu_enable_async_collective_fusion": True,
-        "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
-        "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
-        "xla_tpu_overlap_compute_collective_tc": True,
-        # By the sparse cores of the chips that have them (v5p, v6e).
-        "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
-        "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
-        "xla_tpu_use_tc_device_shape_on_sc": True,
-        "xla_sc_disable_megacore_partitioning": True,
-    }
+TPU_OPTIONS = {
+    "xla_enable_async_all_gather": True,
+    "xla_tpu_enable_async_collective_fusion": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+    "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
+    "xla_tpu_overlap_compute_collective_tc": True,
+    # By the sparse cores of the chips that have them (v5p, v6e).
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+    "xla_tpu_use_tc_device_shape_on_sc": True,
+    "xla_sc_disable_megacore_partitioning": True,
 }
-"""Options of XLA for a training step by platform: weights are gathered and gradients reduced while
+"""Options of XLA for a training step on a TPU: weights are gathered and gradients reduced while
 products run; docs/decisions/tpu-training-step.md."""
+WINDOWS = {
+    kind: {"xla_tpu_scoped_vmem_limit_kib": 2**16} for kind in ("TPU v5 lite", "TPU v6 lite")
+}
+"""Products read larger windows of their arrays on the chips with 128 MiB of vector memory, of which
+this is half."""
 
 
 def make_train_step(
@@ -46,7 +49,7 @@ def make_train_step(
     accumulation: int = 1,
     ema_decay: float | None = None,
     schedule: optax.Schedule | None = None,
-    platform: str | None = None,
+    device: Any = None,
 ) -> Step:
     """Makes a compiled ``step(state, batch) -> (state, metrics)`` that donates the state's buffers.
 
@@ -61,7 +64,7 @@ def make_train_step(
         accumulation: number of micro-batches, computed sequentially; must divide B.
         ema_decay: decay of the moving average, for a state that keeps one.
         schedule: learning rate by optimizer step, only to report `lr`.
-        platform: of the devices ("cpu", "gpu", "tpu"); None: the default one.
+        device: one of the devices, whose kind chooses XLA's options; None: JAX's first one.
 
     Returns:
         A `Step`; its metrics are float32 scalars on the device: `loss` and `accuracy` (means),
@@ -79,7 +82,10 @@ def make_train_step(
         ema_decay=ema_decay,
         schedule=schedule,
     )
-    options = COMPILER_OPTIONS.get(platform or jax.default_backend())
+    device = jax.devices()[0] if device is None else device
+    options = None
+    if device.platform == "tpu":
+        options = TPU_OPTIONS | WINDOWS.get(device.device_kind, {})
     program = jax.jit(update, donate_argnums=0, compiler_options=options)
     return Step(program, accumulation, keeps_ema=ema_decay is not None)
 
