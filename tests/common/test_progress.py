@@ -19,7 +19,7 @@ from rich.console import Console
 import jaxllm
 from jaxllm.common import progress as progress_module
 from jaxllm.common.compiling import CompileClock
-from jaxllm.common.progress import Reporter, set_progress
+from jaxllm.common.progress import Reporter, progress_phase, reports_to, set_progress
 
 
 def test_phase_prints_its_seconds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,10 +120,21 @@ def test_lines_without_a_terminal(
     assert re.fullmatch(rf"loading: 2 of 3 MB, {rate}\nloading: \d\.\d s, {rate}\n", text), text
 
 
+def test_phases_of_the_library_go_to_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Until the end of the context, unless it is quiet."""
+    for quiet in (True, False):
+        with reports_to(Reporter(quiet=quiet)), progress_phase("loading") as update:
+            assert (update is None) is quiet
+    with progress_phase("loading") as update:
+        assert update is None
+    assert capsys.readouterr().err == "loading: 0.0 s\n"
+
+
 def test_phases_do_not_count_compiling_again(
     progress: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     [(reporter, reports)] = progress_module._reports
+    assert reports is not None
     event = "/jax/core/compile/backend_compile_duration"
     with reporter.phase("generating"):
         time.sleep(0.2)

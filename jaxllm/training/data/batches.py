@@ -1,8 +1,8 @@
 """Batches over several epochs, with a position that can be saved and restored.
 
 Batch n of an epoch does not depend on the number of processes; each process reads its own rows.
-A position is an epoch, a window of it (for a `Stream`) and a batch number. Restoring it reads no
-earlier data.
+A position is an epoch and a batch number; for a `Stream` also a window, and the examples that the
+window before has left over. Restoring it reads no earlier data.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from jaxtyping import Int64
 from jaxllm.common.errors import ConfigError, DataError
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.training.data.config import ModelInfo
-from jaxllm.training.data.example import Example, PreferenceExample
-from jaxllm.training.data.examples import Counts, Examples
+from jaxllm.training.data.examples import Counts, Example, Examples, PreferenceExample
 from jaxllm.training.data.plan import EpochPlan, Planner
 from jaxllm.training.data.stream import Stream
 
@@ -101,6 +100,12 @@ class Epoch:
         return [[int(n) for row in rows for n in self.plan.row(batch, row)] for batch in batches]
 
     @property
+    def left_over(self) -> list[list[int]]:
+        """The examples that are left to the next window, as `Stream.read` takes them."""
+        places = self.examples.places
+        return [] if places is None else places[self.plan.rest].tolist()
+
+    @property
     def padding(self) -> float:
         """Share of the epoch's positions that are padding, 0 to 1."""
         return self.plan.padding(self.examples.tokens)
@@ -142,20 +147,17 @@ EvalBatches = Epoch | StreamedEpoch
 
 
 def read_windows(
-    source: Source, model: ModelInfo, planner: Planner, rows: range, epoch: int = 0, start: int = 0
+    source: Source,
+    model: ModelInfo,
+    planner: Planner,
+    rows: range,
+    epoch: int = 0,
+    start: int = 0,
+    carried: Sequence[list[int]] = (),
 ) -> Iterator[Epoch]:
     """The windows of an epoch from number `start` on; rows in memory are one window."""
-    for window, examples in enumerate(source.read(epoch, start), start):
-        plan = planner.plan(examples.lengths, epoch * source.windows + window)
+    for examples, plan in source.read(planner, epoch, start, carried):
         yield Epoch(examples, model, plan, planner.packing, rows)
-
-
-def ordered_epoch(source: Source, model: ModelInfo, planner: Planner, shard: Shard) -> EvalBatches:
-    """Every example once, unshuffled."""
-    source, planner = source.in_order(), replace(planner, shuffle=False)
-    if isinstance(source, Stream):
-        return StreamedEpoch(source, model, planner, shard.rows)
-    return next(read_windows(source, model, planner, shard.rows))
 
 
 class Batches(Iterator[HostBatch]):
@@ -164,6 +166,7 @@ class Batches(Iterator[HostBatch]):
     Attributes:
         examples: the encoded data; ``examples.counts`` counts kept and dropped rows.
         epoch, window, batch: the position: numbers of the next batch.
+        carried: the position too: examples that the window before has left over.
 
     Args:
         epochs: number of epochs; None: unlimited.
@@ -181,6 +184,7 @@ class Batches(Iterator[HostBatch]):
             raise ConfigError(f"epochs: expected 1 or more, found {epochs}")
         self.examples = examples
         self.epoch, self.window, self.batch = 0, 0, 0
+        self.carried: list[list[int]] = []
         self._model, self._planner, self._shard, self._epochs = model, planner, shard, epochs
         self._windows: Iterator[Epoch] = iter(())
         self._iterator: Iterator[HostBatch] = iter(())
@@ -192,9 +196,11 @@ class Batches(Iterator[HostBatch]):
 
     def in_order(self, batch_size: int) -> EvalBatches:
         """Every example once, unshuffled, in batches of another size."""
-        planner = replace(self._planner, batch_size=batch_size)
         shard = Shard(batch_size, self._shard.index, self._shard.count)
-        return ordered_epoch(self.examples, self._model, planner, shard)
+        planner = replace(self._planner, batch_size=batch_size, shuffle=False)
+        if isinstance(self.examples, Stream):
+            return StreamedEpoch(self.examples.in_order(), self._model, planner, shard.rows)
+        return next(read_windows(self.examples, self._model, planner, shard.rows))
 
     def next_tokens(self) -> Int64[np.ndarray, "N K"]:
         """`Epoch.tokens` of the next batch."""
@@ -204,22 +210,24 @@ class Batches(Iterator[HostBatch]):
     def _current(self) -> Epoch:
         """The window of the position; opens it at its first use."""
         if self._open_window is None:
-            self._open(self.epoch, self.window, self.batch)
+            self._open(self.epoch, self.window, self.batch, self.carried)
         assert self._open_window is not None
         return self._open_window
 
-    def _open(self, epoch: int, window: int, batch: int) -> None:
+    def _open(
+        self, epoch: int, window: int = 0, batch: int = 0, carried: Sequence[list[int]] = ()
+    ) -> None:
         """Moves to a position.
 
         Raises:
             DataError: the window has fewer batches; the position is unchanged.
         """
         source, rows = self.examples, self._shard.rows
-        windows = read_windows(source, self._model, self._planner, rows, epoch, window)
+        windows = read_windows(source, self._model, self._planner, rows, epoch, window, carried)
         current = next(windows)
         if batch > len(current):
             raise DataError(f"data state: batch {batch} of epoch {epoch}, which has {len(current)}")
-        self.epoch, self.window, self.batch = epoch, window, batch
+        self.epoch, self.window, self.batch, self.carried = epoch, window, batch, [*carried]
         self._windows, self._open_window = windows, current
         self._iterator = current.iterate(batch)
 
@@ -266,13 +274,14 @@ class Batches(Iterator[HostBatch]):
                 raise DataError(f"{self.examples.windows} windows in a row have no examples")
             if self.window + 1 < self.examples.windows:
                 # Opened again, should this fail.
-                self.window, self.batch, self._open_window = self.window + 1, 0, None
+                self.window, self.batch, self.carried = self.window + 1, 0, current.left_over
+                self._open_window = None
                 current = self._open_window = next(self._windows)
                 self._iterator = current.iterate()
             elif self._epochs is not None and self.epoch + 1 >= self._epochs:
                 raise StopIteration
             else:
-                self._open(self.epoch + 1, 0, 0)
+                self._open(self.epoch + 1)
                 current = self._current
         return current
 
@@ -286,9 +295,11 @@ class Batches(Iterator[HostBatch]):
         """The position, with digest and settings of the data, as JSON values."""
         return {**self._position(), **self._identity()}
 
-    def _position(self) -> dict[str, int]:
-        window = {"window": self.window} if isinstance(self.examples, Stream) else {}
-        return {"epoch": self.epoch, **window, "batch": self.batch}
+    def _position(self) -> dict[str, Any]:
+        position: dict[str, Any] = {"epoch": self.epoch, "batch": self.batch}
+        if isinstance(self.examples, Stream):
+            position |= {"window": self.window, "carried": self.carried}
+        return position
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues from a `state()`, on any number of processes.
@@ -316,7 +327,7 @@ class Batches(Iterator[HostBatch]):
                     f"data state: {name} was {state[name]!r} and is now {value!r}; a run resumes "
                     "only with the data, tokenizer and settings that it was started with"
                 )
-        for name in position:
+        for name in position.keys() - {"carried"}:
             if type(state[name]) is not int or state[name] < 0:
                 raise DataError(f"data state: {name} is {state[name]!r}, not a number from 0 on")
         epoch, window, batch = state["epoch"], state.get("window", 0), state["batch"]
@@ -326,7 +337,10 @@ class Batches(Iterator[HostBatch]):
             raise DataError(
                 f"data state: window {window}, but an epoch has {self.examples.windows}"
             )
-        self._open(epoch, window, batch)
+        carried = state.get("carried", [])
+        if isinstance(self.examples, Stream) and not self.examples.are_sizes(carried):
+            raise DataError(f"data state: carried is {str(carried)[:60]}, not places of examples")
+        self._open(epoch, window, batch, carried)
 
     def _identity(self) -> dict[str, Any]:
         planner, examples = self._planner, self.examples

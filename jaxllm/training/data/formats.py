@@ -16,7 +16,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float32, Int32
@@ -28,10 +28,9 @@ from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.byte_level import ids_are_bytes
 from jaxllm.tokenizers.languages import WithLanguages
 from jaxllm.training.data.config import DataConfig, ModelInfo, eos_of
-from jaxllm.training.data.example import (
+from jaxllm.training.data.examples import (
     CausalExample,
     ClassificationExample,
-    EncodedRow,
     Example,
     PreferenceExample,
     Seq2SeqExample,
@@ -41,18 +40,6 @@ from jaxllm.training.data.rows import Row
 PART_CHARACTERS = 1 << 20
 """Longer texts are encoded in parts: the tokenizers library uses a hundred bytes per token."""
 Message = Mapping[str, Any]
-
-
-class Format(Protocol):
-    """Encodes one row of any length."""
-
-    def __call__(self, row: Row) -> EncodedRow:
-        """Encodes a row.
-
-        Raises:
-            DataError: the row does not have this format; names the field.
-        """
-        ...
 
 
 @dataclass(frozen=True)

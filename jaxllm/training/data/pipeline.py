@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from jaxllm.batch.tables.templates import RowTemplate
 from jaxllm.common.errors import ConfigError, DataError, nearest
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.languages import WithLanguages
-from jaxllm.training.data.batches import (
-    Batches,
-    EvalBatches,
-    Shard,
-    Source,
-    ordered_epoch,
-)
+from jaxllm.training.data.batches import Batches, EvalBatches, Shard
 from jaxllm.training.data.config import (
     DataConfig,
     ModelInfo,
@@ -23,11 +18,16 @@ from jaxllm.training.data.config import (
     eos_of,
     length_limits,
 )
-from jaxllm.training.data.examples import EncodingProgress, Examples, RowEncoder, encode_rows
+from jaxllm.training.data.examples import (
+    EncodingProgress,
+    Examples,
+    Format,
+    RowEncoder,
+    encode_rows,
+)
 from jaxllm.training.data.formats import (
     ChatFormat,
     ClassificationFormat,
-    Format,
     PromptCompletionFormat,
     Seq2SeqFormat,
     TextFormat,
@@ -50,45 +50,37 @@ CHECKED_ROWS = 100
 """Number of rows, from the first on, whose fields are checked before a model is loaded."""
 
 
-def rows_of(config: DataConfig) -> Rows:
-    """Opens the data source of a config, with the fields that its templates make.
+def rows_of(config: DataConfig, rows: Sequence[Row] | None = None) -> Rows:
+    """Opens the data source of a config, or `rows` instead, with the fields of its templates.
 
     Raises:
-        ConfigError: the config has no source.
+        ConfigError: the config has no source, or has one although there are `rows`.
         MissingFileError, DataError, UnsupportedError: as `open_rows` and `dataset_rows`.
-        InputError: as `with_templates`.
+        DataError, InputError: a template is wrong, or names a column that the first rows lack.
     """
-    if config.dataset is not None:
-        rows = dataset_rows(config.dataset, config.dataset_name, config.split)
+    templates = {
+        name: RowTemplate(text, f"templates.{name}") for name, text in config.templates.items()
+    }
+    if rows is not None:
+        if config.path is not None or config.dataset is not None:
+            raise ConfigError("path, dataset: have no effect when rows are given")
+        source = SequenceRows(rows)
+    elif config.dataset is not None:
+        source = dataset_rows(config.dataset, config.dataset_name, config.split)
     elif config.path is None:
         raise ConfigError("path: give the files of the data, or a dataset")
     else:
-        rows = open_rows(config.path, file_type=config.file_type, by_line=config.by_line)
-        if isinstance(rows, TableRows):
-            used = (each.names for each in row_templates(config).values())
-            rows.check_distinct({*config.fields.values(), *itertools.chain(*used)})
-    return with_templates(rows, config)
-
-
-def row_templates(config: DataConfig) -> dict[str, RowTemplate]:
-    """The templates of a config, by the fields that they make."""
-    return {name: RowTemplate(text, f"templates.{name}") for name, text in config.templates.items()}
-
-
-def with_templates(rows: Rows, config: DataConfig) -> Rows:
-    """The rows with the fields that the config's templates make.
-
-    Raises:
-        DataError, InputError: a template is wrong, or names a column that the first rows lack.
-    """
-    templates = row_templates(config)
-    for index in range(min(len(rows), CHECKED_ROWS)):
+        source = open_rows(config.path, file_type=config.file_type, by_line=config.by_line)
+        if isinstance(source, TableRows):
+            used = itertools.chain(*(template.names for template in templates.values()))
+            source.check_distinct({*config.fields.values(), *used})
+    for index in range(min(len(source), CHECKED_ROWS)) if templates else ():
         for template in templates.values():
             try:
-                template.columns(rows[index])
+                template.columns(source[index])
             except DataError as failure:
-                raise DataError(f"{rows.where(index)}: {failure}") from None
-    return TemplatedRows(rows, templates) if templates else rows
+                raise DataError(f"{source.where(index)}: {failure}") from None
+    return TemplatedRows(source, templates) if templates else source
 
 
 def check_fields(config: DataConfig) -> None:
@@ -111,7 +103,12 @@ def check_fields(config: DataConfig) -> None:
 
 
 def make_format(config: DataConfig, tokenizer: Tokenizer, model: ModelInfo) -> Format:
-    """Makes the format that encodes the rows of a config for a model."""
+    """Makes the format that encodes the rows of a config for a model.
+
+    Raises:
+        ConfigError: the model cannot be trained on it; or truncation would cut off what the
+            decoder begins with.
+    """
     check_together(config, model)
     match config.format:
         case "classification":
@@ -135,30 +132,29 @@ def make_format(config: DataConfig, tokenizer: Tokenizer, model: ModelInfo) -> F
                 tokenizer, eos, config.prompt_field, config.completion_field
             )
         case "seq2seq":
-            return seq2seq_format(config, tokenizer, model)
+            ends_in_code = isinstance(tokenizer, WithLanguages) and not tokenizer.code_comes_first
+            if config.on_too_long == "truncate" and ends_in_code:
+                raise ConfigError(
+                    "on_too_long: 'truncate' would cut off the language code at the end of a "
+                    "target; this tokenizer takes 'error' and 'drop'"
+                )
+            return Seq2SeqFormat(
+                tokenizer,
+                eos_of(tokenizer, model),
+                config.source_field,
+                config.target_field,
+                config.source_prefix,
+                config.src_lang_field,
+                config.tgt_lang_field,
+            )
 
 
-def seq2seq_format(config: DataConfig, tokenizer: Tokenizer, model: ModelInfo) -> Seq2SeqFormat:
-    """The format of sources and targets.
-
-    Raises:
-        ConfigError: truncation would cut off what the decoder begins with.
-    """
-    ends_in_code = isinstance(tokenizer, WithLanguages) and not tokenizer.code_comes_first
-    if config.on_too_long == "truncate" and ends_in_code:
-        raise ConfigError(
-            "on_too_long: 'truncate' would cut off the language code at the end of a target; this "
-            "tokenizer takes 'error' and 'drop'"
-        )
-    return Seq2SeqFormat(
-        tokenizer,
-        eos_of(tokenizer, model),
-        config.source_field,
-        config.target_field,
-        config.source_prefix,
-        config.src_lang_field,
-        config.tgt_lang_field,
-    )
+def row_encoder(
+    config: DataConfig, tokenizer: Tokenizer, model: ModelInfo, rows: Sequence[Row] | None = None
+) -> RowEncoder:
+    """Makes what encodes the rows of a config's source, or `rows` instead; raises as its parts."""
+    encode, limits = make_format(config, tokenizer, model), length_limits(config, model)
+    return RowEncoder(rows_of(config, rows), encode, model, limits, config.on_too_long)
 
 
 def read_examples(
@@ -178,33 +174,6 @@ def read_examples(
         DataError: a file or a row is malformed or does not fit; the message names it.
     """
     return encode_rows(row_encoder(config, tokenizer, model, rows), progress)
-
-
-def row_encoder(
-    config: DataConfig, tokenizer: Tokenizer, model: ModelInfo, rows: Sequence[Row] | None = None
-) -> RowEncoder:
-    """Makes what encodes the rows of a config's source, or `rows` instead; raises as its parts."""
-    encode = make_format(config, tokenizer, model)
-    limits = length_limits(config, model)
-    if rows is not None and (config.path is not None or config.dataset is not None):
-        raise ConfigError("path, dataset: have no effect when rows are given")
-    source = rows_of(config) if rows is None else with_templates(SequenceRows(rows), config)
-    return RowEncoder(source, encode, model, limits, config.on_too_long)
-
-
-def read_source(
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    planner: Planner,
-    encoder: RowEncoder,
-    peers: Peers,
-    progress: EncodingProgress,
-) -> Source:
-    """Opens the stream of a source, or reads and encodes all rows of a small one."""
-    stream = None
-    if may_stream(config, encoder.rows):
-        stream = open_stream(config, tokenizer, encoder, planner, peers)
-    return encode_rows(encoder, progress) if stream is None else stream
 
 
 def make_batches(
@@ -248,41 +217,26 @@ def make_batches(
     """
     shard = Shard(batch_size, process_index, process_count)
     encoder = row_encoder(config, tokenizer, model, rows)
-    planner = _planner(config, model, batch_size, seed)
-    source = read_source(config, tokenizer, planner, encoder, peers, progress)
+    seed = seed if config.seed is None else config.seed
+    planner = Planner(
+        batch_size, encoder.limits, config.packing, config.bucket, config.shuffle, seed
+    )
+    source = None
+    if may_stream(config, encoder.rows):
+        source = open_stream(config, tokenizer, encoder, planner, peers)
+    if source is None:  # a small one
+        source = encode_rows(encoder, progress)
     return Batches(source, model, planner, shard, epochs)
 
 
 def epoch_batches(
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    *,
-    model: ModelInfo,
-    batch_size: int,
-    process_index: int = 0,
-    process_count: int = 1,
-    rows: Sequence[Row] | None = None,
-    progress: EncodingProgress = lambda done, total: None,
-    peers: Peers = ALONE,
+    config: DataConfig, tokenizer: Tokenizer, *, model: ModelInfo, batch_size: int, **options: Any
 ) -> EvalBatches:
     """Makes batches for evaluation: every example exactly once, in a fixed order.
 
     The last batch is filled with padding rows: labels are -100, or `weights` 0 for float
-    labels. The result can be iterated over repeatedly. Arguments are those of `make_batches`.
+    labels. The result can be iterated over repeatedly. Arguments are those of `make_batches`,
+    without `seed` and `epochs`.
     """
-    shard = Shard(batch_size, process_index, process_count)
-    encoder = row_encoder(config, tokenizer, model, rows)
-    planner = _planner(config, model, batch_size, 0)
-    source = read_source(config, tokenizer, planner, encoder, peers, progress)
-    return ordered_epoch(source, model, planner, shard)
-
-
-def _planner(config: DataConfig, model: ModelInfo, batch_size: int, seed: int) -> Planner:
-    return Planner(
-        batch_size=batch_size,
-        limits=length_limits(config, model),
-        packing=config.packing,
-        bucket=config.bucket,
-        shuffle=config.shuffle,
-        seed=seed if config.seed is None else config.seed,
-    )
+    batches = make_batches(config, tokenizer, model=model, batch_size=batch_size, **options)
+    return batches.in_order(batch_size)

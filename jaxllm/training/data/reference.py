@@ -38,12 +38,12 @@ def reference_logps(
     several = mesh if mesh is not None and mesh.size > 1 else None
     done = 0
     for part in epoch.parts():
-        numbers = part.examples.numbers
+        places = part.examples.places
         for members, batch in zip(part.members, part, strict=True):
             with use_mesh(several):
                 logps = _pair_logps(model, batch if mesh is None else put_batch(batch, mesh))
-            places = members if numbers is None else numbers[members]
-            result[places] = np.asarray(logps)[: len(members)]
+            numbers = members if places is None else places[members, 0]
+            result[numbers] = np.asarray(logps)[: len(members)]
             done += len(members)
             progress(done, total)
     return result

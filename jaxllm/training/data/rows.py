@@ -33,6 +33,7 @@ from jaxllm.training.data.large_files import (
     delimiter_of,
     file_hash,
     line_blocks,
+    read_hash,
     row_places,
     total_bytes,
 )
@@ -190,13 +191,7 @@ class _Files:
         return total_bytes(self.files)
 
     def sha256(self) -> str:
-        """Hash of the concatenated files, as ``cat FILES | sha256sum`` gives it."""
-        digest = hashlib.sha256()
-        for file in self.files:
-            with file.open("rb") as stream:
-                while block := stream.read(1 << 20):
-                    digest.update(block)
-        return digest.hexdigest()
+        return read_hash(self.files)
 
     def digest(self) -> str:
         """Hash of the file, or of the hashes of several."""

@@ -14,8 +14,7 @@ from jaxllm.common.errors import ConfigError, DataError
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.data import DataConfig, ModelInfo, epoch_batches, make_batches
 from jaxllm.training.data.batches import Batches, Shard
-from jaxllm.training.data.example import CausalExample
-from jaxllm.training.data.examples import Counts, Examples
+from jaxllm.training.data.examples import CausalExample, Counts, Examples
 from jaxllm.training.data.plan import Planner
 
 BYTES = byte_tokenizer()
