@@ -43,16 +43,6 @@ _RESERVED = ("step", NONFINITE)
 QUIET = {"x_disable_meta": True, "x_disable_machine_info": True, "x_disable_stats": True}
 
 
-class NoLog:
-    """Log that writes nothing, for all processes except the first."""
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
-
-    def amend(self, step: int, metrics: Mapping[str, Any]) -> None: ...
-
-    def sync(self) -> None: ...
-
-
 class MetricsLog:
     """Writer of the two metrics files of a run; open it once, in one process.
 

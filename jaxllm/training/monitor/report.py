@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from html import escape
 from os import PathLike
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, StrictUndefined
 
 from jaxllm.common.errors import MissingExtraError, RunError
 from jaxllm.training.evaluation.generation import EvalSample
@@ -67,30 +68,45 @@ pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:0;font:13px/1.5 ui-monosp
 .sample dd.after{border-left:3px solid var(--good);padding-left:10px}
 .sample dd.before{border-left:3px solid var(--line);padding-left:10px}
 """
-# The page loads nothing, regardless of its content.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-
-
-@dataclasses.dataclass(frozen=True)
-class ReportSample:
-    """A prompt with the model's answers before and after training."""
-
-    prompt: str
-    after: str
-    before: str | None = None
-    reference: str | None = None
+# The page loads nothing, regardless of its content. All text is escaped.
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width,initial-scale=1">
+<title>{{ title }}</title><style>{{ css|safe }}</style></head>
+{% macro table(rows) %}<div class="card"><table>{% for name, text in rows %}
+<tr><th>{{ name }}</th><td>{{ text }}</td></tr>{% endfor %}</table></div>{% endmacro %}
+<body><main>
+<h1>{{ title }}</h1>
+<p class="sub">Started {{ started }}, {{ "{:,}".format(steps) }} steps recorded</p>
+{% if ended %}<p class="sub">Stopped early: {{ ended }}</p>{% endif %}
+<div class="tiles">{% for name, value in highlights %}
+<div class="card tile"><b>{{ value }}</b><span>{{ name }}</span></div>{% endfor %}</div>
+<h2>Curves</h2>
+{% if hint %}<p class="sub">{{ hint }}</p>{% else %}<div class="grid">
+{% for title, names, svg in charts %}<div class="card"><h3>{{ title }}{% if names|length > 1 -%}
+<span class="legend">{% for name in names %}<i class="k{{ loop.index0 }}"></i>{{ name }}
+{% endfor %}</span>{% endif %}</h3>{{ svg|safe }}</div>{% endfor %}</div>{% endif %}
+{% if samples %}<h2>Samples</h2>{% endif %}
+{% for sample in samples %}<div class="card sample"><dl>
+{% for kind, name, text in sample if text is not none %}<dt>{{ name }}</dt>
+<dd class="{{ kind }}"><pre>{{ text }}</pre></dd>{% endfor %}</dl></div>{% endfor %}
+<h2>Last values</h2>{{ table(last_values) }}
+<h2>Config</h2>{{ table(config) }}
+<h2>Run card</h2>{{ table(run_card) }}
+</main></body></html>
+"""
 
 
 def finish_report(
     folder: str | PathLike[str],
     card: RunCard,
     *,
-    samples: Sequence[ReportSample] = (),
     peak: Peak | None = None,
     ended: str | None = None,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Writes report.html and loss.png from metrics.jsonl.
+    """Writes report.html and loss.png from metrics.jsonl and the samples.
 
     `peak` is that of the MFU; `ended` says why the run ended before its last step, if it did.
 
@@ -101,12 +117,14 @@ def finish_report(
         The files written.
 
     Raises:
-        RunError: metrics.jsonl is invalid, or a file cannot be written.
+        RunError: metrics.jsonl or a file of samples is invalid, or a file cannot be written.
     """
     folder = Path(folder)
     rows = read_metrics(folder / "metrics.jsonl")
     report, plot = folder / "report.html", folder / "loss.png"
-    write_text(report, html_report(folder.resolve().name, rows, card, samples, peak, ended))
+    before, after = (read_samples(folder / name) for name in (BEFORE, AFTER))
+    page = html_report(folder.resolve().name, rows, card, before, after, peak, ended)
+    write_text(report, page)
     try:
         save_plot(rows, plot)
     except MissingExtraError as error:
@@ -119,69 +137,80 @@ def html_report(
     title: str,
     rows: Sequence[Mapping[str, Any]],
     card: RunCard,
-    samples: Sequence[ReportSample] = (),
+    before: Sequence[EvalSample] = (),
+    after: Sequence[EvalSample] = (),
     peak: Peak | None = None,
     ended: str | None = None,
 ) -> str:
-    """Renders the report as HTML. All text is escaped; charts are inline SVG."""
-    last = card.starts[-1]
-    counts = card.parameters
+    """Renders the report as HTML, with charts as inline SVG.
+
+    Args:
+        before, after: answers of the model before and after training.
+    """
+    counts, earlier = card.parameters, {sample.prompt: sample.prediction for sample in before}
     share = counts["trainable"] / counts["total"] if counts["total"] else 0.0
-    parameters = [
+    hint, charts = None, []
+    try:
+        for name, curves in _curves(rows, card.config.get("checkpoints", {}).get("metric")):
+            svg = svg_chart(curves, label=f"{name} over the steps", noisy=name != LEARNING_RATE)
+            charts.append((name, [each.name for each in curves], svg))
+    except MissingExtraError as error:
+        hint = str(error)
+    last: dict[str, Any] = {}
+    for row in rows:
+        last |= {name: value for name, value in row.items() if value is not None}
+    run_card = [
         ("parameters", f"{counts['total']:,}"),
         ("trainable", f"{counts['trainable']:,} ({share:.2%})"),
+        *(
+            (name, f"{file.path}, {file.bytes:,} bytes, SHA-256 {file.sha256}")
+            for name, file in card.data.items()
+        ),
+        *start_rows(card.starts[-1]),
+        *([] if peak is None else [("peak speed of the devices", str(peak))]),
+        *(
+            (
+                start.time
+                + ("" if start.resumed_at is None else f", from step {start.resumed_at}"),
+                " ".join(start.command),
+            )
+            for start in card.starts
+        ),
     ]
-    data = [
-        (name, f"{file.path}, {file.bytes:,} bytes, SHA-256 {file.sha256}")
-        for name, file in card.data.items()
-    ]
-    starts = [
+    samples = [
         (
-            start.time + ("" if start.resumed_at is None else f", from step {start.resumed_at}"),
-            " ".join(start.command),
+            ("prompt", "Prompt", sample.prompt),
+            ("reference", "Reference", sample.reference),
+            ("before", "Before training", earlier.get(sample.prompt)),
+            ("after", "After training", sample.prediction),
         )
-        for start in card.starts
+        for sample in after
     ]
-    peaks = [] if peak is None else [("peak speed of the devices", str(peak))]
-    steps = sum(row["step"] > 0 for row in rows)
-    sections = [
-        f"<h1>{escape(title)}</h1>"
-        f'<p class="sub">Started {escape(card.starts[0].time)}, {steps:,} steps recorded</p>',
-        "" if ended is None else f'<p class="sub">Stopped early: {escape(ended)}</p>',
-        _tiles(_highlights(rows)),
-        "<h2>Curves</h2>",
-        _charts(rows, card.config.get("checkpoints", {}).get("metric")),
-        _samples(samples),
-        "<h2>Last values</h2>",
-        _table((name, _number(value)) for name, value in _last_values(rows).items()),
-        "<h2>Config</h2>",
-        _table((name, _text(value)) for name, value in flat(card.config).items()),
-        "<h2>Run card</h2>",
-        _table([*parameters, *data, *start_rows(last), *peaks, *starts]),
-    ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{CSS}</style></head>\n"
-        f"<body><main>{chr(10).join(sections)}</main></body></html>\n"
+    page = Environment(autoescape=True, undefined=StrictUndefined).from_string(PAGE)
+    return page.render(
+        title=title,
+        css=CSS,
+        started=card.starts[0].time,
+        steps=sum(row["step"] > 0 for row in rows),
+        ended=ended,
+        highlights=_highlights(rows, last),
+        hint=hint,
+        charts=charts,
+        samples=samples,
+        last_values=[(name, _number(value)) for name, value in last.items()],
+        config=[
+            (name, value if isinstance(value, str) else json.dumps(value))
+            for name, value in flat(card.config).items()
+        ],
+        run_card=run_card,
     )
-
-
-def _charts(rows: Sequence[Mapping[str, Any]], metric: str | None) -> str:
-    """The charts side by side, that of the metric that chose the checkpoint first; or the
-    installation hint without matplotlib."""
-    try:
-        charts = "".join(_chart(title, curves) for title, curves in _curves(rows, metric))
-    except MissingExtraError as error:
-        return f'<p class="sub">{escape(str(error))}</p>'
-    return f'<div class="grid">{charts}</div>'
 
 
 def _curves(
     rows: Sequence[Mapping[str, Any]], metric: str | None
 ) -> Iterable[tuple[str, list[Curve]]]:
-    """Yields titles and curves of the charts for which the rows have numbers."""
+    """Yields titles and curves of the charts for which the rows have numbers, that of the metric
+    that chose the checkpoint first."""
     shown = {name for _, fields in CHARTS for name, _ in fields}
     others = dict.fromkeys(name for row in rows for name in row if name.startswith("eval_"))
     more = [
@@ -197,19 +226,10 @@ def _curves(
             yield title, curves
 
 
-def _chart(title: str, curves: Sequence[Curve]) -> str:
-    legend = ""
-    if len(curves) > 1:
-        keys = "".join(f'<i class="k{i}"></i>{escape(c.name)}' for i, c in enumerate(curves))
-        legend = f'<span class="legend">{keys}</span>'
-    noisy = title != LEARNING_RATE
-    svg = svg_chart(curves, label=f"{title} over the steps", noisy=noisy)
-    return f'<div class="card"><h3>{escape(title)}{legend}</h3>{svg}</div>'
-
-
-def _highlights(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
+def _highlights(
+    rows: Sequence[Mapping[str, Any]], last: Mapping[str, Any]
+) -> Iterable[tuple[str, str]]:
     """Yields names and values of the tiles at the top."""
-    last = _last_values(rows)
     if "loss" in last:
         yield "last training loss", _number(last["loss"])
     evaluated = curve(rows, "eval_loss")
@@ -231,55 +251,10 @@ def _highlights(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
         yield "last step", f"{rows[-1]['step']:,}"
 
 
-def _last_values(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The last value of every field."""
-    last: dict[str, Any] = {}
-    for row in rows:
-        last |= {name: value for name, value in row.items() if value is not None}
-    return last
-
-
-def _tiles(highlights: Iterable[tuple[str, str]]) -> str:
-    tiles = [
-        f'<div class="card tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
-        for name, value in highlights
-    ]
-    return f'<div class="tiles">{"".join(tiles)}</div>'
-
-
-def _samples(samples: Sequence[ReportSample]) -> str:
-    if not samples:
-        return ""
-    cards = []
-    for sample in samples:
-        parts = (
-            ("prompt", "Prompt", sample.prompt),
-            ("reference", "Reference", sample.reference),
-            ("before", "Before training", sample.before),
-            ("after", "After training", sample.after),
-        )
-        listed = "".join(
-            f'<dt>{name}</dt><dd class="{kind}"><pre>{escape(text)}</pre></dd>'
-            for kind, name, text in parts
-            if text is not None
-        )
-        cards.append(f'<div class="card sample"><dl>{listed}</dl></div>')
-    return f"<h2>Samples</h2>{''.join(cards)}"
-
-
-def _table(rows: Iterable[tuple[str, str]]) -> str:
-    lines = [f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows]
-    return f'<div class="card"><table>{"".join(lines)}</table></div>'
-
-
 def _number(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.5g}" if abs(value) < 1e4 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def write_samples(path: Path, samples: Sequence[EvalSample]) -> None:
@@ -299,17 +274,3 @@ def read_samples(path: Path) -> list[EvalSample]:
         return [EvalSample(**sample) for sample in json.loads(path.read_text(encoding="utf-8"))]
     except (OSError, ValueError, TypeError) as error:
         raise RunError(f"{path}: cannot be read ({error}); move it away") from None
-
-
-def paired(before: Sequence[EvalSample], after: Sequence[EvalSample]) -> list[ReportSample]:
-    """Pairs the answers to each prompt, before and after training."""
-    answers_before = {sample.prompt: sample.prediction for sample in before}
-    return [
-        ReportSample(
-            prompt=sample.prompt,
-            after=sample.prediction,
-            before=answers_before.get(sample.prompt),
-            reference=sample.reference,
-        )
-        for sample in after
-    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import jax
@@ -21,14 +22,14 @@ from jaxllm.parallel.sharding import use_mesh
 from jaxllm.training.evaluation.evaluate import evaluate
 from jaxllm.training.evaluation.generation import (
     EvalPrompt,
-    EvalSample,
     GenerationResult,
     generate_and_score,
 )
 from jaxllm.training.losses import Batch
 from jaxllm.training.monitor.flops import TokenCounts
-from jaxllm.training.monitor.metrics_log import MetricsLog, MetricsRow, NoLog, Sink
+from jaxllm.training.monitor.metrics_log import MetricsLog, MetricsRow, Sink
 from jaxllm.training.monitor.progress import TrainingProgress
+from jaxllm.training.monitor.report import write_samples
 from jaxllm.training.run.evaluations import Patience, eval_batch_size, measured_on, predicted
 from jaxllm.training.run.run_folder import settings_of
 from jaxllm.training.run.setup import Setup
@@ -65,23 +66,15 @@ class RunningStep:
     """Tokens of the batch over all processes."""
 
 
-@dataclasses.dataclass(frozen=True)
-class FinishedStep:
-    """A finished step with its metrics."""
-
-    step: int
-    row: MetricsRow
-    skipped_in_a_row: int
-
-
 class Loop:
     """Runs steps, evaluations and checkpoints, and writes their metrics.
 
     Args:
-        base: `base_of` the model: config, and digests of parameters that checkpoints omit.
+        log: the log of the first process; None in the others.
         sinks: further logs of the metrics.
+        base: `base_of` the model: config, and digests of parameters that checkpoints omit.
         patience: state of early stopping; None: the recipe has none.
-        keep_samples: called with the first answers of every evaluation.
+        samples_file: file for the first answers of the last evaluation; None: they are not kept.
     """
 
     def __init__(
@@ -89,15 +82,15 @@ class Loop:
         setup: Setup,
         checkpoints: RunCheckpoints,
         progress: TrainingProgress,
-        log: MetricsLog | NoLog,
+        log: MetricsLog | None,
         sinks: Sequence[Sink],
         base: Mapping[str, Any],
         patience: Patience | None = None,
-        keep_samples: Callable[[Sequence[EvalSample]], None] = lambda samples: None,
+        samples_file: Path | None = None,
     ) -> None:
         self.setup, self.recipe = setup, setup.recipe
         self.checkpoints, self.progress, self.log, self.sinks = checkpoints, progress, log, sinks
-        self.base, self.patience, self.keep_samples = base, patience, keep_samples
+        self.base, self.patience, self.samples_file = base, patience, samples_file
         self.last: MetricsRow = {}
         self._mesh = setup.mesh if setup.mesh.size > 1 else None
         metric = self.recipe.checkpoints.metric
@@ -133,7 +126,7 @@ class Loop:
             with use_mesh(self._mesh):
                 state, metrics = self.setup.step(state, put_batch(batch, self.setup.mesh))
             if pending is not None:
-                self.write(self.measure(pending), {})
+                self.write(pending.step, self.measure(pending), {})
             number, pending = number + 1, RunningStep(number + 1, metrics, tokens)
             evaluates = self.evaluates_at(number, last)
             # Wait for the step before its evaluation, which is timed separately.
@@ -147,7 +140,7 @@ class Loop:
             ends = number == last or signal is not None or self.stopped_early is not None
             saves = due or best or ends
             if evaluates or saves:
-                self.write(measured or self.measure(pending), evaluation)
+                self.write(number, measured or self.measure(pending), evaluation)
                 pending = None
             if saves:
                 with self.progress.phase("saving", says=False):
@@ -190,7 +183,8 @@ class Loop:
         """
         if not (evaluation := self.evaluate(state, stop)):
             return
-        self.log.amend(step, evaluation)
+        if self.log is not None:
+            self.log.amend(step, evaluation)
         for sink in self.sinks:
             sink.log(step, evaluation)
         self.record_patience(evaluation)
@@ -200,10 +194,10 @@ class Loop:
             meta = {"evaluated": True, **self.patience_meta()}
             self.checkpoints.amend(step, meta, metric=metric, measured_on=self._measured_on)
 
-    def measure(self, running: RunningStep) -> FinishedStep:
-        """Waits for a step's metrics and shows them."""
+    def measure(self, running: RunningStep) -> MetricsRow:
+        """Waits for a step's metrics and shows them; `write` takes them."""
         numbers = {name: float(x) for name, x in jax.device_get(running.metrics).items()}
-        in_a_row, tokens = int(numbers.pop("skipped_in_a_row")), int(numbers.pop("real_tokens"))
+        tokens = int(numbers.pop("real_tokens"))
         speed = self.progress.step(
             running.step,
             loss=numbers["loss"],
@@ -221,26 +215,25 @@ class Loop:
         }
         if predicted(self.recipe, self.setup.info) in ("values", "preferences"):
             row.pop("accuracy")
-        return FinishedStep(running.step, row, in_a_row)
+        return row
 
-    def write(self, finished: FinishedStep, evaluation: MetricsRow) -> None:
+    def write(self, step: int, measured: MetricsRow, evaluation: MetricsRow) -> None:
         """Writes the log line of a step, with the metrics of its evaluation.
 
         Raises:
             RunError: too many steps in a row were skipped.
         """
-        row = finished.row | evaluation
-        self.log.log(finished.step, row)
-        for sink in self.sinks:
-            sink.log(finished.step, row)
+        row = measured | evaluation
+        in_a_row = int(row.pop("skipped_in_a_row"))
+        for sink in self.sinks if self.log is None else (self.log, *self.sinks):
+            sink.log(step, row)
         self.last = row
         if row["skipped"]:
-            self.progress.say(f"step {finished.step}: no finite gradient; the batch is skipped")
-        if finished.skipped_in_a_row >= self.recipe.skip_limit:
+            self.progress.say(f"step {step}: no finite gradient; the batch is skipped")
+        if in_a_row >= self.recipe.skip_limit:
             raise RunError(
-                f"step {finished.step}: {finished.skipped_in_a_row} batches in a row gave no "
-                "finite gradient; lower optimizer.learning_rate, check the data, or resume from an "
-                "earlier checkpoint"
+                f"step {step}: {in_a_row} batches in a row gave no finite gradient; lower "
+                "optimizer.learning_rate, check the data, or resume from an earlier checkpoint"
             )
 
     def evaluate(self, state: TrainState, stop: Stop) -> MetricsRow:
@@ -267,7 +260,8 @@ class Loop:
             if setup.prompts:
                 with self.progress.phase("generating"):
                     answers = self.generate(model, setup.prompts, raise_if_stopped)
-                self.keep_samples(answers.samples)
+                if self.samples_file is not None:
+                    write_samples(self.samples_file, answers.samples)
                 metrics |= {f"eval_{name}": score for name, score in answers.scores.items()}
         except EvaluationStoppedError:
             self.progress.say("the evaluation is stopped; resuming the run starts with it")
@@ -306,7 +300,8 @@ class Loop:
 
     def save(self, step: int, state: TrainState, metric: float | None, *, evaluated: bool) -> None:
         """Saves a checkpoint: state, data position, recipe and base."""
-        self.log.sync()  # the steps of a checkpoint are in the log, even after a power cut
+        if self.log is not None:
+            self.log.sync()  # the steps of a checkpoint are in it, even after a power cut
         meta = {
             "recipe": to_plain(self.recipe),
             "data": self.setup.batches.state(),

@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
 
 from jaxllm.checkpoint.orbax import RunCheckpoints
 from jaxllm.common.errors import InputError, RunError
 from jaxllm.common.hardware import device_report
 from jaxllm.common.precision import matmul_precision
+from jaxllm.common.progress import Reporter, reports_to
 from jaxllm.common.validation import to_plain
 from jaxllm.models.model import Model
 from jaxllm.parallel.environment import changed_environment
@@ -25,16 +25,13 @@ from jaxllm.parallel.processes import in_all_processes
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data import Source
 from jaxllm.training.data.rows import find_files
-from jaxllm.training.evaluation.generation import EvalSample
-from jaxllm.training.monitor.flops import Peak, peak_flops
-from jaxllm.training.monitor.metrics_log import MetricsLog, NoLog, Sink, TensorBoardSink, WandbSink
+from jaxllm.training.monitor.flops import peak_flops
+from jaxllm.training.monitor.metrics_log import MetricsLog, Sink, TensorBoardSink, WandbSink
 from jaxllm.training.monitor.progress import TrainingProgress
 from jaxllm.training.monitor.report import (
     AFTER,
     BEFORE,
     finish_report,
-    paired,
-    read_samples,
     write_samples,
 )
 from jaxllm.training.monitor.run_card import DataFile, RunCard, make_run_card, write_run_card
@@ -115,39 +112,62 @@ def train(
     folder = folder_of(recipe)
     mesh_for(recipe)  # a wrong one is told before there is a folder
     leads = jax.process_index() == 0
-    console = Console(stderr=True, quiet=quiet or not leads, highlight=False, soft_wrap=True)
-
-    def say(line: str) -> None:
-        console.print(line, markup=False, style="dim")
+    reporter = Reporter(quiet=quiet or not leads)
+    say = reporter.say
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(matmul_precision(recipe.model.matmul_precision))
-        checkpoints = stack.enter_context(open_checkpoints(recipe, folder, console.quiet, say))
-        setup, base, saved = start_or_resume(recipe, folder, checkpoints, resume, say)
+        checkpoints = stack.enter_context(
+            RunCheckpoints(
+                folder / CHECKPOINTS,
+                keep=recipe.checkpoints.keep,
+                mode=recipe.checkpoints.mode,
+                on_saved=lambda step, seconds, size: say(
+                    f"saved step {step}: {size / 1e6:.1f} MB in {seconds:.1f} s"
+                ),
+                on_problem=None if reporter.console.quiet else say,
+            )
+        )
+        with reports_to(reporter):
+            setup, base, saved = start_or_resume(recipe, folder, checkpoints, resume, say)
         state, start = setup.state, int(setup.state.step)
         resume_at = start if resume else None
         card = card_of(setup, resume_at)
         log, sinks, card = in_all_processes(
-            lambda: open_logs(stack, setup, folder, card, resume_at, leads), RunError
+            lambda: (
+                open_logs(stack, recipe, folder, card, resume_at) if leads else (None, [], card)
+            ),
+            RunError,
         )
         for line in device_report():
             say(line)
         peak = peak_flops()
         say(f"MFU 100% would be {peak}")
-        progress = stack.enter_context(open_progress(setup, start, peak, console))
-        keeper = sample_keeper(folder, leads)
+        last, every = setup.last_step, recipe.evaluation.every or setup.last_step
+        has_evaluations = setup.eval_batches is not None
+        progress = TrainingProgress(
+            last,
+            start=start,
+            peak=peak,
+            every=recipe.log_every,
+            evaluations_after=lambda step: has_evaluations * (-(-last // every) - step // every),
+            console=reporter.console,
+        )
+        stack.enter_context(progress)
         patience = patience_of(recipe, saved, partial(measured_on, recipe, setup.eval_batches))
-        loop = Loop(setup, checkpoints, progress, log, sinks, base, patience, keeper)
-        if (elsewhere := moved(card)) is not None:
-            say(f"{folder} {elsewhere}")
+        after = folder / AFTER if leads else None
+        loop = Loop(setup, checkpoints, progress, log, sinks, base, patience, after)
+        before, now = ({**x.versions, **x.devices} for x in ([card.starts[-1], *card.starts])[-2:])
+        if (change := changed_environment(before, now)) is not None:
+            say(f"{folder} {change}")
         if start == 0:
             sample_before(folder, loop, state)
         evaluated = saved.get("evaluated", False)
-        state, signal = loop.run_to(setup.last_step, state, stop, evaluated=evaluated)
+        state, signal = loop.run_to(last, state, stop, evaluated=evaluated)
         checkpoints.wait()
         checkpoints.delete_expired()
         if leads:
-            write_report(folder, card, peak, loop, say)
+            finish_report(folder, card, peak=peak, ended=loop.stopped_early, say=say)
         return RunResult(
             folder=folder,
             step=int(state.step),
@@ -157,39 +177,6 @@ def train(
             tokenizer=setup.tokenizer,
             metrics=loop.last,
         )
-
-
-def open_progress(setup: Setup, start: int, peak: Peak, console: Console) -> TrainingProgress:
-    """Opens the progress of a run that begins after step `start`."""
-    last, every = setup.last_step, setup.recipe.evaluation.every or setup.last_step
-
-    def evaluations_after(step: int) -> int:
-        return 0 if setup.eval_batches is None else -(-last // every) - step // every
-
-    return TrainingProgress(
-        setup.last_step,
-        start=start,
-        peak=peak,
-        every=setup.recipe.log_every,
-        evaluations_after=evaluations_after,
-        quiet=console.quiet,
-        console=console,
-    )
-
-
-def open_checkpoints(
-    recipe: Recipe, folder: Path, quiet: bool, say: Callable[[str], None]
-) -> RunCheckpoints:
-    """Opens the checkpoints of a run, which report to `say`."""
-    return RunCheckpoints(
-        folder / CHECKPOINTS,
-        keep=recipe.checkpoints.keep,
-        mode=recipe.checkpoints.mode,
-        on_saved=lambda step, seconds, size: say(
-            f"saved step {step}: {size / 1e6:.1f} MB in {seconds:.1f} s"
-        ),
-        on_problem=None if quiet else say,
-    )
 
 
 def start_or_resume(
@@ -245,35 +232,21 @@ def restore(
 
 
 def open_logs(
-    stack: contextlib.ExitStack,
-    setup: Setup,
-    folder: Path,
-    card: RunCard,
-    resume_at: int | None,
-    leads: bool,
-) -> tuple[MetricsLog | NoLog, list[Sink], RunCard]:
-    """Opens log and sinks, which the stack closes, and writes the run card, in the first process
-    (`leads`)."""
-    if not leads:
-        return NoLog(), [], card
+    stack: contextlib.ExitStack, recipe: Recipe, folder: Path, card: RunCard, resume_at: int | None
+) -> tuple[MetricsLog, list[Sink], RunCard]:
+    """Opens the log and the sinks of the recipe, which the stack closes, and writes the card."""
     log = stack.enter_context(MetricsLog(folder, resume_at=resume_at))
     card = write_run_card(folder, card)
-    sinks = open_sinks(setup.recipe, folder, card, resume_at)
-    return log, [stack.enter_context(contextlib.closing(sink)) for sink in sinks], card
-
-
-def moved(card: RunCard) -> str | None:
-    """A remark if the last start of a run has other versions or devices than the one before."""
-    before, now = ({**x.versions, **x.devices} for x in ([card.starts[-1], *card.starts])[-2:])
-    return changed_environment(before, now)
-
-
-def write_report(
-    folder: Path, card: RunCard, peak: Peak, loop: Loop, say: Callable[[str], None]
-) -> None:
-    """Writes the report of a run that has ended."""
-    samples = paired(*(read_samples(folder / name) for name in (BEFORE, AFTER)))
-    finish_report(folder, card, samples=samples, peak=peak, ended=loop.stopped_early, say=say)
+    sinks: list[Sink] = []
+    if recipe.tensorboard:
+        sinks.append(TensorBoardSink(folder, resume_at=resume_at))
+        stack.callback(sinks[-1].close)
+    if recipe.wandb is not None:
+        sinks.append(
+            WandbSink(folder, config=card.config, project=recipe.wandb, resume_at=resume_at)
+        )
+        stack.callback(sinks[-1].close)
+    return log, sinks, card
 
 
 def card_of(setup: Setup, resumed_at: int | None) -> RunCard:
@@ -301,16 +274,6 @@ def file_of(config: DataConfig, examples: Source) -> DataFile:
     return DataFile(", ".join(map(str, paths)), examples.sha256, sum(sizes))
 
 
-def open_sinks(
-    recipe: Recipe, folder: Path, card: RunCard, resume_at: int | None
-) -> Iterator[Sink]:
-    """Opens the sinks of the recipe."""
-    if recipe.tensorboard:
-        yield TensorBoardSink(folder, resume_at=resume_at)
-    if recipe.wandb is not None:
-        yield WandbSink(folder, config=card.config, project=recipe.wandb, resume_at=resume_at)
-
-
 def sample_before(folder: Path, loop: Loop, state: TrainState) -> None:
     """Saves the model's answers before the first step, replacing those of an earlier attempt."""
     if jax.process_index() == 0:
@@ -324,8 +287,3 @@ def sample_before(folder: Path, loop: Loop, state: TrainState) -> None:
         samples = loop.generate(state.model, loop.setup.prompts[:count]).samples
     if jax.process_index() == 0:
         write_samples(folder / BEFORE, samples)
-
-
-def sample_keeper(folder: Path, leads: bool) -> Callable[[Sequence[EvalSample]], None]:
-    """Makes a function that saves the answers of an evaluation, in the first process only."""
-    return lambda samples: write_samples(folder / AFTER, samples) if leads else None

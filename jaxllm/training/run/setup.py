@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from jaxllm.auto import AutoTokenizer
 from jaxllm.common.errors import ConfigError, DataError, InputError, MissingFileError
+from jaxllm.common.progress import progress_phase
 from jaxllm.loading import load
 from jaxllm.models.build_options import Options
 from jaxllm.models.model import Card, Model
@@ -126,7 +127,8 @@ def new_model(source: ModelSource, seed: int, mesh: Mesh | None) -> tuple[Model[
     if mesh is not None:
         check_heads(spec.config.head_counts, mesh)
         shardings = tree_shardings(jax.eval_shape(make), mesh)
-    model = jax.jit(make, out_shardings=shardings)()
+    with progress_phase("making the model"):
+        model = jax.jit(make, out_shardings=shardings)()
     return model.with_card(Card(spec.config)), None
 
 
@@ -186,9 +188,7 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
     """
     mesh = mesh_for(recipe)
     check_files_and_packages(recipe)
-    start = time.perf_counter()
     model, tokenizer = initial_model(recipe, mesh if mesh.size > 1 else None)
-    say(f"model: {time.perf_counter() - start:.1f} s to load or make it")
     info = info_of(model)
     batches, eval_batches = load_data(recipe, tokenizer, info, mesh, say)
     prompts = eval_prompts(recipe, model, tokenizer, info)
