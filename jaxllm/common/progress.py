@@ -38,12 +38,14 @@ def megabytes(done: int, total: int) -> str:
 def duration(seconds: float) -> str:
     """A time as people write it.
 
-    >>> duration(180.2), duration(3725)
-    ('3:00', '1:02:05')
+    >>> duration(180.2), duration(3725), duration(200000)
+    ('3:00', '1:02:05', '2d 7:33:20')
     """
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    days, hours = divmod(hours, 24)
+    start = f"{days}d " if days else ""
+    return f"{start}{hours}:{minutes:02}:{rest:02}" if hours or days else f"{minutes}:{rest:02}"
 
 
 class Reporter:

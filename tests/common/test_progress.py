@@ -19,7 +19,7 @@ from rich.console import Console
 import jaxllm
 from jaxllm.common import progress as progress_module
 from jaxllm.common.compiling import CompileClock
-from jaxllm.common.progress import Reporter, progress_phase, reports_to, set_progress
+from jaxllm.common.progress import Reporter, duration, progress_phase, reports_to, set_progress
 
 
 def test_phase_prints_its_seconds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,6 +28,10 @@ def test_phase_prints_its_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     assert out == ""
     assert re.fullmatch(r"loading \[red\]x\[/red\]\.gguf: \d+\.\d s, [\d,]+ MB/s\n", err)
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (0, 61, 3600, 86400)] == ["0:00", "1:01", "1:00:00", "1d 0:00:00"]
 
 
 def test_long_lines_are_not_wrapped(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,7 +40,6 @@ from jaxllm.training.data.rows import (
     Rows,
     SequenceRows,
     TableRows,
-    TemplatedRows,
     dataset_rows,
     open_rows,
 )
@@ -64,7 +63,7 @@ def rows_of(config: DataConfig, rows: Sequence[Row] | None = None) -> Rows:
     if rows is not None:
         if config.path is not None or config.dataset is not None:
             raise ConfigError("path, dataset: have no effect when rows are given")
-        source = SequenceRows(rows)
+        source: Rows = SequenceRows(rows)
     elif config.dataset is not None:
         source = dataset_rows(config.dataset, config.dataset_name, config.split)
     elif config.path is None:
@@ -80,7 +79,8 @@ def rows_of(config: DataConfig, rows: Sequence[Row] | None = None) -> Rows:
                 template.columns(source[index])
             except DataError as failure:
                 raise DataError(f"{source.where(index)}: {failure}") from None
-    return TemplatedRows(source, templates) if templates else source
+    source.templates = templates
+    return source
 
 
 def check_fields(config: DataConfig) -> None:

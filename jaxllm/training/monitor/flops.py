@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import operator
 import os
 import platform
 import re
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +27,6 @@ from jaxtyping import Float64, Int
 from jaxllm.models.decoder_only import DecoderOnly
 from jaxllm.models.encoder_decoder import EncoderDecoderLM
 from jaxllm.models.expert_use import EXPERTS, used_shares
-from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.model import LanguageModel, Model
 from jaxllm.models.weights import parameters
 from jaxllm.nn.block import Stack
@@ -78,11 +78,6 @@ class TokenCounts:
     source_pairs: int = 0
     cross_pairs: int = 0
 
-    @property
-    def total(self) -> int:
-        """Tokens of encoder and decoder, as counted in tokens per second."""
-        return self.tokens + self.source_tokens
-
     @staticmethod
     def of_lengths(lengths: Int[np.ndarray, "N K"]) -> TokenCounts:
         """Counts from the lengths of all sequences: (tokens,), or (encoder, decoder) for seq2seq.
@@ -100,47 +95,6 @@ class TokenCounts:
         )
 
 
-def count_tokens(batch: Mapping[str, Any], *, is_encoder_decoder: bool) -> TokenCounts:
-    """Counts the tokens of a batch of one's own; token pairs are within a packed document.
-
-    >>> count_tokens({"attention_mask": np.array([[1, 1, 0]])}, is_encoder_decoder=False)
-    TokenCounts(tokens=2, pairs=4, source_tokens=0, source_pairs=0, cross_pairs=0)
-    """
-    own = _lengths(batch, "segment_ids", "attention_mask", "input_ids")
-    if not is_encoder_decoder:
-        return TokenCounts(tokens=int(own.sum()), pairs=int((own**2).sum()))
-    if "decoder_segment_ids" in batch:
-        target = _by_document(np.asarray(batch["decoder_segment_ids"]))
-    else:
-        target = _by_document(np.asarray(batch["labels"]) != IGNORED)
-    documents = max(own.shape[1], target.shape[1])
-    own, target = (np.pad(x, ((0, 0), (0, documents - x.shape[1]))) for x in (own, target))
-    return TokenCounts(
-        tokens=int(target.sum()),
-        pairs=int((target**2).sum()),
-        source_tokens=int(own.sum()),
-        source_pairs=int((own**2).sum()),
-        cross_pairs=int((own * target).sum()),
-    )
-
-
-def _lengths(batch: Mapping[str, Any], segments: str, mask: str, ids: str) -> np.ndarray:
-    """Lengths [rows, documents] of the documents in the model's input."""
-    if batch.get(segments) is not None:
-        return _by_document(np.asarray(batch[segments]))
-    if batch.get(mask) is not None:
-        return _by_document(np.asarray(batch[mask]) != 0)
-    return _by_document(np.ones(np.shape(batch[ids]), np.int64))
-
-
-def _by_document(numbers: np.ndarray) -> np.ndarray:
-    """Number of tokens in each row with the segment ids 1, 2, ...; 0 is padding."""
-    numbers = numbers.astype(np.int64).reshape(-1, numbers.shape[-1])
-    rows, width = len(numbers), int(numbers.max(initial=0)) + 1
-    positions = numbers + width * np.arange(rows)[:, None]
-    return np.bincount(positions.ravel(), minlength=rows * width).reshape(rows, width)[:, 1:]
-
-
 @dataclasses.dataclass(frozen=True)
 class ModelFlops:
     """FLOPs of one optimizer step, for each unit of `TokenCounts`."""
@@ -153,13 +107,7 @@ class ModelFlops:
 
     def of(self, counts: TokenCounts) -> float:
         """FLOPs of a step with these token counts."""
-        return (
-            self.per_token * counts.tokens
-            + self.per_pair * counts.pairs
-            + self.per_source_token * counts.source_tokens
-            + self.per_source_pair * counts.source_pairs
-            + self.per_cross_pair * counts.cross_pairs
-        )
+        return sum(map(operator.mul, dataclasses.astuple(self), dataclasses.astuple(counts)))
 
 
 def model_flops(model: Model[Any], trainable: Collection[str] | None = None) -> ModelFlops:
