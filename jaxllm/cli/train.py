@@ -103,7 +103,7 @@ def _run(argv: list[str], program: str) -> int:
     options = _parser(program).parse(own)
     check_flags(options)
     if options.list:
-        from jaxllm.training.run.named_recipes import description, recipes
+        from jaxllm.training.run.recipe import description, recipes
 
         for name, path in recipes().items():
             print(f"{name:22} {description(path)}")
@@ -112,8 +112,7 @@ def _run(argv: list[str], program: str) -> int:
         raise InputError("no recipe: give a YAML file, or a name that `jaxllm train --list` prints")
     # Imported after option errors, since these imports take seconds.
     from jaxllm.training.run import read_recipe, train
-    from jaxllm.training.run.named_recipes import find_recipe
-    from jaxllm.training.run.recipe import parse_yaml
+    from jaxllm.training.run.recipe import find_recipe, parse_yaml
 
     values = {name: parse_yaml(text) for name, text in overrides.items()}
     # Orbax also logs the failed saves that it raises.

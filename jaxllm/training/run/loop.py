@@ -1,4 +1,5 @@
-"""Training loop. Metrics are read one step late, so that the device never waits for the host."""
+"""Training loop and early stopping. Metrics are read one step late, so that the device never waits
+for the host."""
 
 from __future__ import annotations
 
@@ -30,9 +31,15 @@ from jaxllm.training.monitor.flops import TokenCounts
 from jaxllm.training.monitor.metrics_log import MetricsLog, MetricsRow, Sink
 from jaxllm.training.monitor.progress import TrainingProgress
 from jaxllm.training.monitor.report import write_samples
-from jaxllm.training.run.evaluations import Patience, eval_batch_size, measured_on, predicted
+from jaxllm.training.run.recipe import EarlyStopping, Recipe
 from jaxllm.training.run.run_folder import settings_of
-from jaxllm.training.run.setup import Setup
+from jaxllm.training.run.setup import (
+    Setup,
+    eval_batch_size,
+    is_lower_better,
+    measured_on,
+    predicted,
+)
 from jaxllm.training.state import TRAINED, TrainState
 from jaxllm.training.step import Metrics
 
@@ -64,6 +71,68 @@ class RunningStep:
     metrics: Metrics
     tokens: TokenCounts
     """Tokens of the batch over all processes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Patience:
+    """The best value of the watched metric, and the evaluations since; kept in checkpoints."""
+
+    metric: str
+    best: float | None = None
+    """Value that later ones have to improve by `min_delta`; None: not evaluated yet."""
+    waited: int = 0
+    """Number of evaluations since then."""
+    measured_on: str | None = None
+    """Hash of what the metric is measured on."""
+
+    def after(self, evaluation: Mapping[str, Any], settings: EarlyStopping) -> Patience:
+        """The state after an evaluation. A value that is not finite is no improvement.
+
+        >>> state = Patience("eval_loss")
+        >>> for loss in (1.0, 0.95, 0.9):
+        ...     state = state.after({"eval_loss": loss}, EarlyStopping(min_delta=0.08))
+        >>> state
+        Patience(metric='eval_loss', best=0.9, waited=0, measured_on=None)
+        """
+        value = float(evaluation[self.metric])
+        if math.isfinite(value) and (self.best is None or self._improves(value, settings)):
+            return dataclasses.replace(self, best=value, waited=0)
+        return dataclasses.replace(self, waited=self.waited + 1)
+
+    def _improves(self, value: float, settings: EarlyStopping) -> bool:
+        assert self.best is not None
+        gain = self.best - value if is_lower_better(self.metric) else value - self.best
+        return gain > settings.min_delta
+
+    def reason(self, settings: EarlyStopping) -> str | None:
+        """Says why the run ends; None: it goes on."""
+        if self.waited < settings.patience:
+            return None
+        best = "was never finite" if self.best is None else f"has not improved on {self.best:.5g}"
+        delta = f" by more than {settings.min_delta:g}" if settings.min_delta else ""
+        return (
+            f"{self.metric} {best}{delta} in {self.waited} evaluations (early_stopping.patience "
+            f"{settings.patience})"
+        )
+
+
+def patience_of(
+    recipe: Recipe, meta: Mapping[str, Any], measured_on: Callable[[str], str | None]
+) -> Patience | None:
+    """The state of a run that starts, or that resumes from a checkpoint with this metadata.
+
+    A resumed run that watches another metric, or evaluates on other data, starts to count again.
+
+    Args:
+        measured_on: maps a metric to a hash of what it is measured on.
+    """
+    if recipe.early_stopping is None:
+        return None
+    metric = recipe.early_stopping.metric or recipe.checkpoints.metric
+    new = Patience(metric, measured_on=measured_on(metric))
+    saved = Patience(**meta.get("early_stopping", {"metric": metric}))
+    same = (saved.metric, saved.measured_on) == (new.metric, new.measured_on)
+    return saved if same else new
 
 
 class Loop:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxllm.checkpoint.orbax import RunCheckpoints
-from jaxllm.common.errors import InputError, RunError
+from jaxllm.common.errors import InputError, RunError, naming_file
 from jaxllm.common.hardware import device_report
 from jaxllm.common.precision import matmul_precision
 from jaxllm.common.progress import Reporter, reports_to
@@ -35,12 +35,8 @@ from jaxllm.training.monitor.report import (
     write_samples,
 )
 from jaxllm.training.monitor.run_card import DataFile, RunCard, make_run_card, write_run_card
-from jaxllm.training.output_files import writing
-from jaxllm.training.run.evaluations import measured_on, patience_of
-from jaxllm.training.run.loop import Loop
-from jaxllm.training.run.named_recipes import find_recipe
-from jaxllm.training.run.recipe import DataConfig, Recipe, read_recipe
-from jaxllm.training.run.reference import with_reference
+from jaxllm.training.run.loop import Loop, patience_of
+from jaxllm.training.run.recipe import DataConfig, Recipe, find_recipe, read_recipe
 from jaxllm.training.run.run_folder import (
     CHECKPOINTS,
     abstract,
@@ -54,7 +50,7 @@ from jaxllm.training.run.run_folder import (
     saved_steps,
     settings_of,
 )
-from jaxllm.training.run.setup import Setup, mesh_for, set_up
+from jaxllm.training.run.setup import Setup, measured_on, mesh_for, set_up, with_reference
 from jaxllm.training.state import TRAINED, TrainState, parameter_count
 
 
@@ -278,7 +274,7 @@ def sample_before(folder: Path, loop: Loop, state: TrainState) -> None:
     """Saves the model's answers before the first step, replacing those of an earlier attempt."""
     if jax.process_index() == 0:
         for name in (BEFORE, AFTER):
-            with writing(folder / name):
+            with naming_file(folder / name, RunError, "written"):
                 (folder / name).unlink(missing_ok=True)
     count = loop.recipe.evaluation.samples
     if not loop.setup.prompts or not count:

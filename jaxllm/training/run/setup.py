@@ -1,30 +1,46 @@
-"""Sets up a run from its recipe: model and tokenizer, data, state and compiled step."""
+"""Sets up a run from its recipe: model, tokenizer, data, evaluations, state and compiled step."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import json
 import re
 import time
-from collections.abc import Callable, Generator, Mapping
-from typing import Any
+import zipfile
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Float32
 
 from jaxllm.auto import AutoTokenizer
-from jaxllm.common.errors import ConfigError, DataError, InputError, MissingFileError
+from jaxllm.common.errors import (
+    ConfigError,
+    DataError,
+    InputError,
+    MissingFileError,
+    RunError,
+    naming_file,
+)
+from jaxllm.common.files import replacing
 from jaxllm.common.progress import progress_phase
+from jaxllm.generation.call.merging import merged_config
 from jaxllm.loading import load
 from jaxllm.models.build_options import Options
+from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import Card, Model
 from jaxllm.models.registry import model_spec
 from jaxllm.models.weights import parameters
 from jaxllm.parallel.placement import put_tree, row_share
-from jaxllm.parallel.processes import gather_rows
+from jaxllm.parallel.processes import gather_rows, in_all_processes
 from jaxllm.parallel.sharding import check_heads, make_mesh, row_shards, tree_shardings
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.byte_level import byte_tokenizer
@@ -34,26 +50,37 @@ from jaxllm.training.data import (
     EvalBatches,
     ModelInfo,
     Peers,
+    Source,
     epoch_batches,
     make_batches,
 )
+from jaxllm.training.data.formats import problem_of
 from jaxllm.training.data.pipeline import check_fields
+from jaxllm.training.data.reference import reference_logps
 from jaxllm.training.data.rows import find_files
-from jaxllm.training.dpo import DPOLoss
-from jaxllm.training.evaluation.generation import EvalPrompt, score_texts
+from jaxllm.training.dpo import METRICS, DPOLoss
+from jaxllm.training.evaluation.evaluate import EvalResult, Predicted
+from jaxllm.training.evaluation.generation import (
+    EvalPrompt,
+    check_answer_length,
+    generation_rows,
+    score_texts,
+)
 from jaxllm.training.lora import add_lora, is_trainable
 from jaxllm.training.losses import Loss, loss_for
 from jaxllm.training.monitor.flops import ModelFlops, model_flops
 from jaxllm.training.monitor.metrics_log import tensorboard_package, wandb_package
 from jaxllm.training.optimizers import OptimizerConfig, make_optimizer, make_schedule
-from jaxllm.training.run.evaluations import check_metric, eval_batch_size, eval_prompts
-from jaxllm.training.run.recipe import BYTES, ModelSource, Recipe
+from jaxllm.training.run.recipe import BYTES, Evaluation, ModelSource, Recipe
 from jaxllm.training.state import Params, TrainState
 from jaxllm.training.step import Step, make_train_step
 
 NOT_DIVIDED = "cannot be split over {} devices (mesh: data * fsdp); give a multiple"
 SECONDS = 10.0
 """Time between two progress reports while rows are encoded."""
+LOWER_IS_BETTER = ("loss", "perplexity", "mse", "rejected")
+REFERENCE_FILE = "reference_logps.npz"
+"""File in the folder of a DPO run: computed at its start, read again when it resumes."""
 
 
 def initial_model(recipe: Recipe, mesh: Mesh | None = None) -> tuple[Model[Any], Tokenizer]:
@@ -68,10 +95,20 @@ def initial_model(recipe: Recipe, mesh: Mesh | None = None) -> tuple[Model[Any],
         ConfigError: the model has no tokenizer, or one with too many tokens.
         JaxLLMError: as `jaxllm.load` and `add_lora`.
     """
-    source = recipe.model
-    model, tokenizer = (
-        new_model(source, recipe.seed, mesh) if source.path is None else loaded_model(source, mesh)
-    )
+    source, tokenizer = recipe.model, None
+    if source.path is None:
+        model = new_model(source, recipe.seed, mesh)
+    else:
+        model, tokenizer = load(
+            source.path,
+            dtype=source.dtype,
+            architecture=source.architecture,
+            config=source.overrides,
+            remat=source.remat,
+            scan_layers=source.scan_layers,
+            attn_implementation=source.attn_implementation,
+            mesh=mesh,
+        )
     if source.num_labels is not None:
         model = with_classifier(
             model,
@@ -80,7 +117,8 @@ def initial_model(recipe: Recipe, mesh: Mesh | None = None) -> tuple[Model[Any],
             key=recipe.seed,
         )
     if source.tokenizer is not None:
-        tokenizer = named_tokenizer(source.tokenizer)
+        name = source.tokenizer
+        tokenizer = byte_tokenizer() if name == BYTES else AutoTokenizer.from_pretrained(name)
     if tokenizer is None:
         raise ConfigError(f"model.tokenizer: {source.path} has no tokenizer; name another one")
     if len(tokenizer) > model.config.vocab_size:
@@ -93,22 +131,7 @@ def initial_model(recipe: Recipe, mesh: Mesh | None = None) -> tuple[Model[Any],
     return model, tokenizer
 
 
-def loaded_model(source: ModelSource, mesh: Mesh | None) -> tuple[Model[Any], Tokenizer | None]:
-    """Loads the checkpoint at `source.path`."""
-    assert source.path is not None
-    return load(
-        source.path,
-        dtype=source.dtype,
-        architecture=source.architecture,
-        config=source.overrides,
-        remat=source.remat,
-        scan_layers=source.scan_layers,
-        attn_implementation=source.attn_implementation,
-        mesh=mesh,
-    )
-
-
-def new_model(source: ModelSource, seed: int, mesh: Mesh | None) -> tuple[Model[Any], None]:
+def new_model(source: ModelSource, seed: int, mesh: Mesh | None) -> Model[Any]:
     """Creates a model of `source.config` with random weights in float32."""
     assert isinstance(source.config, Mapping)  # a path is read by the recipe
     spec = model_spec(source.config, source.architecture)
@@ -129,12 +152,7 @@ def new_model(source: ModelSource, seed: int, mesh: Mesh | None) -> tuple[Model[
         shardings = tree_shardings(jax.eval_shape(make), mesh)
     with progress_phase("making the model"):
         model = jax.jit(make, out_shardings=shardings)()
-    return model.with_card(Card(spec.config)), None
-
-
-def named_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of bytes for ``"bytes"``, otherwise that of a model's path or Hub id."""
-    return byte_tokenizer() if name == BYTES else AutoTokenizer.from_pretrained(name)
+    return model.with_card(Card(spec.config))
 
 
 def trainable_paths(recipe: Recipe, model: Model[Any]) -> Callable[[str], bool] | None:
@@ -313,6 +331,91 @@ def load_data(
     return batches, eval_batches
 
 
+def eval_batch_size(recipe: Recipe) -> int:
+    """Rows per evaluation batch."""
+    return recipe.evaluation.batch_size or recipe.batch_size // recipe.accumulation
+
+
+def eval_prompts(
+    recipe: Recipe, model: Model[Any], tokenizer: Tokenizer, info: ModelInfo
+) -> list[EvalPrompt]:
+    """Prompts to generate for at every evaluation; empty without `evaluation.metrics`.
+
+    Raises:
+        JaxLLMError: `evaluation.fields` are wrong, or a prompt leaves no room for an answer.
+    """
+    if recipe.eval_data is None or not recipe.evaluation.metrics:
+        return []
+    fields, limit = recipe.evaluation.fields, recipe.evaluation.rows
+    decoder = cast(GenerativeModel, model)
+    merged_config(decoder, None, fields)
+
+    def check(ids: Sequence[int]) -> None:
+        check_answer_length(decoder, ids, fields)
+
+    return generation_rows(recipe.eval_data, tokenizer, info, limit, check=check)
+
+
+def predicted(recipe: Recipe, info: ModelInfo) -> Predicted:
+    """Kind of the model's predictions, which decides the metrics of an evaluation."""
+    if recipe.dpo is not None:
+        return "preferences"
+    if info.kind != "classification":
+        return "tokens"
+    return "values" if problem_of(info) == "regression" else "labels"
+
+
+def answer_metrics(evaluation: Evaluation) -> list[str]:
+    """Names of the metrics of generated answers."""
+    if not evaluation.metrics:
+        return []
+    return [f"eval_{name}" for name in score_texts([("a", "a")], evaluation.metrics)]
+
+
+def check_metric(recipe: Recipe, info: ModelInfo) -> None:
+    """Checks that evaluations measure the metrics of `checkpoints` and `early_stopping`.
+
+    Raises:
+        ConfigError: no evaluation measures one, or `mode` would keep the worst checkpoint.
+    """
+    extra = {} if recipe.dpo is None else dict.fromkeys(METRICS, 0.0)
+    result = EvalResult(loss=0.0, accuracy=0.0, count=1, extra=extra)
+    metrics = [*result.metrics(predicted(recipe, info))]
+    metrics += answer_metrics(recipe.evaluation)
+    metric, mode = recipe.checkpoints.metric, recipe.checkpoints.mode
+    watched = None if recipe.early_stopping is None else recipe.early_stopping.metric
+    for field, name in (("checkpoints.metric", metric), ("early_stopping.metric", watched)):
+        if name is not None and name not in metrics:
+            raise ConfigError(f"{field}: unknown metric {name!r}; use {', '.join(metrics)}")
+    expected = "min" if is_lower_better(metric) else "max"
+    if mode != expected:
+        better = "smaller" if expected == "min" else "larger"
+        raise ConfigError(
+            f"checkpoints.mode: {mode!r}, but a {better} {metric} is better; set mode: {expected}"
+        )
+
+
+def measured_on(recipe: Recipe, eval_batches: EvalBatches | None, metric: str) -> str | None:
+    """Hash of all that an evaluation metric depends on besides the weights: the rows, and how
+    answers are generated; None without `eval_data`. Values of two hashes are not compared."""
+    if eval_batches is None:
+        return None
+    content, evaluation = [eval_batches.examples.digest], recipe.evaluation
+    if metric in answer_metrics(evaluation):
+        fields = dict(evaluation.fields)
+        content.append(json.dumps([evaluation.rows, fields], sort_keys=True))
+    return hashlib.sha256("\n".join(content).encode()).hexdigest()
+
+
+def is_lower_better(metric: str) -> bool:
+    """True if smaller values of an evaluation metric are better, by its name.
+
+    >>> is_lower_better("eval_loss"), is_lower_better("eval_exact_match")
+    (True, False)
+    """
+    return metric.endswith(LOWER_IS_BETTER)
+
+
 def say_if_beyond_schedule(recipe: Recipe, last_step: int, say: Callable[[str], None]) -> None:
     """Reports the learning rate of a run that continues beyond the end of its schedule."""
     end = recipe.optimizer.schedule_steps
@@ -390,3 +493,71 @@ def info_of(model: Model[Any]) -> ModelInfo:
     return dataclasses.replace(
         info, eos_token_ids=tuple(dict.fromkeys(info.eos_token_ids + listed))
     )
+
+
+def with_reference(
+    setup: Setup, folder: Path, *, stored: bool, say: Callable[[str], None]
+) -> Setup:
+    """The setup of a DPO run with reference log-probabilities in its data; others are unchanged.
+
+    The reference is the model of the setup, before its state is restored: with LoRA the base model,
+    since new adapters change nothing. The first process writes the numbers to `REFERENCE_FILE`.
+
+    Args:
+        stored: read what an earlier start of the run stored; data that are new since then are
+            computed. A missing file is computed again: `Batches.restore` compares digests.
+
+    Raises:
+        RunError: the file cannot be read or written.
+    """
+    if setup.recipe.dpo is None:
+        return setup
+    path = folder / REFERENCE_FILE
+    earlier = read_logps(path) if stored else {}
+    train = setup.batches.in_order(eval_batch_size(setup.recipe))
+    results: dict[str, Float32[np.ndarray, "N 2"]] = {}
+
+    def with_logps(name: str, source: Source, epoch: EvalBatches) -> Source:
+        digest, what = epoch.examples.digest, f"reference of the {name} data"
+        if digest not in earlier:
+            start = time.perf_counter()
+            progress = rows_progress(say, what, done_as="pairs are computed")
+            earlier[digest] = reference_logps(setup.state.model, epoch, setup.mesh, progress)
+            seconds = time.perf_counter() - start
+            say(f"{what}: {len(earlier[digest]):,} pairs in {seconds:.1f} s")
+        results[digest] = earlier[digest]
+        return source.with_reference(earlier[digest])
+
+    examples = with_logps("training", setup.batches.examples, train)
+    batches = setup.batches.with_examples(examples)
+    eval_batches = setup.eval_batches
+    if eval_batches is not None:
+        examples = with_logps("evaluation", eval_batches.examples, eval_batches)
+        eval_batches = dataclasses.replace(eval_batches, examples=examples)
+
+    def write() -> None:
+        if jax.process_index() == 0:
+            with naming_file(path, RunError, "written"):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with replacing(path) as half, half.open("wb") as file:
+                    np.savez(file, **results)  # pyright: ignore[reportArgumentType]
+
+    in_all_processes(write, RunError)
+    return dataclasses.replace(setup, batches=batches, eval_batches=eval_batches)
+
+
+def read_logps(path: Path) -> dict[str, Any]:
+    """Log-probabilities by the digest of their examples; empty if there is no file.
+
+    Raises:
+        RunError: the file is damaged.
+    """
+    if not path.exists():
+        return {}
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return dict(arrays)
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise RunError(
+            f"{path}: cannot be read ({error}); move it away, and the run computes it again"
+        ) from None

@@ -11,21 +11,19 @@ from pathlib import Path
 import pytest
 
 from jaxllm.training.evaluation import EvalSample
-from jaxllm.training.monitor.charts import (
-    MAX_POINTS,
-    Curve,
-    curve,
-    save_plot,
-    smoothed,
-    svg_chart,
-    thinned,
-)
 from jaxllm.training.monitor.metrics_log import MetricsLog
 from jaxllm.training.monitor.report import (
     AFTER,
     BEFORE,
+    MAX_POINTS,
+    Curve,
+    curve,
     finish_report,
     html_report,
+    save_plot,
+    smoothed,
+    svg_chart,
+    thinned,
     write_samples,
 )
 from jaxllm.training.monitor.run_card import make_run_card
