@@ -234,9 +234,6 @@ class Examples:
         """The only window of an epoch and its plan, as `Stream.read` gives those of a stream."""
         yield self, planner.plan(self.lengths, epoch)
 
-    def in_order(self) -> Examples:
-        return self
-
     @cached_property
     def lengths(self) -> Int64[np.ndarray, "N K"]:
         """Number of tokens of each example (of encoder and decoder for seq2seq; of the longer

@@ -43,7 +43,7 @@ from jaxllm.training.data.rows import (
     dataset_rows,
     open_rows,
 )
-from jaxllm.training.data.stream import ALONE, Peers, may_stream, open_stream
+from jaxllm.training.data.stream import ALONE, Peers, open_stream
 
 CHECKED_ROWS = 100
 """Number of rows, from the first on, whose fields are checked before a model is loaded."""
@@ -221,11 +221,8 @@ def make_batches(
     planner = Planner(
         batch_size, encoder.limits, config.packing, config.bucket, config.shuffle, seed
     )
-    source = None
-    if may_stream(config, encoder.rows):
-        source = open_stream(config, tokenizer, encoder, planner, peers)
-    if source is None:  # a small one
-        source = encode_rows(encoder, progress)
+    stream = open_stream(config, tokenizer, encoder, planner, peers)
+    source = encode_rows(encoder, progress) if stream is None else stream
     return Batches(source, model, planner, shard, epochs)
 
 

@@ -278,22 +278,20 @@ class WindowItems(Sequence[EncodedRow]):
         return self._known[row, piece]
 
 
-def may_stream(config: DataConfig, rows: Rows) -> bool:
-    """True if the config says that the rows are streamed, or leaves it open and there are many."""
-    if config.streaming is not None:
-        return config.streaming
-    return rows.size > LARGE_BYTES or len(rows) > STREAMED_ROWS
-
-
 def open_stream(
     config: DataConfig, tokenizer: Tokenizer, encoder: RowEncoder, planner: Planner, peers: Peers
 ) -> Stream | None:
-    """Makes the stream of a source; None if one window would have all rows and it need not stream.
+    """Makes the stream of a source, if its config says that it is streamed, or leaves it open and
+    there are many rows; None if one window would have all rows and it need not stream.
 
     Raises:
         DataError: as `random_sample`; or there are no rows, or too many.
     """
-    rows = encoder.rows
+    rows, streams = encoder.rows, config.streaming
+    if streams is None:
+        streams = rows.size > LARGE_BYTES or len(rows) > STREAMED_ROWS
+    if not streams:
+        return None
     if not 0 < len(rows) < 2**31:
         raise DataError(f"{rows.name}: has {len(rows)} rows; expected 1 to {2**31 - 1}")
     sample = random_sample(encoder)
