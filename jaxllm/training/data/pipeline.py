@@ -21,13 +21,13 @@ from jaxllm.training.data.config import (
 from jaxllm.training.data.examples import (
     EncodingProgress,
     Examples,
-    Format,
     RowEncoder,
     encode_rows,
 )
 from jaxllm.training.data.formats import (
     ChatFormat,
     ClassificationFormat,
+    GeneratedFormat,
     PromptCompletionFormat,
     Seq2SeqFormat,
     TextFormat,
@@ -102,7 +102,9 @@ def check_fields(config: DataConfig) -> None:
                 )
 
 
-def make_format(config: DataConfig, tokenizer: Tokenizer, model: ModelInfo) -> Format:
+def make_format(
+    config: DataConfig, tokenizer: Tokenizer, model: ModelInfo
+) -> TextFormat | ClassificationFormat | GeneratedFormat:
     """Makes the format that encodes the rows of a config for a model.
 
     Raises:

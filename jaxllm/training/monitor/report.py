@@ -24,7 +24,7 @@ from jinja2 import Environment, StrictUndefined
 from jaxllm.common.errors import MissingExtraError, RunError, naming_file
 from jaxllm.common.files import replacing, write_whole
 from jaxllm.common.optional_packages import require
-from jaxllm.training.evaluation.generation import EvalSample
+from jaxllm.training.evaluation import EvalSample
 from jaxllm.training.monitor.flops import Peak
 from jaxllm.training.monitor.metrics_log import read_metrics
 from jaxllm.training.monitor.run_card import RunCard, flat, start_rows

@@ -20,8 +20,8 @@ from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import Model
 from jaxllm.parallel.placement import put_batch
 from jaxllm.parallel.sharding import use_mesh
-from jaxllm.training.evaluation.evaluate import evaluate
-from jaxllm.training.evaluation.generation import (
+from jaxllm.training.evaluation import evaluate
+from jaxllm.training.evaluation import (
     EvalPrompt,
     GenerationResult,
     generate_and_score,

@@ -35,7 +35,7 @@ from jaxllm.common.files import read_text, write_whole
 from jaxllm.common.validation import admits_null, from_plain
 from jaxllm.training.data import DataConfig
 from jaxllm.training.dpo import DPOConfig
-from jaxllm.training.evaluation.generation import check_metrics
+from jaxllm.training.evaluation import check_metrics
 from jaxllm.training.lora import LoraConfig
 from jaxllm.training.losses import TokenLoss
 from jaxllm.training.optimizers import OptimizerConfig

@@ -59,8 +59,8 @@ from jaxllm.training.data.pipeline import check_fields
 from jaxllm.training.data.reference import reference_logps
 from jaxllm.training.data.rows import find_files
 from jaxllm.training.dpo import METRICS, DPOLoss
-from jaxllm.training.evaluation.evaluate import EvalResult, Predicted
-from jaxllm.training.evaluation.generation import (
+from jaxllm.training.evaluation import EvalResult, Predicted
+from jaxllm.training.evaluation import (
     EvalPrompt,
     check_answer_length,
     generation_rows,

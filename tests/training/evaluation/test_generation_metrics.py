@@ -9,7 +9,7 @@ import sacrebleu
 from rouge_score.rouge_scorer import RougeScorer
 
 from jaxllm.common.errors import InputError, MissingExtraError
-from jaxllm.training.evaluation import generation as gm
+from jaxllm.training import evaluation as gm
 
 PREDICTIONS = [
     "the cat sat on the mat",
