@@ -1,31 +1,22 @@
 """Evaluation: loss and perplexity of a full set, and scores of generated answers.
 
-The metrics of answers are exact match, accuracy and ROUGE, from 0 to 1, and BLEU and chrF, from 0
-to 100 (as in rouge-score and sacrebleu). With several references the best match counts.
+The metrics of answers are exact match and ROUGE, from 0 to 1, and BLEU and chrF, from 0 to 100 (as
+in rouge-score and sacrebleu). With several references the best match counts.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
+import re
+import string
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import jax
-
-from jaxllm.common.errors import InputError
-from jaxllm.models.model import Model
-from jaxllm.training.losses import ROUTER_LOSS, Batch, Loss, LossSums
-
-import dataclasses
-import difflib
-import re
-import string
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
-
 import numpy as np
 
 from jaxllm.common.errors import ConfigError, DataError, InputError, JaxLLMError, warn
@@ -36,14 +27,16 @@ from jaxllm.generation.inputs.batching import run_in_batches
 from jaxllm.generation.inputs.padded_batch import PaddedBatch
 from jaxllm.generation.settings.lengths import checked_lengths
 from jaxllm.models.decoder import GenerativeModel
+from jaxllm.models.model import Model
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.languages import WithLanguages
 from jaxllm.training.data import DataConfig, ModelInfo, rows_of
-from jaxllm.training.data.config import eos_of, length_limits
+from jaxllm.training.data.config import length_limits
 from jaxllm.training.data.examples import fit
 from jaxllm.training.data.formats import ClassificationFormat, TextFormat, tokenizer_of
 from jaxllm.training.data.pipeline import make_format
 from jaxllm.training.data.rows import Row
+from jaxllm.training.losses import ROUTER_LOSS, Batch, Loss, LossSums
 
 __all__ = [
     "METRICS",
@@ -274,7 +267,8 @@ def generate_and_score(
     for number, row in enumerate(prompts):
         groups.setdefault(tuple(sorted(row.fields.items())), []).append(number)
     for own, numbers in groups.items():
-        ids = {number: encoded_prompt(prompts[number], tokenizer) for number in numbers}
+        asked = {number: prompts[number].prompt for number in numbers}
+        ids = {n: tokenizer.encode(x) if isinstance(x, str) else list(x) for n, x in asked.items()}
         settings = {**dict(own), **fields}
         texts = generate_answers(model, tokenizer, ids, batch_size, key, before_batch, settings)
         for number, text in texts.items():
@@ -330,11 +324,6 @@ def generate_answers(
         number: tokenizer.decode(before_eos(row, eos_ids), skip_special_tokens=True)
         for number, row in rows
     }
-
-
-def encoded_prompt(row: EvalPrompt, tokenizer: Tokenizer) -> list[int]:
-    """The token ids of a prompt."""
-    return tokenizer.encode(row.prompt) if isinstance(row.prompt, str) else list(row.prompt)
 
 
 def check_answer_length(
@@ -397,16 +386,6 @@ def normalize(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
-def accuracy(pairs: Sequence[tuple[Hashable, Hashable]]) -> MetricValues:
-    """Share of labels (texts or numbers) that equal their reference.
-
-    >>> accuracy([(1, 1), (0, 1)])
-    {'accuracy': 0.5}
-    """
-    _check(pairs)
-    return {"accuracy": sum(prediction == label for prediction, label in pairs) / len(pairs)}
-
-
 def rouge(pairs: Pairs, *, use_stemmer: bool = False) -> MetricValues:
     """Mean F-measures of ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004), by rouge-score.
 
@@ -418,7 +397,8 @@ def rouge(pairs: Pairs, *, use_stemmer: bool = False) -> MetricValues:
     """
     module = require("rouge_score.rouge_scorer", extra="metrics", purpose="ROUGE scores")
     _check(pairs)
-    without_words = sum(not any(map(_has_rouge_words, _several(wanted))) for _, wanted in pairs)
+    references = [" ".join(_several(wanted)).lower() for _, wanted in pairs]
+    without_words = sum(bool(x.strip()) and not re.search("[a-z0-9]", x) for x in references)
     if without_words:
         warn(
             f"rouge: {without_words} of {len(pairs)} references have no ASCII letter or digit, and"
@@ -427,10 +407,6 @@ def rouge(pairs: Pairs, *, use_stemmer: bool = False) -> MetricValues:
     scorer = module.RougeScorer(list(ROUGE_KINDS), use_stemmer=use_stemmer)
     rows = [scorer.score_multi(_several(references), text) for text, references in pairs]
     return {kind: sum(row[kind].fmeasure for row in rows) / len(rows) for kind in ROUGE_KINDS}
-
-
-def _has_rouge_words(reference: str) -> bool:
-    return re.search("[a-z0-9]", reference.lower()) is not None or not reference.strip()
 
 
 def bleu(pairs: Pairs) -> MetricValues:

@@ -238,18 +238,14 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
         measured: tuple[Any, jax.Array | None] = (None, None),
         **_: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        gradients, norm = measured
-        if norm is None or not _same_arrays(gradients, updates):
+        (gradients, norm), leaves = measured, jax.tree.leaves(updates)
+        own = jax.tree.leaves(gradients)
+        if norm is None or len(own) != len(leaves) or not all(map(operator.is_, own, leaves)):
             norm = global_norm(updates)
         scale = jnp.minimum(1.0, max_norm / norm)
         return jax.tree.map(lambda g: (g * scale).astype(g.dtype), updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
-
-
-def _same_arrays(a: Any, b: Any) -> bool:
-    leaves, others = jax.tree.leaves(a), jax.tree.leaves(b)
-    return len(leaves) == len(others) and all(map(operator.is_, leaves, others))
 
 
 def labels(

@@ -31,31 +31,21 @@ ExampleRows = Sequence[Sequence[Example]]
 PairRows = Sequence[Sequence[PreferenceExample]]
 
 
-@dataclass(frozen=True)
-class Shard:
+def rows_of_process(batch_size: int, index: int, count: int) -> range:
     """The rows of every batch that one process reads: part `index` of `count` equal parts.
 
     Raises:
         ConfigError: `count` does not divide the batch, or `index` is out of range.
     """
-
-    batch_size: int
-    index: int = 0
-    count: int = 1
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.count < 1 or self.batch_size % self.count:
-            raise ConfigError(
-                f"batch_size: {self.batch_size} rows cannot be divided among {self.count} "
-                "processes; give a multiple"
-            )
-        if not 0 <= self.index < self.count:
-            raise ConfigError(f"process_index: expected 0 to {self.count - 1}, found {self.index}")
-
-    @property
-    def rows(self) -> range:
-        size = self.batch_size // self.count
-        return range(self.index * size, (self.index + 1) * size)
+    if batch_size < 1 or count < 1 or batch_size % count:
+        raise ConfigError(
+            f"batch_size: {batch_size} rows cannot be divided among {count} processes; give a "
+            "multiple"
+        )
+    if not 0 <= index < count:
+        raise ConfigError(f"process_index: expected 0 to {count - 1}, found {index}")
+    size = batch_size // count
+    return range(index * size, (index + 1) * size)
 
 
 Source = Examples | Stream
@@ -170,6 +160,7 @@ class Batches(Iterator[HostBatch]):
 
     Args:
         epochs: number of epochs; None: unlimited.
+        process: index and count of the processes; see `rows_of_process`.
     """
 
     def __init__(
@@ -177,30 +168,31 @@ class Batches(Iterator[HostBatch]):
         examples: Source,
         model: ModelInfo,
         planner: Planner,
-        shard: Shard,
         epochs: int | None = None,
+        process: tuple[int, int] = (0, 1),
     ) -> None:
         if epochs is not None and epochs < 1:
             raise ConfigError(f"epochs: expected 1 or more, found {epochs}")
         self.examples = examples
         self.epoch, self.window, self.batch = 0, 0, 0
         self.carried: list[list[int]] = []
-        self._model, self._planner, self._shard, self._epochs = model, planner, shard, epochs
+        self._model, self._planner, self._epochs = model, planner, epochs
+        self._process, self._rows = process, rows_of_process(planner.batch_size, *process)
         self._windows: Iterator[Epoch] = iter(())
         self._iterator: Iterator[HostBatch] = iter(())
         self._open_window: Epoch | None = None
 
     def with_examples(self, examples: Source) -> Batches:
         """The same batches, from the start, of examples with the same lengths."""
-        return Batches(examples, self._model, self._planner, self._shard, self._epochs)
+        return Batches(examples, self._model, self._planner, self._epochs, self._process)
 
     def in_order(self, batch_size: int) -> EvalBatches:
         """Every example once, unshuffled, in batches of another size."""
-        shard = Shard(batch_size, self._shard.index, self._shard.count)
+        rows = rows_of_process(batch_size, *self._process)
         planner = replace(self._planner, batch_size=batch_size, shuffle=False)
         if isinstance(self.examples, Stream):
-            return StreamedEpoch(self.examples.in_order(), self._model, planner, shard.rows)
-        return next(read_windows(self.examples, self._model, planner, shard.rows))
+            return StreamedEpoch(self.examples.in_order(), self._model, planner, rows)
+        return next(read_windows(self.examples, self._model, planner, rows))
 
     def next_tokens(self) -> Int64[np.ndarray, "N K"]:
         """`Epoch.tokens` of the next batch."""
@@ -222,8 +214,9 @@ class Batches(Iterator[HostBatch]):
         Raises:
             DataError: the window has fewer batches; the position is unchanged.
         """
-        source, rows = self.examples, self._shard.rows
-        windows = read_windows(source, self._model, self._planner, rows, epoch, window, carried)
+        windows = read_windows(
+            self.examples, self._model, self._planner, self._rows, epoch, window, carried
+        )
         current = next(windows)
         if batch > len(current):
             raise DataError(f"data state: batch {batch} of epoch {epoch}, which has {len(current)}")
@@ -385,7 +378,11 @@ def collate(
             [[np.ones_like(x) for x in row] for row in inputs], shape[0], 0
         )
     if model.kind == "classification":
-        return batch | _row_labels(rows, like)
+        ignored = np.full_like(like, IGNORED if like.dtype == np.int32 else 0)
+        batch["labels"] = np.stack([row[0].labels if row else ignored for row in rows])
+        if like.dtype != np.int32:
+            batch["weights"] = np.array([len(row) > 0 for row in rows], np.float32)
+        return batch
     labels = [[example.labels for example in row] for row in rows]
     batch["labels"] = _fill(labels, shape[-1], IGNORED)
     if packed and model.kind == "seq2seq":
@@ -428,12 +425,3 @@ def _fill(rows: Sequence[Sequence[np.ndarray]], length: int, value: int) -> np.n
 def _segment_ids(rows: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
     """Segment ids: 1 for each token of a row's first array, 2 for the second, ..."""
     return [[np.full_like(x, number) for number, x in enumerate(row, 1)] for row in rows]
-
-
-def _row_labels(rows: ExampleRows, like: np.ndarray) -> HostBatch:
-    real = np.array([len(row) > 0 for row in rows])
-    ignored = np.full_like(like, IGNORED if like.dtype == np.int32 else 0)
-    labels = np.stack([row[0].labels if row else ignored for row in rows])
-    if labels.dtype == np.int32:
-        return {"labels": labels}
-    return {"labels": labels, "weights": real.astype(np.float32)}

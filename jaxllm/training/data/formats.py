@@ -177,9 +177,10 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def encode_ended(tokenizer: Tokenizer, text: str, eos: int) -> list[int]:
-    """Encodes a text with the tokenizer's special tokens, and EOS if they have none."""
+    """Encodes a text with the tokenizer's special tokens, and EOS unless the ids end with it."""
     ids = encode(tokenizer, text)
-    return ids if isinstance(tokenizer, WithLanguages) else with_end(ids, eos)
+    is_ended = isinstance(tokenizer, WithLanguages) or ids[-1:] == [eos]
+    return ids if is_ended else [*ids, eos]
 
 
 def plain(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -216,11 +217,6 @@ def encode_document(tokenizer: Tokenizer, text: str, size: int = PART_CHARACTERS
         ids += encode_continuation(tokenizer, part) if start else encode_beginning(tokenizer, part)
         start = stop
     return ids
-
-
-def with_end(ids: list[int], eos: int) -> list[int]:
-    """Appends EOS unless the ids already end with it."""
-    return ids if ids and ids[-1] == eos else [*ids, eos]
 
 
 def int32(ids: list[int]) -> Int32[np.ndarray, " T"]:

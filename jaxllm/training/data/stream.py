@@ -189,7 +189,7 @@ class Stream:
             for window in numbers:
                 mine, sizes = self._gathered(iterator)
                 known, every = known | mine, np.concatenate([rest, sizes])
-                items = WindowItems(every[:, :2], known, self._example)
+                items = WindowItems(every[:, :2], known, self.example)
                 tokens = every[:, 2:].reshape(-1, *self.sample.tokens.shape[1:])
                 examples = Examples(items, Counts(), "", every, tokens)
                 is_last = window + 1 == self.windows
@@ -248,7 +248,8 @@ class Stream:
 
         return mine, np.concatenate(self.peers.gather(sizes))
 
-    def _example(self, row: int, piece: int) -> EncodedRow:
+    def example(self, row: int, piece: int) -> EncodedRow:
+        """Encodes the example at a place."""
         return self._with_reference(row, self.encoder(row)[0][piece])
 
     def _with_reference(self, row: int, example: EncodedRow) -> EncodedRow:

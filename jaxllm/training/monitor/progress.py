@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.progress import PLAIN_SECONDS, duration
@@ -109,14 +109,13 @@ class TrainingProgress:
             transient=True,
             disable=quiet or not self._console.is_terminal,
         )
-        self._task: TaskID | None = None
+        self._task = self._moving.add_task(
+            "training", total=total, completed=start, line="compiling"
+        )
 
     def __enter__(self) -> TrainingProgress:
         self._clock = CompileClock()
         self._moving.start()
-        self._task = self._moving.add_task(
-            "training", total=self._total, completed=self._start, line="compiling"
-        )
         self._since = self._now()
         if not self._console.is_terminal:
             self._thread.start()
@@ -147,8 +146,7 @@ class TrainingProgress:
             says: print its time at the end; it is part of an evaluation.
         """
         start = self._now()
-        if self._task is not None:
-            self._moving.update(self._task, description=doing)
+        self._moving.update(self._task, description=doing)
         try:
             yield
             if says:
@@ -158,8 +156,7 @@ class TrainingProgress:
             self._since += self._now() - start
             # Its compilations are not counted for the next step.
             self._compiled = self._count_compiled()
-            if self._task is not None:
-                self._moving.update(self._task, description="training")
+            self._moving.update(self._task, description="training")
 
     def step(
         self,
@@ -194,10 +191,7 @@ class TrainingProgress:
         speed = Speed.of(self._steps, self._peak)
         evaluations = self._evaluations_after(step) * sum(self._evaluation_seconds.values())
         line = progress_text(loss, speed, max(self._total - step, 0), shown or {}, evaluations)
-        if self._task is not None:
-            self._moving.update(
-                self._task, completed=step, line=f"step {step}/{self._total}  {line}"
-            )
+        self._moving.update(self._task, completed=step, line=f"step {step}/{self._total}  {line}")
         regular = step % self._every == 0 or step in (self._start + 1, self._total)
         if (regular or now - self._said >= QUIET_SECONDS) and not self._console.is_terminal:
             self.say(f"step {step}/{self._total}  {line}")

@@ -325,7 +325,8 @@ def curve(rows: Sequence[Mapping[str, Any]], field: str, name: str | None = None
     >>> curve([{"step": 1, "loss": 2.0}, {"step": 2}, {"step": 3, "loss": float("nan")}], "loss")
     Curve(name='loss', points=[(1.0, 2.0)], nonfinite=(3,))
     """
-    values = [(row["step"], row[field]) for row in rows if _is_number(row.get(field))]
+    found = [(row["step"], row[field]) for row in rows if field in row]
+    values = [(step, y) for step, y in found if type(y) in (int, float)]
     if not values:
         return None
     return Curve(
@@ -370,7 +371,11 @@ def svg_chart(curves: Sequence[Curve], *, label: str, noisy: bool = True) -> str
     axes = figure.subplots()
     for each, colour in zip(curves, (TRAINED, EVALUATED), strict=False):
         _draw(axes, each, colour, noisy=noisy)
-    _fit(axes, curves)
+    values = [y for each in curves for _, y in each.points]
+    if values and max(values) - min(values) <= FLAT * max(map(abs, values)):
+        # The axis of values that hardly differ begins at zero.
+        bottom, top = 1.05 * min(0.0, *values), 1.05 * max(0.0, *values)
+        axes.set_ylim(bottom, top if top > bottom else 1.0)
     bad = sorted({step for each in curves for step in each.nonfinite})[:100]
     # Markers on the x axis, at height 0 of the frame.
     axes.plot(bad, [0] * len(bad), "|", color=NONFINITE, transform=axes.get_xaxis_transform())
@@ -384,14 +389,6 @@ def svg_chart(curves: Sequence[Curve], *, label: str, noisy: bool = True) -> str
         figure.savefig(text, format="svg", transparent=True, metadata=NO_METADATA)
     notes = "".join(f"; step {step}: not finite" for step in bad)
     return _inline(text.getvalue(), label + notes)
-
-
-def _fit(axes: Any, curves: Sequence[Curve]) -> None:
-    """Begins the axis at zero for values that hardly differ."""
-    values = [y for each in curves for _, y in each.points]
-    if values and max(values) - min(values) <= FLAT * max(map(abs, values)):
-        bottom, top = 1.05 * min(0.0, *values), 1.05 * max(0.0, *values)
-        axes.set_ylim(bottom, top if top > bottom else 1.0)
 
 
 def save_plot(rows: Sequence[Mapping[str, Any]], path: str | PathLike[str]) -> None:
@@ -457,7 +454,3 @@ def _inline(svg: str, label: str) -> str:
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

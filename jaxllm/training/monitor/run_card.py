@@ -127,7 +127,12 @@ def write_run_card(folder: str | PathLike[str], card: RunCard) -> RunCard:
     with naming_file(path, RunError, "written"):
         path.parent.mkdir(parents=True, exist_ok=True)
     if card.starts[0].resumed_at is not None and path.exists():
-        card = dataclasses.replace(card, starts=[*_earlier_starts(path), *card.starts])
+        earlier = read_json(path, max_bytes=_MAX_CARD_BYTES, error=RunError)
+        try:
+            starts = [Start(**start) for start in earlier["starts"]]
+        except (KeyError, TypeError) as failure:
+            raise RunError(f"{path}: not a run card ({failure}); move the file away") from None
+        card = dataclasses.replace(card, starts=[*starts, *card.starts])
     text = json.dumps(dataclasses.asdict(card), indent=2, allow_nan=False)
     with naming_file(path, RunError, "written"):
         write_whole(path, f"{text}\n".encode())
@@ -183,14 +188,6 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout if result.returncode == 0 else None
-
-
-def _earlier_starts(path: Path) -> list[Start]:
-    card = read_json(path, max_bytes=_MAX_CARD_BYTES, error=RunError)
-    try:
-        return [Start(**start) for start in card["starts"]]
-    except (KeyError, TypeError) as failure:
-        raise RunError(f"{path}: not a run card ({failure}); move the file away") from None
 
 
 def is_secret(name: str) -> bool:

@@ -20,10 +20,10 @@ from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import Model
 from jaxllm.parallel.placement import put_batch
 from jaxllm.parallel.sharding import use_mesh
-from jaxllm.training.evaluation import evaluate
 from jaxllm.training.evaluation import (
     EvalPrompt,
     GenerationResult,
+    evaluate,
     generate_and_score,
 )
 from jaxllm.training.losses import Batch
@@ -64,16 +64,6 @@ def agreed(stop: Stop) -> Stop:
 
 
 @dataclasses.dataclass(frozen=True)
-class RunningStep:
-    """A step that is running on the device."""
-
-    step: int
-    metrics: Metrics
-    tokens: TokenCounts
-    """Tokens of the batch over all processes."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Patience:
     """The best value of the watched metric, and the evaluations since; kept in checkpoints."""
 
@@ -95,14 +85,11 @@ class Patience:
         Patience(metric='eval_loss', best=0.9, waited=0, measured_on=None)
         """
         value = float(evaluation[self.metric])
-        if math.isfinite(value) and (self.best is None or self._improves(value, settings)):
+        sign = -1 if is_lower_better(self.metric) else 1
+        improves = self.best is None or sign * (value - self.best) > settings.min_delta
+        if math.isfinite(value) and improves:
             return dataclasses.replace(self, best=value, waited=0)
         return dataclasses.replace(self, waited=self.waited + 1)
-
-    def _improves(self, value: float, settings: EarlyStopping) -> bool:
-        assert self.best is not None
-        gain = self.best - value if is_lower_better(self.metric) else value - self.best
-        return gain > settings.min_delta
 
     def reason(self, settings: EarlyStopping) -> str | None:
         """Says why the run ends; None: it goes on."""
@@ -183,7 +170,7 @@ class Loop:
         Args:
             evaluated: True if the state was already evaluated.
         """
-        pending: RunningStep | None = None
+        pending: tuple[int, Metrics, TokenCounts] | None = None  # a step that runs on the device
         stop = agreed(stop)
         number, signal = int(state.step), stop()
         if signal is None and not evaluated and self.evaluates_at(number, last):
@@ -195,11 +182,11 @@ class Loop:
             with use_mesh(self._mesh):
                 state, metrics = self.setup.step(state, put_batch(batch, self.setup.mesh))
             if pending is not None:
-                self.write(pending.step, self.measure(pending), {})
-            number, pending = number + 1, RunningStep(number + 1, metrics, tokens)
+                self.write(pending[0], self.measure(*pending), {})
+            number, pending = number + 1, (number + 1, metrics, tokens)
             evaluates = self.evaluates_at(number, last)
             # Wait for the step before its evaluation, which is timed separately.
-            measured = self.measure(pending) if evaluates else None
+            measured = self.measure(*pending) if evaluates else None
             evaluation = self.evaluate(state, stop) if evaluates else {}
             signal = stop()
             metric = evaluation.get(self.recipe.checkpoints.metric)
@@ -209,7 +196,7 @@ class Loop:
             ends = number == last or signal is not None or self.stopped_early is not None
             saves = due or best or ends
             if evaluates or saves:
-                self.write(number, measured or self.measure(pending), evaluation)
+                self.write(number, measured or self.measure(*pending), evaluation)
                 pending = None
             if saves:
                 with self.progress.phase("saving", says=False):
@@ -263,15 +250,19 @@ class Loop:
             meta = {"evaluated": True, **self.patience_meta()}
             self.checkpoints.amend(step, meta, metric=metric, measured_on=self._measured_on)
 
-    def measure(self, running: RunningStep) -> MetricsRow:
-        """Waits for a step's metrics and shows them; `write` takes them."""
-        numbers = {name: float(x) for name, x in jax.device_get(running.metrics).items()}
+    def measure(self, step: int, metrics: Metrics, counts: TokenCounts) -> MetricsRow:
+        """Waits for a step's metrics and shows them; `write` takes them.
+
+        Args:
+            counts: tokens of the batch over all processes.
+        """
+        numbers = {name: float(x) for name, x in jax.device_get(metrics).items()}
         tokens = int(numbers.pop("real_tokens"))
         speed = self.progress.step(
-            running.step,
+            step,
             loss=numbers["loss"],
             tokens=tokens,
-            flops=self.setup.flops.of(running.tokens),
+            flops=self.setup.flops.of(counts),
             shown={"lr": numbers["lr"]},
         )
         labels, skipped = int(numbers.pop("tokens")), int(numbers.pop("skipped"))

@@ -92,7 +92,10 @@ def train_on_ray(
     try:
         result = trainer(workers, folder, config).fit()
     except ray_train.TrainingFailedError as failure:
-        raise RunError(f"{folder}: {reason(failure)}; continue with --resume") from failure
+        # The last line of what the first worker raised, or of Ray's message.
+        failures = getattr(failure, "worker_failures", None) or {0: failure}
+        why = str(failures[min(failures)]).strip().split("\n")[-1]
+        raise RunError(f"{folder}: {why}; continue with --resume") from failure
     return RayResult(folder, result.return_value)
 
 
@@ -144,9 +147,3 @@ def run_worker(config: Mapping[str, Any]) -> int:
         enable_compile_cache()
     # The command has checked that the run is new, or may be resumed.
     return train(config["recipe"], resume=True, quiet=config["quiet"]).step
-
-
-def reason(failure: Exception) -> str:
-    """Why Ray has given up: the last line of what the first worker raised, or of Ray's message."""
-    failures = getattr(failure, "worker_failures", None) or {0: failure}
-    return str(failures[min(failures)]).strip().split("\n")[-1]

@@ -365,7 +365,11 @@ def read_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recip
         if value is None and not admits_null(Recipe, name):
             del section[last]
     for section in ("data", "eval_data"):
-        read_templates(raw.get(section))
+        data = raw.get(section)
+        templates = data.get("templates") if isinstance(data, dict) else None
+        if isinstance(templates, dict):  # the texts of files, by which a resumed run is the same
+            for name, text in templates.items():
+                templates[name] = template_text(text) if isinstance(text, str) else text
     try:
         return from_plain(Recipe, raw)
     except ConfigError as error:
@@ -401,14 +405,6 @@ def with_paths_from(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
                 n: joined(section, n, fields[n]) for n in names if n in fields
             }
     return found
-
-
-def read_templates(data: Any) -> None:
-    """Replaces names of files by their texts, by which a resumed run knows that it is the same."""
-    templates = data.get("templates") if isinstance(data, dict) else None
-    if isinstance(templates, dict):
-        for name, text in templates.items():
-            templates[name] = template_text(text) if isinstance(text, str) else text
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -39,9 +39,7 @@ from jaxllm.training.run.loop import Loop, patience_of
 from jaxllm.training.run.recipe import DataConfig, Recipe, find_recipe, read_recipe
 from jaxllm.training.run.run_folder import (
     CHECKPOINTS,
-    abstract,
     base_of,
-    check_ahead,
     check_base,
     check_new,
     check_same,
@@ -205,7 +203,11 @@ def start_or_resume(
         state, saved = restore(checkpoints, setup, base, folder)
         setup = dataclasses.replace(setup, state=state)
     start = int(setup.state.step)
-    check_ahead(start, setup.last_step, folder)
+    if start > setup.last_step:
+        raise RunError(
+            f"{folder}: the run is at step {start}, beyond its last one, {setup.last_step}; set a "
+            "larger max_steps, or epochs"
+        )
     if resume:
         say(f"resuming at step {start}" if has_checkpoint else "no checkpoint yet: a new run")
     return setup, base, saved
@@ -217,7 +219,10 @@ def restore(
     """Restores state and data position from the last intact checkpoint; also returns its
     metadata."""
     state = setup.state
-    target = {name: abstract(getattr(state, name)) for name in TRAINED}
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+        {name: getattr(state, name) for name in TRAINED},
+    )
     for name in TRAINED:  # the devices may have no room for two states
         jax.tree.map(lambda x: x.delete(), getattr(state, name))
     arrays, meta, _ = checkpoints.restore(target=target)

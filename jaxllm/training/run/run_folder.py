@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxllm.checkpoint.orbax.leaves import digests
@@ -41,19 +40,6 @@ def folder_of(recipe: Recipe) -> Path:
 def saved_steps(folder: Path) -> list[int]:
     """Lists the steps with a checkpoint, intact or not."""
     return numbered(folder / CHECKPOINTS)
-
-
-def check_ahead(step: int, last_step: int, folder: Path) -> None:
-    """Checks that a run does not resume beyond its last step.
-
-    Raises:
-        RunError: it is beyond that step.
-    """
-    if step > last_step:
-        raise RunError(
-            f"{folder}: the run is at step {step}, beyond its last one, {last_step}; set a larger "
-            "max_steps, or epochs"
-        )
 
 
 def check_new(folder: Path) -> None:
@@ -118,18 +104,17 @@ def base_of(model: Model[Any], frozen: Params, reference: Params | None = None) 
     settings = model.generation_config
     generation = {} if settings is None else json.loads(json.dumps(settings.to_json()))
 
-    # As float32, since another device may keep the same weights in another dtype; one by one, so
-    # that there is one copy at a time.
+    # Floats as float32, which is exact, since another device may keep the same weights in another
+    # dtype; one by one, so that there is one copy at a time.
     def digest(params: Params) -> dict[str, Any]:
-        return {path: digests({path: as_float32(params[path])})[path] for path in sorted(params)}
+        found: dict[str, Any] = {}
+        for path, x in sorted(params.items()):
+            is_float = jnp.issubdtype(x.dtype, jnp.floating)
+            found |= digests({path: x.astype(jnp.float32) if is_float else x})
+        return found
 
     base = {"config": config, "generation_config": generation, "tensors": digest(frozen)}
     return base if reference is None else {**base, "reference": digest(reference)}
-
-
-def as_float32(x: jax.Array) -> jax.Array:
-    """Floats of fewer bits as float32, which is exact; other arrays are unchanged."""
-    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def check_base(saved: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
@@ -153,8 +138,3 @@ def check_base(saved: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -
             f"{folder}: the base model is not the one that the run started from ({what}); give the "
             "same checkpoint"
         )
-
-
-def abstract(tree: Any) -> Any:
-    """Shapes, dtypes and shardings of arrays, for `restore`."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)

@@ -51,17 +51,17 @@ from jaxllm.training.data import (
     ModelInfo,
     Peers,
     Source,
-    epoch_batches,
     make_batches,
+    reference_logps,
 )
 from jaxllm.training.data.formats import problem_of
 from jaxllm.training.data.pipeline import check_fields
-from jaxllm.training.data.reference import reference_logps
 from jaxllm.training.data.rows import find_files
 from jaxllm.training.dpo import METRICS, DPOLoss
-from jaxllm.training.evaluation import EvalResult, Predicted
 from jaxllm.training.evaluation import (
     EvalPrompt,
+    EvalResult,
+    Predicted,
     check_answer_length,
     generation_rows,
     score_texts,
@@ -211,7 +211,13 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
     batches, eval_batches = load_data(recipe, tokenizer, info, mesh, say)
     prompts = eval_prompts(recipe, model, tokenizer, info)
     last_step = recipe.last_step(batches.batches_per_epoch)
-    say_if_beyond_schedule(recipe, last_step, say)
+    end = recipe.optimizer.schedule_steps
+    if end is not None and last_step > end:
+        rate = recipe.optimizer.learning_rate * (recipe.optimizer.final_factor or 0.0)
+        say(
+            f"the learning rate is {rate:g} from step {end} on (optimizer.schedule_steps), and the "
+            f"run goes on to step {last_step}"
+        )
     optimizer = make_optimizer(recipe.optimizer)
     state = TrainState.create(
         model,
@@ -300,33 +306,25 @@ def load_data(
     """Loads the training batches, and the evaluation batches if the recipe has any."""
     part, parts = row_share(mesh)
     gather = functools.partial(gather_rows, error=DataError)
-    peers = Peers(jax.process_index(), jax.process_count(), gather)
-    shared: dict[str, Any] = {
-        "model": info,
-        "process_index": part,
-        "process_count": parts,
-        "peers": peers,
-    }
+    made = functools.partial(
+        make_batches,
+        tokenizer=tokenizer,
+        model=info,
+        seed=recipe.seed,
+        process_index=part,
+        process_count=parts,
+        peers=Peers(jax.process_index(), jax.process_count(), gather),
+    )
     with section("data"):
-        batches = make_batches(
-            recipe.data,
-            tokenizer,
-            batch_size=recipe.batch_size,
-            seed=recipe.seed,
-            progress=rows_progress(say, "training data"),
-            **shared,
-        )
+        progress = rows_progress(say, "training data")
+        batches = made(recipe.data, batch_size=recipe.batch_size, progress=progress)
     say(f"training data: {batches.summary}")
     if recipe.eval_data is None:
         return batches, None
     with section("eval_data"):
-        eval_batches = epoch_batches(
-            recipe.eval_data,
-            tokenizer,
-            batch_size=eval_batch_size(recipe),
-            progress=rows_progress(say, "evaluation data"),
-            **shared,
-        )
+        size, progress = eval_batch_size(recipe), rows_progress(say, "evaluation data")
+        evaluated = made(recipe.eval_data, batch_size=size, progress=progress)
+        eval_batches = evaluated.in_order(size)
     check_metric(recipe, info)
     return batches, eval_batches
 
@@ -414,17 +412,6 @@ def is_lower_better(metric: str) -> bool:
     (True, False)
     """
     return metric.endswith(LOWER_IS_BETTER)
-
-
-def say_if_beyond_schedule(recipe: Recipe, last_step: int, say: Callable[[str], None]) -> None:
-    """Reports the learning rate of a run that continues beyond the end of its schedule."""
-    end = recipe.optimizer.schedule_steps
-    if end is not None and last_step > end:
-        rate = recipe.optimizer.learning_rate * (recipe.optimizer.final_factor or 0.0)
-        say(
-            f"the learning rate is {rate:g} from step {end} on (optimizer.schedule_steps), and the "
-            f"run goes on to step {last_step}"
-        )
 
 
 def check_files_and_packages(recipe: Recipe) -> None:

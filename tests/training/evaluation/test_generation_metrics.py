@@ -37,10 +37,6 @@ def test_normalisation_is_that_of_squad() -> None:
     assert gm.normalize("The  theatre, a man's\tanswer!") == "theatre mans answer"
 
 
-def test_accuracy() -> None:
-    assert gm.accuracy([("x", "x"), ("x", "y"), (2, 2)]) == {"accuracy": pytest.approx(2 / 3)}
-
-
 def test_rouge_by_hand() -> None:
     # Six words each. Five in common; four pairs of eight; the longest common subsequence has five.
     scores = gm.rouge([("the cat sat on the mat", "the cat is on the mat")])
