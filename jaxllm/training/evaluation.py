@@ -35,7 +35,6 @@ from jaxllm.training.data.config import length_limits
 from jaxllm.training.data.examples import fit
 from jaxllm.training.data.formats import ClassificationFormat, TextFormat, tokenizer_of
 from jaxllm.training.data.pipeline import make_format
-from jaxllm.training.data.rows import Row
 from jaxllm.training.losses import ROUTER_LOSS, Batch, Loss, LossSums
 
 __all__ = [
@@ -217,15 +216,11 @@ def generation_rows(
             check(ids)
         except JaxLLMError as error:
             raise DataError(f"{rows.where(number)}: {error}") from None
-        prompts.append(EvalPrompt(ids, reference, language_fields(row, config, tokenizer)))
+        own = tokenizer_of(row, tokenizer, config.src_lang_field, config.tgt_lang_field)
+        language = own.tgt_lang if isinstance(own, WithLanguages) else None
+        fields = own.target_fields(language) if isinstance(own, WithLanguages) and language else {}
+        prompts.append(EvalPrompt(ids, reference, fields))
     return prompts
-
-
-def language_fields(row: Row, config: DataConfig, tokenizer: Tokenizer) -> dict[str, int]:
-    """Generation settings of a row's target language, if its tokenizer reads one."""
-    own = tokenizer_of(row, tokenizer, config.src_lang_field, config.tgt_lang_field)
-    language = own.tgt_lang if isinstance(own, WithLanguages) else None
-    return {} if language is None else own.target_fields(language)
 
 
 def generate_and_score(

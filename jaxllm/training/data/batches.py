@@ -100,10 +100,6 @@ class Epoch:
         """Share of the epoch's positions that are padding, 0 to 1."""
         return self.plan.padding(self.examples.tokens)
 
-    def parts(self) -> Iterator[Epoch]:
-        """The epoch itself, as `StreamedEpoch.parts` gives the windows of a stream."""
-        yield self
-
     def __iter__(self) -> Iterator[HostBatch]:
         return self.iterate()
 
@@ -115,39 +111,30 @@ class Epoch:
 
 
 @dataclass(frozen=True)
-class StreamedEpoch:
-    """Batches of an epoch of a stream in the order of the rows; read again by each iteration."""
+class EvalBatches:
+    """Batches of whole epochs, which each iteration reads again.
 
-    examples: Stream
+    Those of `epoch_batches` have every example once, unshuffled.
+    """
+
+    examples: Source
     model: ModelInfo
     planner: Planner
     rows: range
 
-    def parts(self) -> Iterator[Epoch]:
-        """The windows."""
-        return read_windows(self.examples, self.model, self.planner, self.rows)
+    def windows(
+        self, epoch: int = 0, start: int = 0, carried: Sequence[list[int]] = ()
+    ) -> Iterator[Epoch]:
+        """The windows of an epoch from number `start` on; rows in memory are one window."""
+        for examples, plan in self.examples.read(self.planner, epoch, start, carried):
+            yield Epoch(examples, self.model, plan, self.planner.packing, self.rows)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.windows()))
 
     def __iter__(self) -> Iterator[HostBatch]:
-        for part in self.parts():
-            yield from part
-
-
-EvalBatches = Epoch | StreamedEpoch
-"""Every example once, unshuffled."""
-
-
-def read_windows(
-    source: Source,
-    model: ModelInfo,
-    planner: Planner,
-    rows: range,
-    epoch: int = 0,
-    start: int = 0,
-    carried: Sequence[list[int]] = (),
-) -> Iterator[Epoch]:
-    """The windows of an epoch from number `start` on; rows in memory are one window."""
-    for examples, plan in source.read(planner, epoch, start, carried):
-        yield Epoch(examples, model, plan, planner.packing, rows)
+        for window in self.windows():
+            yield from window
 
 
 class Batches(Iterator[HostBatch]):
@@ -177,7 +164,7 @@ class Batches(Iterator[HostBatch]):
         self.epoch, self.window, self.batch = 0, 0, 0
         self.carried: list[list[int]] = []
         self._model, self._planner, self._epochs = model, planner, epochs
-        self._process, self._rows = process, rows_of_process(planner.batch_size, *process)
+        self._process = process
         self._windows: Iterator[Epoch] = iter(())
         self._iterator: Iterator[HostBatch] = iter(())
         self._open_window: Epoch | None = None
@@ -188,11 +175,10 @@ class Batches(Iterator[HostBatch]):
 
     def in_order(self, batch_size: int) -> EvalBatches:
         """Every example once, unshuffled, in batches of another size."""
-        rows = rows_of_process(batch_size, *self._process)
+        source = self.examples.in_order() if isinstance(self.examples, Stream) else self.examples
         planner = replace(self._planner, batch_size=batch_size, shuffle=False)
-        if isinstance(self.examples, Stream):
-            return StreamedEpoch(self.examples.in_order(), self._model, planner, rows)
-        return next(read_windows(self.examples, self._model, planner, rows))
+        rows = rows_of_process(batch_size, *self._process)
+        return EvalBatches(source, self._model, planner, rows)
 
     def next_tokens(self) -> Int64[np.ndarray, "N K"]:
         """`Epoch.tokens` of the next batch."""
@@ -214,9 +200,9 @@ class Batches(Iterator[HostBatch]):
         Raises:
             DataError: the window has fewer batches; the position is unchanged.
         """
-        windows = read_windows(
-            self.examples, self._model, self._planner, self._rows, epoch, window, carried
-        )
+        rows = rows_of_process(self._planner.batch_size, *self._process)
+        batches = EvalBatches(self.examples, self._model, self._planner, rows)
+        windows = batches.windows(epoch, window, carried)
         current = next(windows)
         if batch > len(current):
             raise DataError(f"data state: batch {batch} of epoch {epoch}, which has {len(current)}")

@@ -275,7 +275,7 @@ def reference_logps(
     result = np.zeros((total, 2), np.float32)
     several = mesh if mesh is not None and mesh.size > 1 else None
     done = 0
-    for part in epoch.parts():
+    for part in epoch.windows():
         places = part.examples.places
         for members, batch in zip(part.members, part, strict=True):
             with use_mesh(several):

@@ -15,7 +15,7 @@ import platform
 import re
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -134,7 +134,8 @@ def model_flops(model: Model[Any], trainable: Collection[str] | None = None) -> 
             depth = ABOVE if path in EMBEDDINGS else _depth(path)  # a tied one is the head
             cost = 2.0 + 2.0 * (depth >= lowest) + 2.0 * (path in trained)
             cost *= leaf.size * used[path]
-            elements["source" if _reads_source(path) else "token"] += cost
+            is_source = path.startswith("encoder.") or ".cross.k." in path or ".cross.v." in path
+            elements["source" if is_source else "token"] += cost
     if isinstance(model, EncoderDecoderLM):
         encoder = _attention(model.encoder, "encoder", lowest)
         decoder = _attention(model.decoder, "decoder", lowest)
@@ -181,11 +182,6 @@ def _is_looked_up(path: str, model: Model[Any]) -> bool:
     if not isinstance(model, LanguageModel) or model.lm_head is not None:
         return True
     return parameters(model)[path] is not jax.tree.leaves(model.decoder_embedding)[0]
-
-
-def _reads_source(path: str) -> bool:
-    """True for matrices that multiply the encoder's tokens."""
-    return path.startswith("encoder.") or ".cross.k." in path or ".cross.v." in path
 
 
 def _attention(stack: Stack, name: str, lowest: tuple[int, int]) -> float:
@@ -273,12 +269,7 @@ def _measured_accelerator(device: Any) -> float:
     count = 10
     x = jax.device_put(np.eye(size, dtype=np.float32), device).astype(dtype)
     products = jax.jit(lambda x: jax.lax.fori_loop(0, count, lambda _, y: y @ x, x))
-    products(x).block_until_ready()
-    best = float("inf")
-    for _ in range(3):
-        start = time.perf_counter()
-        products(x).block_until_ready()
-        best = min(best, time.perf_counter() - start)
+    best = _fastest(lambda: products(x), time.perf_counter)
     return 2.0 * size**3 * count / best
 
 
@@ -287,12 +278,18 @@ def _measured_cpu(device: Any) -> float:
     size, dtype = CPU_PRODUCT
     x = jax.device_put(np.full((size, size), 0.5, dtype), device)
     product = jax.jit(jnp.dot)
-    product(x, x).block_until_ready()
-    best = float("inf")
-    for _ in range(3):
-        start = time.process_time()
-        product(x, x).block_until_ready()
-        best = min(best, time.process_time() - start)
+    best = _fastest(lambda: product(x, x), time.process_time)
     has_affinity = hasattr(os, "sched_getaffinity")  # Linux
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return 2.0 * size**3 / best * cores
+
+
+def _fastest(run: Callable[[], jax.Array], clock: Callable[[], float]) -> float:
+    """Seconds of the fastest of three runs, after one that compiles."""
+    run().block_until_ready()
+    seconds: list[float] = []
+    for _ in range(3):
+        start = clock()
+        run().block_until_ready()
+        seconds.append(clock() - start)
+    return min(seconds)

@@ -251,8 +251,8 @@ def _curves(
     ]
     charts = sorted((*CHARTS, *more), key=lambda chart: metric not in dict(chart[1]))
     for title, fields in charts:
-        curves_or_none = [curve(rows, field, name) for field, name in fields]
-        curves = [c for c in curves_or_none if c is not None]
+        drawn = (curve(rows, field, name) for field, name in fields)
+        curves = [each for each in drawn if each is not None]
         if curves:
             yield title, curves
 
