@@ -24,8 +24,6 @@ from jaxllm.common.optional_packages import require
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.generate import generate
 from jaxllm.generation.inputs.batching import run_in_batches
-from jaxllm.generation.inputs.padded_batch import PaddedBatch
-from jaxllm.generation.settings.lengths import checked_lengths
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import Model
 from jaxllm.tokenizers import Tokenizer
@@ -319,20 +317,6 @@ def generate_answers(
         number: tokenizer.decode(before_eos(row, eos_ids), skip_special_tokens=True)
         for number, row in rows
     }
-
-
-def check_answer_length(
-    model: GenerativeModel, prompt: Sequence[int], fields: Mapping[str, Any]
-) -> None:
-    """Checks that prompt and answer fit in the model's context and in `max_length`.
-
-    Raises:
-        InputError: they do not fit.
-    """
-    if not model.is_encoder_decoder:
-        config, _ = merged_config(model, None, fields)
-        ids = np.zeros((1, len(prompt)), np.int32)
-        checked_lengths(model, config, PaddedBatch(ids, np.ones_like(ids, bool)))
 
 
 def before_eos(ids: Sequence[int], eos_ids: Sequence[int]) -> Sequence[int]:

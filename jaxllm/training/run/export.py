@@ -25,7 +25,7 @@ from jaxllm.saving import save_hf
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.lora import merge_lora
 from jaxllm.training.run.recipe import Recipe
-from jaxllm.training.run.run_folder import CHECKPOINTS, base_of, check_base
+from jaxllm.training.run.run import CHECKPOINTS, base_of, check_base
 from jaxllm.training.run.setup import initial_model, trainable_paths
 
 MAX_JSON_BYTES = 1 << 26

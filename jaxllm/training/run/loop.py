@@ -15,7 +15,6 @@ from jax.experimental import multihost_utils
 
 from jaxllm.checkpoint.orbax import RunCheckpoints
 from jaxllm.common.errors import RunError
-from jaxllm.common.validation import to_plain
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import Model
 from jaxllm.parallel.placement import put_batch
@@ -32,7 +31,6 @@ from jaxllm.training.monitor.metrics_log import MetricsLog, MetricsRow, Sink
 from jaxllm.training.monitor.progress import TrainingProgress
 from jaxllm.training.monitor.report import write_samples
 from jaxllm.training.run.recipe import EarlyStopping, Recipe
-from jaxllm.training.run.run_folder import settings_of
 from jaxllm.training.run.setup import (
     Setup,
     eval_batch_size,
@@ -128,7 +126,7 @@ class Loop:
     Args:
         log: the log of the first process; None in the others.
         sinks: further logs of the metrics.
-        base: `base_of` the model: config, and digests of parameters that checkpoints omit.
+        meta: metadata of all checkpoints: recipe, settings, and what the run started from.
         patience: state of early stopping; None: the recipe has none.
         samples_file: file for the first answers of the last evaluation; None: they are not kept.
     """
@@ -140,13 +138,13 @@ class Loop:
         progress: TrainingProgress,
         log: MetricsLog | None,
         sinks: Sequence[Sink],
-        base: Mapping[str, Any],
+        meta: Mapping[str, Any],
         patience: Patience | None = None,
         samples_file: Path | None = None,
     ) -> None:
         self.setup, self.recipe = setup, setup.recipe
         self.checkpoints, self.progress, self.log, self.sinks = checkpoints, progress, log, sinks
-        self.base, self.patience, self.samples_file = base, patience, samples_file
+        self.meta, self.patience, self.samples_file = meta, patience, samples_file
         self.last: MetricsRow = {}
         self._mesh = setup.mesh if setup.mesh.size > 1 else None
         metric = self.recipe.checkpoints.metric
@@ -363,10 +361,8 @@ class Loop:
         if self.log is not None:
             self.log.sync()  # the steps of a checkpoint are in it, even after a power cut
         meta = {
-            "recipe": to_plain(self.recipe),
+            **self.meta,
             "data": self.setup.batches.state(),
-            "base": dict(self.base),
-            "settings": settings_of(state.model, self.setup.tokenizer),
             "evaluated": evaluated,
             **self.patience_meta(),
         }

@@ -14,8 +14,7 @@ from jaxllm.common.errors import InputError, RunError
 from jaxllm.common.optional_packages import require
 from jaxllm.parallel.ray_cluster import connect, environment
 from jaxllm.training.run.recipe import Recipe
-from jaxllm.training.run.run import train
-from jaxllm.training.run.run_folder import check_new, folder_of
+from jaxllm.training.run.run import check_new, folder_of, train
 
 SHUTDOWN_SECONDS = "5"
 """Time that the workers of a failed attempt have to disconnect, before Ray ends them."""

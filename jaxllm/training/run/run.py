@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,15 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxllm.checkpoint.orbax import RunCheckpoints
-from jaxllm.common.errors import InputError, RunError, naming_file
+from jaxllm.checkpoint.orbax.leaves import digests
+from jaxllm.checkpoint.orbax.steps import numbered
+from jaxllm.common.errors import ConfigError, InputError, RunError, naming_file
+from jaxllm.common.files import expanded
 from jaxllm.common.hardware import device_report
 from jaxllm.common.precision import matmul_precision
 from jaxllm.common.progress import Reporter, reports_to
 from jaxllm.common.validation import to_plain
 from jaxllm.models.model import Model
-from jaxllm.parallel.environment import changed_environment
+from jaxllm.models.registry import architecture_of
+from jaxllm.parallel.environment import changed_environment, changes, jax_settings
 from jaxllm.parallel.processes import in_all_processes
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data import Source
@@ -34,22 +40,14 @@ from jaxllm.training.monitor.report import (
     finish_report,
     write_samples,
 )
-from jaxllm.training.monitor.run_card import DataFile, RunCard, make_run_card, write_run_card
+from jaxllm.training.monitor.run_card import DataFile, RunCard, flat, make_run_card, write_run_card
 from jaxllm.training.run.loop import Loop, patience_of
-from jaxllm.training.run.recipe import DataConfig, Recipe, find_recipe, read_recipe
-from jaxllm.training.run.run_folder import (
-    CHECKPOINTS,
-    base_of,
-    check_base,
-    check_new,
-    check_same,
-    check_unchanged,
-    folder_of,
-    saved_steps,
-    settings_of,
-)
+from jaxllm.training.run.recipe import CHANGEABLE, DataConfig, Recipe, find_recipe, read_recipe
 from jaxllm.training.run.setup import Setup, measured_on, mesh_for, set_up, with_reference
-from jaxllm.training.state import TRAINED, TrainState, parameter_count
+from jaxllm.training.state import TRAINED, Params, TrainState, parameter_count
+
+CHECKPOINTS = "checkpoints"
+DTYPE = "model.dtype"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +148,12 @@ def train(
         stack.enter_context(progress)
         patience = patience_of(recipe, saved, partial(measured_on, recipe, setup.eval_batches))
         after = folder / AFTER if leads else None
-        loop = Loop(setup, checkpoints, progress, log, sinks, base, patience, after)
+        meta = {
+            "recipe": to_plain(recipe),
+            "base": base,
+            "settings": settings_of(state.model, setup.tokenizer),
+        }
+        loop = Loop(setup, checkpoints, progress, log, sinks, meta, patience, after)
         before, now = ({**x.versions, **x.devices} for x in ([card.starts[-1], *card.starts])[-2:])
         if (change := changed_environment(before, now)) is not None:
             say(f"{folder} {change}")
@@ -187,9 +190,12 @@ def start_or_resume(
     """
     if not resume:
         in_all_processes(lambda: check_new(folder), RunError)
-    has_checkpoint = resume and bool(saved_steps(folder))
+    has_checkpoint = resume and bool(numbered(folder / CHECKPOINTS))
     if has_checkpoint:
-        check_same(checkpoints.read().meta, recipe, folder)
+        before = fixed_fields(checkpoints.read().meta["recipe"])
+        now = fixed_fields(to_plain(recipe))
+        before[DTYPE] = now[DTYPE] = None  # the settings have the dtype that was chosen
+        check_unchanged(before, now, folder)
     setup = set_up(recipe, say)
     # LoRA's reference is the frozen model.
     is_reference = recipe.dpo is not None and recipe.lora is None
@@ -288,3 +294,98 @@ def sample_before(folder: Path, loop: Loop, state: TrainState) -> None:
         samples = loop.generate(state.model, loop.setup.prompts[:count]).samples
     if jax.process_index() == 0:
         write_samples(folder / BEFORE, samples)
+
+
+def folder_of(recipe: Recipe) -> Path:
+    """Returns the recipe's `output_dir`.
+
+    Raises:
+        ConfigError: the recipe has none.
+    """
+    if recipe.output_dir is None:
+        raise ConfigError("output_dir: missing; name the folder of the run with --output-dir")
+    return expanded(recipe.output_dir)
+
+
+def check_new(folder: Path) -> None:
+    """Checks that a folder holds no run.
+
+    Raises:
+        RunError: the folder holds a run; the message says how to resume it.
+    """
+    steps, metrics = numbered(folder / CHECKPOINTS), folder / "metrics.jsonl"
+    if steps or (metrics.exists() and metrics.stat().st_size):
+        last = f", saved at step {max(steps)}" if steps else ""
+        raise RunError(
+            f"{folder}: holds a run already{last}; continue it with --resume, or name another "
+            "folder"
+        )
+
+
+def settings_of(model: Model[Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a run computes with besides its recipe and data."""
+    return {DTYPE: model.dtype.name, "tokenizer": tokenizer.digest(), **jax_settings()}
+
+
+def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
+    """Raises RunError, which names them, if settings are not those that a run was started with."""
+    if changed := changes(before, now):
+        raise RunError(
+            f"{folder}: the run was started with other settings ({changed}); resume with those, or "
+            "start a new run in another folder"
+        )
+
+
+def fixed_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a recipe that cannot change when a run resumes, under dotted names."""
+    return {
+        name: value
+        for name, value in flat(plain).items()
+        if not any(f"{name}.".startswith(f"{field}.") for field in CHANGEABLE)
+    }
+
+
+def base_of(model: Model[Any], frozen: Params, reference: Params | None = None) -> dict[str, Any]:
+    """Config, generation config, and digests of the frozen parameters, which checkpoints omit.
+
+    Args:
+        reference: trained parameters before the first step, if a run compares with them (DPO).
+    """
+    config = flat(model.config.to_json(*architecture_of(model)))
+    settings = model.generation_config
+    generation = {} if settings is None else json.loads(json.dumps(settings.to_json()))
+
+    # Floats as float32, which is exact, since another device may keep the same weights in another
+    # dtype; one by one, so that there is one copy at a time.
+    def digest(params: Params) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for path, x in sorted(params.items()):
+            is_float = jnp.issubdtype(x.dtype, jnp.floating)
+            found |= digests({path: x.astype(jnp.float32) if is_float else x})
+        return found
+
+    base = {"config": config, "generation_config": generation, "tensors": digest(frozen)}
+    return base if reference is None else {**base, "reference": digest(reference)}
+
+
+def check_base(saved: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
+    """Checks that configs and frozen parameters are those that the run started from.
+
+    Raises:
+        RunError: they differ.
+    """
+    before, tensors = saved["tensors"], now["tensors"]
+    if "reference" in now:  # an export has none
+        before, tensors = {**before, **saved["reference"]}, {**tensors, **now["reference"]}
+    paths = before.keys() | tensors.keys()
+    differing = sorted(path for path in paths if before.get(path) != tensors.get(path))
+    what = changes(saved["config"], now["config"]) or changes(
+        saved["generation_config"], now["generation_config"]
+    )
+    if differing:
+        what = f"{len(differing)} of its tensors differ, such as {differing[0]}"
+    if what:
+        raise RunError(
+            f"{folder}: the base model is not the one that the run started from ({what}); give the "
+            "same checkpoint"
+        )

@@ -33,6 +33,8 @@ from jaxllm.common.errors import (
 from jaxllm.common.files import replacing
 from jaxllm.common.progress import progress_phase
 from jaxllm.generation.call.merging import merged_config
+from jaxllm.generation.inputs.padded_batch import PaddedBatch
+from jaxllm.generation.settings.lengths import checked_lengths
 from jaxllm.loading import load
 from jaxllm.models.build_options import Options
 from jaxllm.models.decoder import GenerativeModel
@@ -62,7 +64,6 @@ from jaxllm.training.evaluation import (
     EvalPrompt,
     EvalResult,
     Predicted,
-    check_answer_length,
     generation_rows,
     score_texts,
 )
@@ -346,10 +347,12 @@ def eval_prompts(
         return []
     fields, limit = recipe.evaluation.fields, recipe.evaluation.rows
     decoder = cast(GenerativeModel, model)
-    merged_config(decoder, None, fields)
+    config, _ = merged_config(decoder, None, fields)
 
     def check(ids: Sequence[int]) -> None:
-        check_answer_length(decoder, ids, fields)
+        if not decoder.is_encoder_decoder:
+            row = np.zeros((1, len(ids)), np.int32)
+            checked_lengths(decoder, config, PaddedBatch(row, np.ones_like(row, bool)))
 
     return generation_rows(recipe.eval_data, tokenizer, info, limit, check=check)
 
