@@ -140,6 +140,7 @@ def _run(argv: list[str], program: str) -> int:
 
 def _run_on_ray(recipe: Recipe, options: argparse.Namespace) -> int:
     from jaxllm.training.run.ray_run import RayWorkers, train_on_ray
+    from jaxllm.training.run.run import folder_of
 
     workers = RayWorkers(
         options.workers,
@@ -149,7 +150,7 @@ def _run_on_ray(recipe: Recipe, options: argparse.Namespace) -> int:
         topology=options.topology,
         accelerator_type=options.accelerator_type,
     )
-    result = train_on_ray(
+    step = train_on_ray(
         recipe,
         workers,
         resume=options.resume,
@@ -157,7 +158,7 @@ def _run_on_ray(recipe: Recipe, options: argparse.Namespace) -> int:
         keep_programs=not options.no_compile_cache,
     )
     if not options.quiet:
-        print(f"{result.folder}: step {result.step}")
+        print(f"{folder_of(recipe)}: step {step}")
     return 0
 
 

@@ -313,19 +313,11 @@ def generate_answers(
         return np.asarray(out.sequences)[:, start:].tolist()
 
     rows = run_in_batches(run, [*prompts], batch_size, length=lambda i: len(prompts[i]))
-    return {
-        number: tokenizer.decode(before_eos(row, eos_ids), skip_special_tokens=True)
-        for number, row in rows
-    }
-
-
-def before_eos(ids: Sequence[int], eos_ids: Sequence[int]) -> Sequence[int]:
-    """Generated ids before the first EOS token.
-
-    >>> before_eos([5, 6, 2, 0, 0], eos_ids=(2,))
-    [5, 6]
-    """
-    return next((ids[:i] for i, token in enumerate(ids) if token in eos_ids), ids)
+    texts: dict[int, str] = {}
+    for number, row in rows:
+        end = next((i for i, token in enumerate(row) if token in eos_ids), len(row))
+        texts[number] = tokenizer.decode(row[:end], skip_special_tokens=True)
+    return texts
 
 
 def as_text(content: str | Sequence[str] | Sequence[int], tokenizer: Tokenizer) -> str:

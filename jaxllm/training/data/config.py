@@ -205,7 +205,8 @@ class ModelInfo:
         kind: causal, seq2seq or classification.
         vocab_size: token ids must be below this.
         context_length: maximum tokens of an example; None: no limit.
-        eos_token_ids: the first one ends an answer if the tokenizer has no EOS.
+        eos_token_ids: the first one ends an answer if the tokenizer has no EOS; those of the
+            config, then those of the generation config.
         pad_token_id: id of padding; None: 0, which the masks hide.
         num_labels, problem_type: settings of a classifier, as in config.json.
     """
@@ -238,11 +239,13 @@ class ModelInfo:
         context = config.max_positions
         if context is None:
             context = getattr(config, "max_position_embeddings", None)
+        ends = getattr(model.generation_config, "eos_token_id", None) or ()
+        ends = (ends,) if isinstance(ends, int) else tuple(ends)
         return cls(
             kind=kind,
             vocab_size=config.vocab_size,
             context_length=context,
-            eos_token_ids=config.eos_token_ids,
+            eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + ends)),
             pad_token_id=config.pad_token_id,
             num_labels=config.num_labels,
             problem_type=config.problem_type,

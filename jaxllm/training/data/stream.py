@@ -184,12 +184,16 @@ class Stream:
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
         iterator = iter(shares.to_iter_dataset(options))
         known: dict[Place, EncodedRow] = {}
+
+        def make(row: int, piece: int) -> EncodedRow:
+            return self._with_reference(row, self.encoder(row)[0][piece])
+
         rest = np.asarray(carried, np.int64).reshape(-1, self.width)
         try:
             for window in numbers:
                 mine, sizes = self._gathered(iterator)
                 known, every = known | mine, np.concatenate([rest, sizes])
-                items = WindowItems(every[:, :2], known, self.example)
+                items = WindowItems(every[:, :2], known, make)
                 tokens = every[:, 2:].reshape(-1, *self.sample.tokens.shape[1:])
                 examples = Examples(items, Counts(), "", every, tokens)
                 is_last = window + 1 == self.windows
@@ -247,10 +251,6 @@ class Stream:
             return result
 
         return mine, np.concatenate(self.peers.gather(sizes))
-
-    def example(self, row: int, piece: int) -> EncodedRow:
-        """Encodes the example at a place."""
-        return self._with_reference(row, self.encoder(row)[0][piece])
 
     def _with_reference(self, row: int, example: EncodedRow) -> EncodedRow:
         if self.reference is None or not isinstance(example, PreferenceExample):

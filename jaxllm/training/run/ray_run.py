@@ -46,14 +46,6 @@ class RayWorkers:
             raise InputError("--topology, --accelerator-type: only with TPU in --worker-resources")
 
 
-@dataclasses.dataclass(frozen=True)
-class RayResult:
-    """The result of `train_on_ray`."""
-
-    folder: Path
-    step: int
-
-
 def train_on_ray(
     recipe: Recipe,
     workers: RayWorkers,
@@ -61,8 +53,10 @@ def train_on_ray(
     resume: bool = False,
     quiet: bool = False,
     keep_programs: bool = True,
-) -> RayResult:
+) -> int:
     """Runs `jaxllm.training.run.train` in all workers, as the processes of one run.
+
+    Returns the last step.
 
     The folder of the run, data and model are on file systems that all nodes share, at the same
     paths. If a worker or its node is lost, Ray ends the others and starts all again, and the run
@@ -95,7 +89,7 @@ def train_on_ray(
         failures = getattr(failure, "worker_failures", None) or {0: failure}
         why = str(failures[min(failures)]).strip().split("\n")[-1]
         raise RunError(f"{folder}: {why}; continue with --resume") from failure
-    return RayResult(folder, result.return_value)
+    return result.return_value
 
 
 def trainer(workers: RayWorkers, folder: Path, config: Mapping[str, Any]) -> Any:

@@ -44,7 +44,7 @@ from jaxllm.training.monitor.run_card import DataFile, RunCard, flat, make_run_c
 from jaxllm.training.run.loop import Loop, patience_of
 from jaxllm.training.run.recipe import CHANGEABLE, DataConfig, Recipe, find_recipe, read_recipe
 from jaxllm.training.run.setup import Setup, measured_on, mesh_for, set_up, with_reference
-from jaxllm.training.state import TRAINED, Params, TrainState, parameter_count
+from jaxllm.training.state import TRAINED, Params, TrainState
 
 CHECKPOINTS = "checkpoints"
 DTYPE = "model.dtype"
@@ -262,12 +262,12 @@ def card_of(setup: Setup, resumed_at: int | None) -> RunCard:
     data = {"train": file_of(recipe.data, setup.batches.examples)}
     if recipe.eval_data is not None and setup.eval_batches is not None:
         data["eval"] = file_of(recipe.eval_data, setup.eval_batches.examples)
-    count = parameter_count(state.params)
+    trained, frozen = (sum(x.size for x in y.values()) for y in (state.params, state.frozen))
     return make_run_card(
         config=to_plain(recipe),
         data=data,
-        total_parameters=count + parameter_count(state.frozen),
-        trainable_parameters=count,
+        total_parameters=trained + frozen,
+        trainable_parameters=trained,
         resumed_at=resumed_at,
     )
 

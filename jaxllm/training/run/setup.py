@@ -73,7 +73,7 @@ from jaxllm.training.monitor.flops import ModelFlops, model_flops
 from jaxllm.training.monitor.metrics_log import tensorboard_package, wandb_package
 from jaxllm.training.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from jaxllm.training.run.recipe import BYTES, Evaluation, ModelSource, Recipe
-from jaxllm.training.state import Params, TrainState
+from jaxllm.training.state import TrainState
 from jaxllm.training.step import Step, make_train_step
 
 NOT_DIVIDED = "cannot be split over {} devices (mesh: data * fsdp); give a multiple"
@@ -208,7 +208,7 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
     mesh = mesh_for(recipe)
     check_files_and_packages(recipe)
     model, tokenizer = initial_model(recipe, mesh if mesh.size > 1 else None)
-    info = info_of(model)
+    info = ModelInfo.of(model)
     batches, eval_batches = load_data(recipe, tokenizer, info, mesh, say)
     prompts = eval_prompts(recipe, model, tokenizer, info)
     last_step = recipe.last_step(batches.batches_per_epoch)
@@ -229,7 +229,12 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
         donate=True,
     )
     model = state.model
-    check_no_decay(recipe.optimizer, state.params)
+    for pattern in set(recipe.optimizer.no_decay) - set(OptimizerConfig.no_decay):
+        if not any(re.search(pattern, path) for path in state.params):
+            raise ConfigError(
+                f"optimizer.no_decay: {pattern!r} matches no trained parameter, such as "
+                f"{next(iter(state.params))}"
+            )
     smoothed = {"label_smoothing": recipe.label_smoothing, "z_loss": recipe.z_loss}
     preferences = None if recipe.dpo is None else DPOLoss(recipe.dpo)
     return Setup(
@@ -252,20 +257,6 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
         last_step=last_step,
         prompts=prompts,
     )
-
-
-def check_no_decay(config: OptimizerConfig, params: Params) -> None:
-    """Checks that each pattern of `no_decay` matches a trained parameter, unless it is a default.
-
-    Raises:
-        ConfigError: one matches none.
-    """
-    for pattern in set(config.no_decay) - set(OptimizerConfig.no_decay):
-        if not any(re.search(pattern, path) for path in params):
-            raise ConfigError(
-                f"optimizer.no_decay: {pattern!r} matches no trained parameter, such as "
-                f"{next(iter(params))}"
-            )
 
 
 def mesh_for(recipe: Recipe) -> Mesh:
@@ -470,19 +461,6 @@ def rows_progress(
             say(f"{what}: {done:,} of {total:,} {done_as}")
 
     return progress
-
-
-def info_of(model: Model[Any]) -> ModelInfo:
-    """`ModelInfo` with the EOS tokens of the model's generation config."""
-    info = ModelInfo.of(model)
-    settings = model.generation_config
-    ends = getattr(settings, "eos_token_id", None)
-    if ends is None:
-        return info
-    listed = (ends,) if isinstance(ends, int) else tuple(ends)
-    return dataclasses.replace(
-        info, eos_token_ids=tuple(dict.fromkeys(info.eos_token_ids + listed))
-    )
 
 
 def with_reference(
