@@ -130,6 +130,8 @@ class EvalBatches:
             yield Epoch(examples, self.model, plan, self.planner.packing, self.rows)
 
     def __len__(self) -> int:
+        if isinstance(self.examples, Stream):  # list() asks too, and would read it twice
+            raise TypeError("the number of batches of a stream is not known before it is read")
         return sum(map(len, self.windows()))
 
     def __iter__(self) -> Iterator[HostBatch]:

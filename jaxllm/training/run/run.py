@@ -106,7 +106,6 @@ def train(
     leads = jax.process_index() == 0
     reporter = Reporter(quiet=quiet or not leads)
     say = reporter.say
-
     with contextlib.ExitStack() as stack:
         stack.enter_context(matmul_precision(recipe.model.matmul_precision))
         checkpoints = stack.enter_context(
@@ -143,6 +142,7 @@ def train(
             peak=peak,
             every=recipe.log_every,
             evaluations_after=lambda step: has_evaluations * (-(-last // every) - step // every),
+            quiet=reporter.console.quiet,
             console=reporter.console,
         )
         stack.enter_context(progress)

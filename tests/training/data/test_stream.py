@@ -91,7 +91,10 @@ def test_every_row_once_in_every_epoch(name):
     expected = expected_contents(name)
     assert [sorted(epoch) for epoch in epochs] == [sorted(expected)] * 3
     assert epochs[0] != epochs[1] != epochs[2]
-    evaluated = [x for batch in batches_of(name, make=epoch_batches) for x in contents(batch)]
+    in_order = batches_of(name, make=epoch_batches)
+    evaluated = [x for batch in in_order for x in contents(batch)]
+    with pytest.raises(TypeError, match="not known before it is read"):
+        len(in_order)
     assert sorted(evaluated) == sorted(expected)
 
 
