@@ -15,7 +15,7 @@ import jaxllm
 from jaxllm.auto import AutoModelForCausalLM
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.run import read_recipe
-from jaxllm.training.run.named_recipes import recipes
+from jaxllm.training.run.recipe import recipes
 
 FINETUNING, DATA = DOCS / "finetuning.md", DOCS / "finetuning-data.md"
 LORA, RECIPES = DOCS / "lora.md", DOCS / "recipes.md"

@@ -103,7 +103,7 @@ def _run(argv: list[str], program: str) -> int:
     options = _parser(program).parse(own)
     check_flags(options)
     if options.list:
-        from jaxllm.training.run.named_recipes import description, recipes
+        from jaxllm.training.run.recipe import description, recipes
 
         for name, path in recipes().items():
             print(f"{name:22} {description(path)}")
@@ -112,8 +112,7 @@ def _run(argv: list[str], program: str) -> int:
         raise InputError("no recipe: give a YAML file, or a name that `jaxllm train --list` prints")
     # Imported after option errors, since these imports take seconds.
     from jaxllm.training.run import read_recipe, train
-    from jaxllm.training.run.named_recipes import find_recipe
-    from jaxllm.training.run.recipe import parse_yaml
+    from jaxllm.training.run.recipe import find_recipe, parse_yaml
 
     values = {name: parse_yaml(text) for name, text in overrides.items()}
     # Orbax also logs the failed saves that it raises.
@@ -141,6 +140,7 @@ def _run(argv: list[str], program: str) -> int:
 
 def _run_on_ray(recipe: Recipe, options: argparse.Namespace) -> int:
     from jaxllm.training.run.ray_run import RayWorkers, train_on_ray
+    from jaxllm.training.run.run import folder_of
 
     workers = RayWorkers(
         options.workers,
@@ -150,7 +150,7 @@ def _run_on_ray(recipe: Recipe, options: argparse.Namespace) -> int:
         topology=options.topology,
         accelerator_type=options.accelerator_type,
     )
-    result = train_on_ray(
+    step = train_on_ray(
         recipe,
         workers,
         resume=options.resume,
@@ -158,7 +158,7 @@ def _run_on_ray(recipe: Recipe, options: argparse.Namespace) -> int:
         keep_programs=not options.no_compile_cache,
     )
     if not options.quiet:
-        print(f"{result.folder}: step {result.step}")
+        print(f"{folder_of(recipe)}: step {step}")
     return 0
 
 

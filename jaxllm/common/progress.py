@@ -38,12 +38,14 @@ def megabytes(done: int, total: int) -> str:
 def duration(seconds: float) -> str:
     """A time as people write it.
 
-    >>> duration(180.2), duration(3725)
-    ('3:00', '1:02:05')
+    >>> duration(180.2), duration(3725), duration(200000)
+    ('3:00', '1:02:05', '2d 7:33:20')
     """
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    days, hours = divmod(hours, 24)
+    start = f"{days}d " if days else ""
+    return f"{start}{hours}:{minutes:02}:{rest:02}" if hours or days else f"{minutes}:{rest:02}"
 
 
 class Reporter:
@@ -185,8 +187,8 @@ def _program_name(function: str) -> str:
     return name.strip("_").replace("_", " ")
 
 
-_reports: list[tuple[Reporter, CompileReports]] = []
-"""The reporter of `set_progress`, if it is on."""
+_reports: list[tuple[Reporter, CompileReports | None]] = []
+"""The reporter of `set_progress` or `reports_to`, if one is on."""
 
 
 @checks_flags
@@ -200,10 +202,26 @@ def set_progress(on: bool, *, least_seconds: float = 0.5) -> None:
     alone.
     """
     while _reports:
-        _reports.pop()[1].close()
+        _, programs = _reports.pop()
+        if programs is not None:
+            programs.close()
     if on:
         reporter = Reporter(least_seconds=least_seconds)
         _reports.append((reporter, CompileReports(reporter, least_seconds)))
+
+
+@contextlib.contextmanager
+def reports_to(reporter: Reporter) -> Generator[None]:
+    """Shows the phases of the library by the reporter of a command, unless `set_progress` is on or
+    the reporter is quiet."""
+    if _reports or reporter.console.quiet:
+        yield
+        return
+    _reports.append((reporter, None))
+    try:
+        yield
+    finally:
+        _reports.clear()
 
 
 @contextlib.contextmanager

@@ -12,8 +12,7 @@ from jaxllm.training.losses import (
     Seq2SeqLoss,
     loss_for,
 )
-from jaxllm.training.optimizers import OptimizerConfig, make_optimizer, make_schedule
-from jaxllm.training.parameter_labels import labels
+from jaxllm.training.optimizers import OptimizerConfig, labels, make_optimizer, make_schedule
 from jaxllm.training.state import TrainState
 from jaxllm.training.step import make_train_step
 

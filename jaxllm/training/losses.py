@@ -43,7 +43,6 @@ from jaxllm.parallel.sharding import (
     shard_count,
 )
 
-LabelledModel = CausalLM | EncoderDecoderLM[Any] | SequenceClassifier
 Batch = Mapping[str, Any]
 """Arrays [B, ...] by model argument name, and `labels`."""
 MAX_LOGITS = 1 << 27
@@ -124,9 +123,12 @@ class TokenLoss:
         labels = jnp.asarray(labels)
         columns = columns_within(self.max_logits, labels.shape, model.config.vocab_size)
         if columns >= labels.shape[1]:
-            sums = self.of_tokens(model.head(x, head_key), labels)
+            sums: Sums = self.of_tokens(model.head(x, head_key), labels)
         else:
-            sums = chunked_sums(self.of_tokens, columns, model.head, x, labels, head_key)
+            # Nothing else in a head has dropout.
+            head_key = head_key if isinstance(model.head.layer, LoraLinear) else None
+            chunks = _chunks_of(columns, x, labels, head_key)
+            sums = chunked_sums(self.of_tokens, model.head, chunks)
         if aux_loss is None:
             return sums
         assert model.config.aux_loss is not None
@@ -290,25 +292,6 @@ def columns_within(limit: int, shape: tuple[int, int], vocab_size: int) -> int:
     return columns if fitting >= columns else 1 << max(fitting.bit_length() - 1, 0)
 
 
-def chunked_sums(
-    sums_of: SumsOf,
-    columns: int,
-    head: Head,
-    x: Float[Array, "B T D"],
-    labels: Int[Array, "B T"],
-    key: Array | None,
-) -> Sums:
-    """``sums_of(head(x, key), labels)``, added up over chunks of `columns` columns.
-
-    The gradient of a chunk is computed with its loss, while its logits are there, so that nothing
-    is computed twice (as in Liger Kernel, Hsu et al. 2024, arXiv:2410.10989). There is no
-    forward-mode derivative.
-    """
-    if not isinstance(head.layer, LoraLinear):
-        key = None  # nothing else in a head has dropout
-    return _sums(sums_of, head, _chunks_of(columns, x, labels, key))
-
-
 def chunked_row_losses(
     columns: int,
     head: Head,
@@ -358,7 +341,13 @@ def _chunk_sums(sums_of: SumsOf, head: Head, x: Array, labels: Array, key: Array
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sums(sums_of: SumsOf, head: Head, chunks: Chunks) -> Sums:
+def chunked_sums(sums_of: SumsOf, head: Head, chunks: Chunks) -> Sums:
+    """``sums_of(head(x, key), labels)``, added up over chunks of columns.
+
+    The gradient of a chunk is computed with its loss, while its logits are there, so that nothing
+    is computed twice (as in Liger Kernel, Hsu et al. 2024, arXiv:2410.10989). There is no
+    forward-mode derivative.
+    """
     head = gathered(head)
 
     def add(total: Sums, chunk: ChunkInputs) -> tuple[Sums, None]:
@@ -449,7 +438,7 @@ def _backward(sums_of: SumsOf, gradients: tuple[Head, Array], cotangents: Sums) 
     return head_grad, (x_grad, None, None)
 
 
-_sums.defvjp(_forward, _backward)
+chunked_sums.defvjp(_forward, _backward)
 
 
 def gathered(head: Head) -> Head:

@@ -1,4 +1,7 @@
-"""Makes optax optimizers by name, with learning-rate schedule, clipping and weight decay."""
+"""Makes optax optimizers by name, with learning-rate schedule, clipping and weight decay.
+
+`labels` names parameters for an optax loop of one's own, for example to freeze some of them.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,29 @@ import dataclasses
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxllm.common.errors import ConfigError
+from jaxllm.common.errors import ConfigError, InputError
+from jaxllm.models.model import Model
+from jaxllm.models.weights import parameters
+from jaxllm.parallel.sharding import parameter_path
 from jaxllm.training.state import Params, global_norm
+
+OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
+    "adamw": ("b1", "b2", "eps"),
+    "adafactor": ("momentum",),
+    "lion": ("b1", "b2"),
+    "sgd": ("momentum",),
+    "muon": ("b1", "b2", "eps"),
+}
+"""Optimizers, and the fields of their own that they take."""
+SCHEDULES = ("constant", "linear", "cosine", "inverse_sqrt")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,9 +73,10 @@ class OptimizerConfig:
     clip_norm: float | None = 1.0
 
     def __post_init__(self):
-        check_choice("name", self.name, OPTIMIZERS)
-        check_choice("schedule", self.schedule, SCHEDULES)
-        known = OPTIMIZERS[self.name].fields
+        for name, choices in (("name", OPTIMIZERS), ("schedule", SCHEDULES)):
+            if (value := getattr(self, name)) not in choices:
+                raise ConfigError(f"{name}: unknown {value!r}; known: {', '.join(choices)}")
+        known = OPTIMIZERS[self.name]
         for name in ("b1", "b2", "eps", "momentum"):
             value = getattr(self, name)
             if value is None:
@@ -109,27 +127,99 @@ class OptimizerConfig:
 def make_schedule(config: OptimizerConfig) -> optax.Schedule:
     """Makes the learning-rate schedule, a function of the optimizer step.
 
+    The inverse square root is the peak times sqrt(w / step) from step w on, the end of the warmup
+    (Raffel et al. 2019). Without warmup w is 10,000, T5's, and the steps count from it, as in
+    transformers.
+
     >>> schedule = make_schedule(OptimizerConfig(learning_rate=1.0, warmup_steps=2,
     ...                                          schedule="linear", schedule_steps=6))
     >>> [round(float(schedule(step)), 2) for step in (0, 1, 2, 4, 6, 9)]
     [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
     """
-    after = SCHEDULES[config.schedule](config)
-    if not config.warmup_steps:
+    peak, end, warmup = config.learning_rate, config.final_factor or 0.0, config.warmup_steps
+    steps, start = (config.schedule_steps or 0) - warmup, warmup or 10_000
+    schedules: Mapping[str, Callable[[], optax.Schedule]] = {
+        "constant": lambda: optax.constant_schedule(peak),
+        # optax's linear schedule misses its end value by a rounding error, and may be below 0.
+        "linear": lambda: (
+            lambda step: peak * (end + (1 - end) * jnp.maximum(steps - step, 0) / steps)
+        ),
+        "cosine": lambda: optax.cosine_decay_schedule(peak, steps, end),
+        # Steps are negative during the warmup, which has its own schedule.
+        "inverse_sqrt": lambda: lambda step: peak * (start / (jnp.maximum(step, 0) + start)) ** 0.5,
+    }
+    after = schedules[config.schedule]()
+    if not warmup:
         return after
-    warmup = optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
-    return optax.join_schedules([warmup, after], [config.warmup_steps])
+    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Makes gradient clipping, then the optimizer with its schedule and weight decay."""
-    spec = OPTIMIZERS[config.name]
-    values = {name: getattr(config, name) for name in spec.fields}
+    """Makes gradient clipping, then the optimizer with its schedule and weight decay.
+
+    - AdamW: Loshchilov & Hutter 2017, arXiv:1711.05101.
+    - Adafactor with T5's settings (Shazeer & Stern 2018, arXiv:1804.04235; Raffel et al. 2019):
+      updates relative to each parameter's size and clipped, factored second moments (of matrices
+      with both sides above 127, as in T5X) that decay as 1 - t^-0.8. T5 was fine-tuned at a
+      constant 1e-3.
+    - Lion: Chen et al. 2023, arXiv:2302.06675. Its learning rate is 3 to 10 times below AdamW's.
+    - Muon (Jordan et al. 2024) for the matrices of the blocks, each expert's alone; Adam with
+      Nesterov momentum for embeddings, head and vectors. Muon's updates are scaled to the size of
+      AdamW's, so that one learning rate suits both (Liu et al. 2025, arXiv:2502.16982).
+    """
+    schedule, mask = make_schedule(config), partial(decay_mask, config)
+    values = {name: getattr(config, name) for name in OPTIMIZERS[config.name]}
     options = {name: value for name, value in values.items() if value is not None}
-    optimizer = spec.make(config, make_schedule(config), options)
+    decay = config.weight_decay or 0.0
+    match config.name:
+        case "adamw":
+            optimizer = optax.adamw(schedule, weight_decay=decay, mask=mask, **options)
+        case "adafactor":
+            # optax does not multiply this rate by the learning rate; the other optimizers do.
+            rate = (lambda step: decay * schedule(step)) if decay else None
+            optimizer = optax.adafactor(
+                schedule, weight_decay_rate=rate, weight_decay_mask=mask, **options
+            )
+        case "lion":
+            optimizer = optax.lion(schedule, weight_decay=decay, mask=mask, **options)
+        case "sgd":
+            optimizer = optax.sgd(schedule, nesterov="momentum" in options, **options)
+            if decay:
+                decayed = optax.add_decayed_weights(lambda step: -decay * schedule(step), mask)
+                optimizer = optax.chain(optimizer, decayed)
+        case _:
+            adam = {f"adam_{name}": options[name] for name in ("b1", "b2") if name in options}
+            optimizer = optax.contrib.muon(
+                schedule,
+                weight_decay=decay,
+                weight_decay_mask=mask,
+                muon_weight_dimension_numbers=muon_axes,
+                consistent_rms=0.2,
+                **adam,
+                **({"eps": options["eps"]} if "eps" in options else {}),
+            )
     if config.clip_norm is None:
         return optimizer
     return optax.chain(clip_by_norm(config.clip_norm), optimizer)
+
+
+def decay_mask(config: OptimizerConfig, params: Params) -> Any:
+    """True for parameters with weight decay; those masked by muon have no leaf."""
+    return {
+        path: jax.tree.map(lambda x, path=path: config.decays(path, x.ndim), subtree)
+        for path, subtree in params.items()
+    }
+
+
+def muon_axes(params: Any) -> Any:
+    """Axes of the parameters that Muon itself trains; None for the others."""
+    matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+    stack = optax.contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=1)
+    by_axes = {2: matrix, 3: stack}
+    return {
+        path: by_axes.get(getattr(x, "ndim", 0)) if "blocks" in path else None
+        for path, x in params.items()
+    }
 
 
 def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
@@ -148,8 +238,9 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
         measured: tuple[Any, jax.Array | None] = (None, None),
         **_: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        gradients, norm = measured
-        if norm is None or not _same_arrays(gradients, updates):
+        (gradients, norm), leaves = measured, jax.tree.leaves(updates)
+        own = jax.tree.leaves(gradients)
+        if norm is None or len(own) != len(leaves) or not all(map(operator.is_, own, leaves)):
             norm = global_norm(updates)
         scale = jnp.minimum(1.0, max_norm / norm)
         return jax.tree.map(lambda g: (g * scale).astype(g.dtype), updates), state
@@ -157,154 +248,51 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
-def _same_arrays(a: Any, b: Any) -> bool:
-    leaves, others = jax.tree.leaves(a), jax.tree.leaves(b)
-    return len(leaves) == len(others) and all(map(operator.is_, leaves, others))
+def labels(
+    model: Model[Any], patterns: Mapping[str, Hashable], default: Hashable = None
+) -> Callable[[Any], Any]:
+    """Labels of a model's parameters by path, for `optax.multi_transform` and `optax.masked`.
 
+    The result is a function, as both accept: models are callable, and optax would call a label tree
+    that is a model.
 
-def _constant(config: OptimizerConfig) -> optax.Schedule:
-    return optax.constant_schedule(config.learning_rate)
+    Args:
+        model: its paths are matched; the function takes trees of the same paths, such as gradients.
+        patterns: labels by regexes, searched in each path; the first that matches counts.
+        default: label of parameters that no pattern matches; None: an error.
 
+    Raises:
+        InputError: a pattern matches no parameter, or no pattern matches a parameter and there is
+            no default.
 
-def _linear(config: OptimizerConfig) -> optax.Schedule:
-    peak, end = config.learning_rate, config.final_factor or 0.0
-    steps = steps_after_warmup(config)
-    # optax's linear schedule misses its end value by a rounding error, and may be below 0.
-    return lambda step: peak * (end + (1 - end) * jnp.maximum(steps - step, 0) / steps)
-
-
-def _cosine(config: OptimizerConfig) -> optax.Schedule:
-    return optax.cosine_decay_schedule(
-        config.learning_rate, steps_after_warmup(config), config.final_factor or 0.0
-    )
-
-
-def _inverse_sqrt(config: OptimizerConfig) -> optax.Schedule:
-    """The peak times sqrt(w / step) from step w on, the end of the warmup (Raffel et al. 2019).
-
-    Without warmup w is 10,000, T5's, and the steps count from it, as in transformers.
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from jaxllm.nn.linear import Linear
+    >>> layer = Linear(2, 3, use_bias=True, dtype=jnp.float32, param_dtype=jnp.float32, rngs=None)
+    >>> layer = jax.tree.map(jnp.ones_like, layer)
+    >>> label = labels(layer, {"bias": "train"}, default="freeze")
+    >>> optimizer = optax.multi_transform(
+    ...     {"train": optax.sgd(0.5), "freeze": optax.set_to_zero()}, label)
+    >>> updates, _ = optimizer.update(layer, optimizer.init(layer))
+    >>> parameters(updates)["bias"].tolist(), float(parameters(updates)["weight"].max())
+    ([-0.5, -0.5, -0.5], 0.0)
     """
-    start = config.warmup_steps or 10_000
-    # Steps are negative during the warmup, which has its own schedule.
-    return lambda step: config.learning_rate * (start / (jnp.maximum(step, 0) + start)) ** 0.5
+    paths = parameters(model)
 
+    def label_of(path: str) -> Hashable:
+        return next((value for key, value in patterns.items() if re.search(key, path)), default)
 
-def steps_after_warmup(config: OptimizerConfig) -> int:
-    """Number of steps of a linear or cosine schedule after the warmup."""
-    assert config.schedule_steps is not None
-    return config.schedule_steps - config.warmup_steps
+    for pattern in patterns:
+        if not any(re.search(pattern, path) for path in paths):
+            raise InputError(
+                f"labels: {pattern!r} matches no parameter, such as {next(iter(paths))}"
+            )
+    if (bare := next((path for path in paths if label_of(path) is None), None)) is not None:
+        raise InputError(f"labels: no pattern matches {bare}; give a default")
 
+    def label_tree(tree: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: label_of(parameter_path(path)), tree
+        )
 
-SCHEDULES: Mapping[str, Callable[[OptimizerConfig], optax.Schedule]] = {
-    "constant": _constant,
-    "linear": _linear,
-    "cosine": _cosine,
-    "inverse_sqrt": _inverse_sqrt,
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerSpec:
-    """An optimizer's constructor, and the config fields that it takes."""
-
-    make: Callable[[OptimizerConfig, optax.Schedule, dict[str, Any]], optax.GradientTransformation]
-    fields: tuple[str, ...]
-
-
-def decay_mask(config: OptimizerConfig) -> Callable[[Params], Any]:
-    """Mask function: True for parameters with weight decay; those masked by muon have no leaf."""
-
-    def mask(params: Params) -> Any:
-        return {
-            path: jax.tree.map(lambda x, path=path: config.decays(path, x.ndim), subtree)
-            for path, subtree in params.items()
-        }
-
-    return mask
-
-
-def _adamw(
-    config: OptimizerConfig, schedule: optax.Schedule, options: dict[str, Any]
-) -> optax.GradientTransformation:
-    """AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101)."""
-    decay = config.weight_decay or 0.0
-    return optax.adamw(schedule, weight_decay=decay, mask=decay_mask(config), **options)
-
-
-def _adafactor(
-    config: OptimizerConfig, schedule: optax.Schedule, options: dict[str, Any]
-) -> optax.GradientTransformation:
-    """Adafactor with T5's settings (Shazeer & Stern 2018, arXiv:1804.04235; Raffel et al. 2019):
-    updates relative to each parameter's size and clipped, factored second moments (of matrices with
-    both sides above 127, as in T5X) that decay as 1 - t^-0.8. T5 was fine-tuned at a constant 1e-3.
-    """
-    decay = config.weight_decay
-    return optax.adafactor(
-        schedule,
-        # optax does not multiply this one by the learning rate; the other optimizers do.
-        weight_decay_rate=None if decay is None else lambda step: decay * schedule(step),
-        weight_decay_mask=decay_mask(config),
-        **options,
-    )
-
-
-def _lion(
-    config: OptimizerConfig, schedule: optax.Schedule, options: dict[str, Any]
-) -> optax.GradientTransformation:
-    """Lion (Chen et al. 2023, arXiv:2302.06675). Its learning rate is 3 to 10 times below
-    AdamW's."""
-    decay = config.weight_decay or 0.0
-    return optax.lion(schedule, weight_decay=decay, mask=decay_mask(config), **options)
-
-
-def _sgd(
-    config: OptimizerConfig, schedule: optax.Schedule, options: dict[str, Any]
-) -> optax.GradientTransformation:
-    steps: list[Any] = [optax.sgd(schedule, nesterov="momentum" in options, **options)]
-    if config.weight_decay is not None:
-        decay = config.weight_decay
-        steps.append(optax.add_decayed_weights(lambda t: -decay * schedule(t), decay_mask(config)))
-    return optax.chain(*steps)
-
-
-def _muon(
-    config: OptimizerConfig, schedule: optax.Schedule, options: dict[str, Any]
-) -> optax.GradientTransformation:
-    """Muon (Jordan et al. 2024) for the matrices of the blocks, each expert's alone; Adam with
-    Nesterov momentum for embeddings, head and vectors. Muon's updates are scaled to the size of
-    AdamW's, so that one learning rate suits both (Liu et al. 2025, arXiv:2502.16982)."""
-    matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
-    stack = optax.contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=1)
-    by_axes = {2: matrix, 3: stack}
-
-    def dimensions(params: Any) -> Any:
-        return {
-            path: by_axes.get(getattr(x, "ndim", 0)) if "blocks" in path else None
-            for path, x in params.items()
-        }
-
-    adam = {f"adam_{name}": options[name] for name in ("b1", "b2") if name in options}
-    return optax.contrib.muon(
-        schedule,
-        weight_decay=config.weight_decay or 0.0,
-        weight_decay_mask=decay_mask(config),
-        muon_weight_dimension_numbers=dimensions,
-        consistent_rms=0.2,
-        **adam,
-        **({"eps": options["eps"]} if "eps" in options else {}),
-    )
-
-
-OPTIMIZERS: Mapping[str, OptimizerSpec] = {
-    "adamw": OptimizerSpec(_adamw, ("b1", "b2", "eps")),
-    "adafactor": OptimizerSpec(_adafactor, ("momentum",)),
-    "lion": OptimizerSpec(_lion, ("b1", "b2")),
-    "sgd": OptimizerSpec(_sgd, ("momentum",)),
-    "muon": OptimizerSpec(_muon, ("b1", "b2", "eps")),
-}
-
-
-def check_choice(field: str, value: str, known: Mapping[str, Any]) -> None:
-    """Checks that a field's value is one of the known names."""
-    if value not in known:
-        raise ConfigError(f"{field}: unknown {value!r}; known: {', '.join(known)}")
+    return label_tree

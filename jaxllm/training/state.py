@@ -172,11 +172,6 @@ class TrainState:
         return dataclasses.replace(self, **changes).with_card(self.card)
 
 
-def parameter_count(params: Params) -> int:
-    """Number of elements of all parameters."""
-    return sum(x.size for x in params.values())
-
-
 def global_norm(tree: Any) -> Float[Array, ""]:
     """Euclidean norm of all leaves together, in float32."""
     leaves = jax.tree.leaves(tree)

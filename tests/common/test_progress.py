@@ -19,7 +19,7 @@ from rich.console import Console
 import jaxllm
 from jaxllm.common import progress as progress_module
 from jaxllm.common.compiling import CompileClock
-from jaxllm.common.progress import Reporter, set_progress
+from jaxllm.common.progress import Reporter, duration, progress_phase, reports_to, set_progress
 
 
 def test_phase_prints_its_seconds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,6 +28,10 @@ def test_phase_prints_its_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     assert out == ""
     assert re.fullmatch(r"loading \[red\]x\[/red\]\.gguf: \d+\.\d s, [\d,]+ MB/s\n", err)
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (0, 61, 3600, 86400)] == ["0:00", "1:01", "1:00:00", "1d 0:00:00"]
 
 
 def test_long_lines_are_not_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,10 +124,21 @@ def test_lines_without_a_terminal(
     assert re.fullmatch(rf"loading: 2 of 3 MB, {rate}\nloading: \d\.\d s, {rate}\n", text), text
 
 
+def test_phases_of_the_library_go_to_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Until the end of the context, unless it is quiet."""
+    for quiet in (True, False):
+        with reports_to(Reporter(quiet=quiet)), progress_phase("loading") as update:
+            assert (update is None) is quiet
+    with progress_phase("loading") as update:
+        assert update is None
+    assert capsys.readouterr().err == "loading: 0.0 s\n"
+
+
 def test_phases_do_not_count_compiling_again(
     progress: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     [(reporter, reports)] = progress_module._reports
+    assert reports is not None
     event = "/jax/core/compile/backend_compile_duration"
     with reporter.phase("generating"):
         time.sleep(0.2)

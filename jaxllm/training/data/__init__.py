@@ -3,8 +3,14 @@
 from jaxllm.training.data.batches import Batches, Epoch, EvalBatches, Source
 from jaxllm.training.data.config import DataConfig, ModelInfo
 from jaxllm.training.data.examples import Counts, Examples
-from jaxllm.training.data.pipeline import epoch_batches, make_batches, read_examples, rows_of
-from jaxllm.training.data.reference import add_reference, reference_logps
+from jaxllm.training.data.pipeline import (
+    add_reference,
+    epoch_batches,
+    make_batches,
+    read_examples,
+    reference_logps,
+    rows_of,
+)
 from jaxllm.training.data.stream import Peers
 
 __all__ = [

@@ -1,8 +1,8 @@
 """Batches over several epochs, with a position that can be saved and restored.
 
 Batch n of an epoch does not depend on the number of processes; each process reads its own rows.
-A position is an epoch, a window of it (for a `Stream`) and a batch number. Restoring it reads no
-earlier data.
+A position is an epoch and a batch number; for a `Stream` also a window, and the examples that the
+window before has left over. Restoring it reads no earlier data.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from jaxtyping import Int64
 from jaxllm.common.errors import ConfigError, DataError
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.training.data.config import ModelInfo
-from jaxllm.training.data.example import Example, PreferenceExample
-from jaxllm.training.data.examples import Counts, Examples
+from jaxllm.training.data.examples import Counts, Example, Examples, PreferenceExample
 from jaxllm.training.data.plan import EpochPlan, Planner
 from jaxllm.training.data.stream import Stream
 
@@ -32,31 +31,21 @@ ExampleRows = Sequence[Sequence[Example]]
 PairRows = Sequence[Sequence[PreferenceExample]]
 
 
-@dataclass(frozen=True)
-class Shard:
+def rows_of_process(batch_size: int, index: int, count: int) -> range:
     """The rows of every batch that one process reads: part `index` of `count` equal parts.
 
     Raises:
         ConfigError: `count` does not divide the batch, or `index` is out of range.
     """
-
-    batch_size: int
-    index: int = 0
-    count: int = 1
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.count < 1 or self.batch_size % self.count:
-            raise ConfigError(
-                f"batch_size: {self.batch_size} rows cannot be divided among {self.count} "
-                "processes; give a multiple"
-            )
-        if not 0 <= self.index < self.count:
-            raise ConfigError(f"process_index: expected 0 to {self.count - 1}, found {self.index}")
-
-    @property
-    def rows(self) -> range:
-        size = self.batch_size // self.count
-        return range(self.index * size, (self.index + 1) * size)
+    if batch_size < 1 or count < 1 or batch_size % count:
+        raise ConfigError(
+            f"batch_size: {batch_size} rows cannot be divided among {count} processes; give a "
+            "multiple"
+        )
+    if not 0 <= index < count:
+        raise ConfigError(f"process_index: expected 0 to {count - 1}, found {index}")
+    size = batch_size // count
+    return range(index * size, (index + 1) * size)
 
 
 Source = Examples | Stream
@@ -101,13 +90,15 @@ class Epoch:
         return [[int(n) for row in rows for n in self.plan.row(batch, row)] for batch in batches]
 
     @property
+    def left_over(self) -> list[list[int]]:
+        """The examples that are left to the next window, as `Stream.read` takes them."""
+        places = self.examples.places
+        return [] if places is None else places[self.plan.rest].tolist()
+
+    @property
     def padding(self) -> float:
         """Share of the epoch's positions that are padding, 0 to 1."""
         return self.plan.padding(self.examples.tokens)
-
-    def parts(self) -> Iterator[Epoch]:
-        """The epoch itself, as `StreamedEpoch.parts` gives the windows of a stream."""
-        yield self
 
     def __iter__(self) -> Iterator[HostBatch]:
         return self.iterate()
@@ -120,42 +111,32 @@ class Epoch:
 
 
 @dataclass(frozen=True)
-class StreamedEpoch:
-    """Batches of an epoch of a stream in the order of the rows; read again by each iteration."""
+class EvalBatches:
+    """Batches of whole epochs, which each iteration reads again.
 
-    examples: Stream
+    Those of `epoch_batches` have every example once, unshuffled.
+    """
+
+    examples: Source
     model: ModelInfo
     planner: Planner
     rows: range
 
-    def parts(self) -> Iterator[Epoch]:
-        """The windows."""
-        return read_windows(self.examples, self.model, self.planner, self.rows)
+    def windows(
+        self, epoch: int = 0, start: int = 0, carried: Sequence[list[int]] = ()
+    ) -> Iterator[Epoch]:
+        """The windows of an epoch from number `start` on; rows in memory are one window."""
+        for examples, plan in self.examples.read(self.planner, epoch, start, carried):
+            yield Epoch(examples, self.model, plan, self.planner.packing, self.rows)
+
+    def __len__(self) -> int:
+        if isinstance(self.examples, Stream):  # list() asks too, and would read it twice
+            raise TypeError("the number of batches of a stream is not known before it is read")
+        return sum(map(len, self.windows()))
 
     def __iter__(self) -> Iterator[HostBatch]:
-        for part in self.parts():
-            yield from part
-
-
-EvalBatches = Epoch | StreamedEpoch
-"""Every example once, unshuffled."""
-
-
-def read_windows(
-    source: Source, model: ModelInfo, planner: Planner, rows: range, epoch: int = 0, start: int = 0
-) -> Iterator[Epoch]:
-    """The windows of an epoch from number `start` on; rows in memory are one window."""
-    for window, examples in enumerate(source.read(epoch, start), start):
-        plan = planner.plan(examples.lengths, epoch * source.windows + window)
-        yield Epoch(examples, model, plan, planner.packing, rows)
-
-
-def ordered_epoch(source: Source, model: ModelInfo, planner: Planner, shard: Shard) -> EvalBatches:
-    """Every example once, unshuffled."""
-    source, planner = source.in_order(), replace(planner, shuffle=False)
-    if isinstance(source, Stream):
-        return StreamedEpoch(source, model, planner, shard.rows)
-    return next(read_windows(source, model, planner, shard.rows))
+        for window in self.windows():
+            yield from window
 
 
 class Batches(Iterator[HostBatch]):
@@ -164,9 +145,11 @@ class Batches(Iterator[HostBatch]):
     Attributes:
         examples: the encoded data; ``examples.counts`` counts kept and dropped rows.
         epoch, window, batch: the position: numbers of the next batch.
+        carried: the position too: examples that the window before has left over.
 
     Args:
         epochs: number of epochs; None: unlimited.
+        process: index and count of the processes; see `rows_of_process`.
     """
 
     def __init__(
@@ -174,27 +157,30 @@ class Batches(Iterator[HostBatch]):
         examples: Source,
         model: ModelInfo,
         planner: Planner,
-        shard: Shard,
         epochs: int | None = None,
+        process: tuple[int, int] = (0, 1),
     ) -> None:
         if epochs is not None and epochs < 1:
             raise ConfigError(f"epochs: expected 1 or more, found {epochs}")
         self.examples = examples
         self.epoch, self.window, self.batch = 0, 0, 0
-        self._model, self._planner, self._shard, self._epochs = model, planner, shard, epochs
+        self.carried: list[list[int]] = []
+        self._model, self._planner, self._epochs = model, planner, epochs
+        self._process = process
         self._windows: Iterator[Epoch] = iter(())
         self._iterator: Iterator[HostBatch] = iter(())
         self._open_window: Epoch | None = None
 
     def with_examples(self, examples: Source) -> Batches:
         """The same batches, from the start, of examples with the same lengths."""
-        return Batches(examples, self._model, self._planner, self._shard, self._epochs)
+        return Batches(examples, self._model, self._planner, self._epochs, self._process)
 
     def in_order(self, batch_size: int) -> EvalBatches:
         """Every example once, unshuffled, in batches of another size."""
-        planner = replace(self._planner, batch_size=batch_size)
-        shard = Shard(batch_size, self._shard.index, self._shard.count)
-        return ordered_epoch(self.examples, self._model, planner, shard)
+        source = self.examples.in_order() if isinstance(self.examples, Stream) else self.examples
+        planner = replace(self._planner, batch_size=batch_size, shuffle=False)
+        rows = rows_of_process(batch_size, *self._process)
+        return EvalBatches(source, self._model, planner, rows)
 
     def next_tokens(self) -> Int64[np.ndarray, "N K"]:
         """`Epoch.tokens` of the next batch."""
@@ -204,22 +190,25 @@ class Batches(Iterator[HostBatch]):
     def _current(self) -> Epoch:
         """The window of the position; opens it at its first use."""
         if self._open_window is None:
-            self._open(self.epoch, self.window, self.batch)
+            self._open(self.epoch, self.window, self.batch, self.carried)
         assert self._open_window is not None
         return self._open_window
 
-    def _open(self, epoch: int, window: int, batch: int) -> None:
+    def _open(
+        self, epoch: int, window: int = 0, batch: int = 0, carried: Sequence[list[int]] = ()
+    ) -> None:
         """Moves to a position.
 
         Raises:
             DataError: the window has fewer batches; the position is unchanged.
         """
-        source, rows = self.examples, self._shard.rows
-        windows = read_windows(source, self._model, self._planner, rows, epoch, window)
+        rows = rows_of_process(self._planner.batch_size, *self._process)
+        batches = EvalBatches(self.examples, self._model, self._planner, rows)
+        windows = batches.windows(epoch, window, carried)
         current = next(windows)
         if batch > len(current):
             raise DataError(f"data state: batch {batch} of epoch {epoch}, which has {len(current)}")
-        self.epoch, self.window, self.batch = epoch, window, batch
+        self.epoch, self.window, self.batch, self.carried = epoch, window, batch, [*carried]
         self._windows, self._open_window = windows, current
         self._iterator = current.iterate(batch)
 
@@ -266,13 +255,14 @@ class Batches(Iterator[HostBatch]):
                 raise DataError(f"{self.examples.windows} windows in a row have no examples")
             if self.window + 1 < self.examples.windows:
                 # Opened again, should this fail.
-                self.window, self.batch, self._open_window = self.window + 1, 0, None
+                self.window, self.batch, self.carried = self.window + 1, 0, current.left_over
+                self._open_window = None
                 current = self._open_window = next(self._windows)
                 self._iterator = current.iterate()
             elif self._epochs is not None and self.epoch + 1 >= self._epochs:
                 raise StopIteration
             else:
-                self._open(self.epoch + 1, 0, 0)
+                self._open(self.epoch + 1)
                 current = self._current
         return current
 
@@ -286,9 +276,11 @@ class Batches(Iterator[HostBatch]):
         """The position, with digest and settings of the data, as JSON values."""
         return {**self._position(), **self._identity()}
 
-    def _position(self) -> dict[str, int]:
-        window = {"window": self.window} if isinstance(self.examples, Stream) else {}
-        return {"epoch": self.epoch, **window, "batch": self.batch}
+    def _position(self) -> dict[str, Any]:
+        position: dict[str, Any] = {"epoch": self.epoch, "batch": self.batch}
+        if isinstance(self.examples, Stream):
+            position |= {"window": self.window, "carried": self.carried}
+        return position
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues from a `state()`, on any number of processes.
@@ -316,7 +308,7 @@ class Batches(Iterator[HostBatch]):
                     f"data state: {name} was {state[name]!r} and is now {value!r}; a run resumes "
                     "only with the data, tokenizer and settings that it was started with"
                 )
-        for name in position:
+        for name in position.keys() - {"carried"}:
             if type(state[name]) is not int or state[name] < 0:
                 raise DataError(f"data state: {name} is {state[name]!r}, not a number from 0 on")
         epoch, window, batch = state["epoch"], state.get("window", 0), state["batch"]
@@ -326,7 +318,10 @@ class Batches(Iterator[HostBatch]):
             raise DataError(
                 f"data state: window {window}, but an epoch has {self.examples.windows}"
             )
-        self._open(epoch, window, batch)
+        carried = state.get("carried", [])
+        if isinstance(self.examples, Stream) and not self.examples.are_sizes(carried):
+            raise DataError(f"data state: carried is {str(carried)[:60]}, not places of examples")
+        self._open(epoch, window, batch, carried)
 
     def _identity(self) -> dict[str, Any]:
         planner, examples = self._planner, self.examples
@@ -371,7 +366,11 @@ def collate(
             [[np.ones_like(x) for x in row] for row in inputs], shape[0], 0
         )
     if model.kind == "classification":
-        return batch | _row_labels(rows, like)
+        ignored = np.full_like(like, IGNORED if like.dtype == np.int32 else 0)
+        batch["labels"] = np.stack([row[0].labels if row else ignored for row in rows])
+        if like.dtype != np.int32:
+            batch["weights"] = np.array([len(row) > 0 for row in rows], np.float32)
+        return batch
     labels = [[example.labels for example in row] for row in rows]
     batch["labels"] = _fill(labels, shape[-1], IGNORED)
     if packed and model.kind == "seq2seq":
@@ -414,12 +413,3 @@ def _fill(rows: Sequence[Sequence[np.ndarray]], length: int, value: int) -> np.n
 def _segment_ids(rows: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
     """Segment ids: 1 for each token of a row's first array, 2 for the second, ..."""
     return [[np.full_like(x, number) for number, x in enumerate(row, 1)] for row in rows]
-
-
-def _row_labels(rows: ExampleRows, like: np.ndarray) -> HostBatch:
-    real = np.array([len(row) > 0 for row in rows])
-    ignored = np.full_like(like, IGNORED if like.dtype == np.int32 else 0)
-    labels = np.stack([row[0].labels if row else ignored for row in rows])
-    if labels.dtype == np.int32:
-        return {"labels": labels}
-    return {"labels": labels, "weights": real.astype(np.float32)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal
@@ -36,25 +37,18 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "preference": ("prompt", "chosen", "rejected"),
 }
 """Fields of a row that each format reads; `NAME_field` has the name of the field NAME."""
-# Formats that read each format-specific field.
 _READ_BY: Mapping[str, tuple[str, ...]] = {
-    "text_field": ("text", "classification"),
-    "prompt_field": ("prompt_completion", "preference"),
-    "completion_field": ("prompt_completion",),
-    "messages_field": ("chat",),
-    "chosen_field": ("preference",),
-    "rejected_field": ("preference",),
+    **{
+        f"{name}_field": tuple(each for each, names in _FIELDS.items() if name in names)
+        for name in itertools.chain(*_FIELDS.values())
+    },
     "chat_template": ("chat", "preference"),
     "train_on": ("chat",),
-    "source_field": ("seq2seq",),
-    "target_field": ("seq2seq",),
-    "src_lang_field": ("seq2seq",),
-    "tgt_lang_field": ("seq2seq",),
-    "source_prefix": ("seq2seq",),
+    **dict.fromkeys(("src_lang_field", "tgt_lang_field", "source_prefix"), ("seq2seq",)),
     "max_target_length": ("seq2seq", "preference"),
-    "label_field": ("classification",),
     "label_names": ("classification",),
 }
+"""Formats that read each format-specific field."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,14 +170,12 @@ class DataConfig:
             raise ConfigError(f"seed: expected 0 or more, found {self.seed}")
         if self.path is not None and self.dataset is not None:
             raise ConfigError("path, dataset: give one of the two")
-        files = (("file_type", "auto"), ("by_line", False))
-        hub = (("dataset_name", None), ("split", "train"))
-        for names, other, is_set in (
-            (files, "dataset", self.dataset is not None),
-            (hub, "path", self.path is not None),
+        for other, names in (
+            ("dataset", ("file_type", "by_line")),
+            ("path", ("dataset_name", "split")),
         ):
-            for name, default in names:
-                if is_set and getattr(self, name) != default:
+            for name in names if getattr(self, other) is not None else ():
+                if getattr(self, name) != getattr(DataConfig, name):
                     raise ConfigError(f"{name}: has no effect with {other}")
         if len(set(self.label_names)) != len(self.label_names):
             raise ConfigError(f"label_names: a name is listed twice in {list(self.label_names)}")
@@ -213,7 +205,8 @@ class ModelInfo:
         kind: causal, seq2seq or classification.
         vocab_size: token ids must be below this.
         context_length: maximum tokens of an example; None: no limit.
-        eos_token_ids: the first one ends an answer if the tokenizer has no EOS.
+        eos_token_ids: the first one ends an answer if the tokenizer has no EOS; those of the
+            config, then those of the generation config.
         pad_token_id: id of padding; None: 0, which the masks hide.
         num_labels, problem_type: settings of a classifier, as in config.json.
     """
@@ -246,11 +239,13 @@ class ModelInfo:
         context = config.max_positions
         if context is None:
             context = getattr(config, "max_position_embeddings", None)
+        ends = getattr(model.generation_config, "eos_token_id", None) or ()
+        ends = (ends,) if isinstance(ends, int) else tuple(ends)
         return cls(
             kind=kind,
             vocab_size=config.vocab_size,
             context_length=context,
-            eos_token_ids=config.eos_token_ids,
+            eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + ends)),
             pad_token_id=config.pad_token_id,
             num_labels=config.num_labels,
             problem_type=config.problem_type,

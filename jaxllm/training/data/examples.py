@@ -1,9 +1,13 @@
-"""Encodes rows in threads and keeps the examples in memory, those of a source or of a window."""
+"""Examples: rows as token ids and labels, how they are encoded in threads, and sets of them.
+
+Labels are aligned with the input tokens (the loss shifts them); -100 is ignored by the loss.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -11,22 +15,152 @@ from typing import ClassVar
 
 import grain
 import numpy as np
-from jaxtyping import Float32, Int64
+from jaxtyping import Float32, Int32, Int64
 
 from jaxllm.common.errors import DataError, JaxLLMError
+from jaxllm.models.input_checks import IGNORED
 from jaxllm.training.data.config import ModelInfo, OnTooLong
-from jaxllm.training.data.example import CausalExample, EncodedRow, PreferenceExample
-from jaxllm.training.data.formats import Format
-from jaxllm.training.data.rows import Rows
+from jaxllm.training.data.plan import EpochPlan, Planner
+from jaxllm.training.data.rows import Row, Rows
 
 EncodingProgress = Callable[[int, int], None]
-
 """Called as ``progress(done, total)``."""
-
 THREADS = 4
 CHUNK_ROWS = 32
 """Rows that a thread encodes at a time, since handing one over takes as long as encoding it."""
 PREFETCHED_CHUNKS = 8
+
+
+@dataclass(frozen=True)
+class Example(ABC):
+    """Token ids (of the encoder, for an encoder-decoder) and labels."""
+
+    input_ids: Int32[np.ndarray, " T"]
+    labels: np.ndarray
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of tokens: (tokens,), or (encoder, decoder)."""
+        return (len(self.input_ids),)
+
+    @property
+    def learnt(self) -> int:
+        """Number of labels that count in the loss."""
+        return int(np.count_nonzero(self.labels != IGNORED))
+
+    @property
+    def sequences(self) -> tuple[Example, ...]:
+        """The sequences that the model reads: one."""
+        return (self,)
+
+    @abstractmethod
+    def truncate(self, limits: tuple[int, ...]) -> Example:
+        """Truncates to at most `limits` tokens on each side."""
+
+
+@dataclass(frozen=True)
+class CausalExample(Example):
+    """One label for each token; the first is -100, since no token precedes it."""
+
+    labels: Int32[np.ndarray, " T"]
+
+    @classmethod
+    def of(cls, ids: Int32[np.ndarray, " T"], learnt_from: int = 0) -> CausalExample:
+        """An example whose labels are all tokens from position `learnt_from` on.
+
+        >>> CausalExample.of(np.array([5, 6, 7, 8], np.int32), 2).labels.tolist()
+        [-100, -100, 7, 8]
+        """
+        labels = ids.copy()
+        labels[: max(learnt_from, 1)] = IGNORED
+        return cls(ids, labels)
+
+    def truncate(self, limits: tuple[int, ...]) -> CausalExample:
+        """Truncates the sequence. Adds no EOS, since the text does not end there."""
+        return CausalExample(self.input_ids[: limits[0]], self.labels[: limits[0]])
+
+    def split(self, limit: int) -> list[CausalExample]:
+        """Splits into pieces that overlap by one token: all tokens but the first are labels once.
+
+        >>> pieces = CausalExample.of(np.arange(5, dtype=np.int32)).split(3)
+        >>> [(piece.input_ids.tolist(), piece.labels.tolist()) for piece in pieces]
+        [([0, 1, 2], [-100, 1, 2]), ([2, 3, 4], [-100, 3, 4])]
+        """
+        starts = range(0, len(self.input_ids) - 1, limit - 1)
+        return [CausalExample.of(self.input_ids[start : start + limit]) for start in starts]
+
+
+@dataclass(frozen=True)
+class Seq2SeqExample(Example):
+    """`labels` are the tokens that the decoder generates."""
+
+    labels: Int32[np.ndarray, " D"]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return len(self.input_ids), len(self.labels)
+
+    def truncate(self, limits: tuple[int, ...]) -> Seq2SeqExample:
+        """Truncates both sides: the source keeps its EOS, as in transformers.
+
+        A truncated target has no EOS, so that the model does not learn to stop there.
+        """
+        source, target = self.input_ids, self.labels[: limits[1]]
+        if len(source) > limits[0]:
+            source = np.append(source[: limits[0] - 1], source[-1])
+        return Seq2SeqExample(source, target)
+
+
+@dataclass(frozen=True)
+class ClassificationExample(Example):
+    """`labels` is a class (int32 []), one number for each label (float32 [C]), or the number or
+    numbers of a regression (float32 [] or [C])."""
+
+    labels: Int32[np.ndarray, ""] | Float32[np.ndarray, "*C"]
+
+    @property
+    def learnt(self) -> int:
+        return 1
+
+    def truncate(self, limits: tuple[int, ...]) -> ClassificationExample:
+        return ClassificationExample(self.input_ids[: limits[0]], self.labels)
+
+
+@dataclass(frozen=True)
+class PreferenceExample:
+    """Two answers to one prompt, of which the first is preferred."""
+
+    chosen: Example
+    rejected: Example
+    reference: Float32[np.ndarray, " 2"] | None = None
+    """Log-probabilities of the answers under the reference model; None: not computed yet."""
+
+    @property
+    def sequences(self) -> tuple[Example, ...]:
+        return self.chosen, self.rejected
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of tokens of the longer sequence, on each side."""
+        return tuple(map(max, self.chosen.lengths, self.rejected.lengths))
+
+    @property
+    def learnt(self) -> int:
+        """Number of labels of both answers; 0 if one has none, or if the answers are equal."""
+        first, second = self.sequences
+        if np.array_equal(first.labels, second.labels) or not (first.learnt and second.learnt):
+            return 0
+        return first.learnt + second.learnt
+
+    def truncate(self, limits: tuple[int, ...]) -> PreferenceExample:
+        """Truncates both sequences."""
+        chosen, rejected = (sequence.truncate(limits) for sequence in self.sequences)
+        return replace(self, chosen=chosen, rejected=rejected)
+
+
+EncodedRow = Example | PreferenceExample
+Format = Callable[[Row], EncodedRow]
+"""Encodes one row of any length; raises a DataError that names the field for another row."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +212,14 @@ class Examples:
         items: the examples in the order of the rows.
         counts: counts of rows, examples and tokens.
         sha256: hash of the source (the files), for the run card.
-        numbers: number in the source of each example's row; None: the items are the source.
+        places: of a window, the place and the tokens of each example (`stream.Sizes`).
         sizes: `tokens`, if they are known without the items.
     """
 
     items: Sequence[EncodedRow] = field(repr=False)
     counts: Counts
     sha256: str
-    numbers: Int64[np.ndarray, " N"] | None = None
+    places: Int64[np.ndarray, "N w"] | None = None
     sizes: Int64[np.ndarray, "N S K"] | None = field(default=None, repr=False)
     windows: ClassVar[int] = 1
 
@@ -94,12 +228,11 @@ class Examples:
         """Number of examples of the source."""
         return len(self.items)
 
-    def read(self, epoch: int, start: int = 0) -> Iterator[Examples]:
-        """The only window of an epoch, as `Stream.read` gives those of a stream."""
-        return iter((self,)[start:])
-
-    def in_order(self) -> Examples:
-        return self
+    def read(
+        self, planner: Planner, epoch: int, start: int = 0, carried: Sequence[list[int]] = ()
+    ) -> Iterator[tuple[Examples, EpochPlan]]:
+        """The only window of an epoch and its plan, as `Stream.read` gives those of a stream."""
+        yield self, planner.plan(self.lengths, epoch)
 
     @cached_property
     def lengths(self) -> Int64[np.ndarray, "N K"]:

@@ -16,7 +16,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float32, Int32
@@ -28,10 +28,9 @@ from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.byte_level import ids_are_bytes
 from jaxllm.tokenizers.translation_tokenizers import WithLanguages
 from jaxllm.training.data.config import DataConfig, ModelInfo, eos_of
-from jaxllm.training.data.example import (
+from jaxllm.training.data.examples import (
     CausalExample,
     ClassificationExample,
-    EncodedRow,
     Example,
     PreferenceExample,
     Seq2SeqExample,
@@ -41,18 +40,6 @@ from jaxllm.training.data.rows import Row
 PART_CHARACTERS = 1 << 20
 """Longer texts are encoded in parts: the tokenizers library uses a hundred bytes per token."""
 Message = Mapping[str, Any]
-
-
-class Format(Protocol):
-    """Encodes one row of any length."""
-
-    def __call__(self, row: Row) -> EncodedRow:
-        """Encodes a row.
-
-        Raises:
-            DataError: the row does not have this format; names the field.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -95,6 +82,11 @@ class PromptCompletionFormat:
         ids = int32([*prompt, *completion, self.eos])
         return CausalExample.of(ids, learnt_from=len(prompt))
 
+    def prompt_of(self, row: Row) -> tuple[list[int], str]:
+        """Ids to generate from, and the expected answer."""
+        ids = encode_beginning(self.tokenizer, get(row, self.prompt, str))
+        return ids, get(row, self.completion, str)
+
 
 @dataclass(frozen=True)
 class Seq2SeqFormat:
@@ -120,6 +112,12 @@ class Seq2SeqFormat:
             int32(encode_ended(tokenizer, source, self.eos)),
             int32(encode_ended(tokenizer.for_targets(), target, self.eos)),
         )
+
+    def prompt_of(self, row: Row) -> tuple[list[int], str]:
+        """Ids to generate from, and the expected answer."""
+        tokenizer = tokenizer_of(row, self.tokenizer, self.src_lang, self.tgt_lang)
+        ids = encode_ended(tokenizer, self.prefix + get(row, self.source, str), self.eos)
+        return ids, get(row, self.target, str)
 
 
 def tokenizer_of(
@@ -179,9 +177,10 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def encode_ended(tokenizer: Tokenizer, text: str, eos: int) -> list[int]:
-    """Encodes a text with the tokenizer's special tokens, and EOS if they have none."""
+    """Encodes a text with the tokenizer's special tokens, and EOS unless the ids end with it."""
     ids = encode(tokenizer, text)
-    return ids if isinstance(tokenizer, WithLanguages) else with_end(ids, eos)
+    is_ended = isinstance(tokenizer, WithLanguages) or ids[-1:] == [eos]
+    return ids if is_ended else [*ids, eos]
 
 
 def plain(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -218,11 +217,6 @@ def encode_document(tokenizer: Tokenizer, text: str, size: int = PART_CHARACTERS
         ids += encode_continuation(tokenizer, part) if start else encode_beginning(tokenizer, part)
         start = stop
     return ids
-
-
-def with_end(ids: list[int], eos: int) -> list[int]:
-    """Appends EOS unless the ids already end with it."""
-    return ids if ids and ids[-1] == eos else [*ids, eos]
 
 
 def int32(ids: list[int]) -> Int32[np.ndarray, " T"]:
@@ -266,6 +260,31 @@ class ChatFormat:
             labels[start:stop] = ids[start:stop]
         labels[0] = IGNORED
         return CausalExample(ids, labels)
+
+    def prompt_of(self, row: Row) -> tuple[list[int], str]:
+        """Ids to generate from, and the expected answer: the last one of the conversation."""
+        return self.last_answer(messages_of(row, self.field), row, self.field)
+
+    def last_answer(
+        self, messages: Sequence[Message], row: Row, field: str
+    ) -> tuple[list[int], str]:
+        """Ids of the conversation before its last answer, and that answer; `field` holds it."""
+        answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        if not answers:
+            raise DataError(f"{field}: no message of the assistant")
+        reference = messages[answers[-1]].get("content")
+        if not isinstance(reference, str):
+            raise DataError(
+                f"{field}[{answers[-1]}]: evaluation.metrics compare texts, and the "
+                f"content of this answer is {str(reference)[:60]!r}"
+            )
+        ids = self.tokenizer.apply_chat_template(
+            messages[: answers[-1]],
+            tools=objects_of(row.get("tools")),
+            chat_template=self.chat_template,
+        )
+        assert not isinstance(ids, str)
+        return ids, reference
 
     def _turn_end(self, conversation: _Conversation, number: int, start: int) -> int:
         """Position after the token that ends the answer, excluding a following line break."""
@@ -481,22 +500,32 @@ class PreferenceFormat:
     rejected: str
 
     def __call__(self, row: Row) -> PreferenceExample:
-        if isinstance(objects_of(row.get(self.chosen)), list):
-            return self._conversations(row)
-        chosen, rejected = (encode(row) for encode in self.texts)
-        assert isinstance(chosen, Example)
-        assert isinstance(rejected, Example)
+        chat = self._chat_of(row)
+        if chat is None:
+            chosen, rejected = (encode(row) for encode in self.texts)
+        else:
+            tools = objects_of(row.get("tools"))
+            prompt, *answers = conversations_of(row, self.prompt, self.chosen, self.rejected)
+            chosen, rejected = (
+                chat.encode([*prompt, *answer], tools, first=len(prompt)) for answer in answers
+            )
         return PreferenceExample(chosen, rejected)
 
-    def _conversations(self, row: Row) -> PreferenceExample:
+    def prompt_of(self, row: Row) -> tuple[list[int], str]:
+        """Ids to generate from, and the expected answer: the chosen one."""
+        chat = self._chat_of(row)
+        if chat is None:
+            return self.texts[0].prompt_of(row)
+        prompt, chosen, _ = conversations_of(row, self.prompt, self.chosen, self.rejected)
+        return chat.last_answer([*prompt, *chosen[:1]], row, self.chosen)
+
+    def _chat_of(self, row: Row) -> ChatFormat | None:
+        """The format of the messages of a row; None if its answers are texts."""
+        if not isinstance(objects_of(row.get(self.chosen)), list):
+            return None
         if self.chat is None:
             raise DataError(f"{self.chosen}: messages, which an encoder-decoder cannot take; texts")
-        prompt, *answers = conversations_of(row, self.prompt, self.chosen, self.rejected)
-        chosen, rejected = (
-            self.chat.encode([*prompt, *answer], objects_of(row.get("tools")), first=len(prompt))
-            for answer in answers
-        )
-        return PreferenceExample(chosen, rejected)
+        return self.chat
 
 
 def conversations_of(
@@ -545,3 +574,7 @@ def preference_format(
     )
     chat = ChatFormat(tokenizer, model.eos_token_ids, f"{prompt} and answer", config.chat_template)
     return PreferenceFormat(completions, chat, prompt, chosen, rejected)
+
+
+GeneratedFormat = PromptCompletionFormat | Seq2SeqFormat | ChatFormat | PreferenceFormat
+"""Formats whose rows have a prompt and an answer, which a model can generate."""

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from jaxllm.common.compiling import cache_folder
 from jaxllm.common.errors import DataError, naming_file, shortened
 from jaxllm.common.files import replacing
 from jaxllm.common.optional_packages import require
+from jaxllm.common.progress import progress_phase
 
 LARGE_BYTES = 256 << 20
 """Files that are larger, all together, are indexed in the cache folder."""
@@ -37,6 +39,8 @@ _BLANK = np.isin(np.arange(256), list(b" \t\n\r\x0b\x0c"))
 
 Places = Int64[np.ndarray, "N 2"]
 """Offset of each row in a file, and the number of its first line, from 1 on."""
+Done = Callable[[int], None]
+"""Called with the number of bytes of a file that are read so far."""
 
 
 def total_bytes(files: Sequence[Path]) -> int:
@@ -49,8 +53,11 @@ def are_large(files: Sequence[Path]) -> bool:
     return total_bytes(files) > LARGE_BYTES
 
 
-def kept_index(file: Path, name: str, build: Callable[[Path], None]) -> Path:
+def kept_index(file: Path, name: str, doing: str, build: Callable[[Path, Done], None]) -> Path:
     """A file in the cache that is made of `file`, now by `build` if it is not there.
+
+    Args:
+        doing: what `build` does with the file, for the messages of progress.
 
     Raises:
         DataError: the cache folder cannot be written.
@@ -65,22 +72,36 @@ def kept_index(file: Path, name: str, build: Callable[[Path], None]) -> Path:
             if not kept.exists():
                 for old in folder.glob(f"*{name}-*"):  # of an earlier content, or half written
                     old.unlink()
-                with replacing(kept) as half:
-                    build(half)
+                with progress_phase(f"{doing} {file}") as update, replacing(kept) as half:
+
+                    def done(size: int) -> None:
+                        if update is not None:
+                            update(file.name, size, stat.st_size)
+
+                    build(half, done)
     return kept
 
 
 def file_hash(file: Path) -> str:
     """SHA-256 of a file; that of a large one is kept."""
+    if not are_large([file]):
+        return read_hash([file])
 
-    def build(half: Path) -> None:
-        half.write_text(digest())
+    def build(half: Path, done: Done) -> None:
+        half.write_text(read_hash([file], done))
 
-    def digest() -> str:
+    return kept_index(file, "sha256", "hashing", build).read_text()
+
+
+def read_hash(files: Sequence[Path], done: Done = lambda size: None) -> str:
+    """SHA-256 of the concatenated files, as ``cat FILES | sha256sum`` gives it."""
+    digest = hashlib.sha256()
+    for file in files:
         with naming_file(file, DataError, "read"), file.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-
-    return kept_index(file, "sha256", build).read_text() if are_large([file]) else digest()
+            while block := stream.read(_BLOCK):
+                digest.update(block)
+                done(stream.tell())
+    return digest.hexdigest()
 
 
 def row_places(file: Path, blocks: Callable[[Path], Iterator[Places]], *, keep: bool) -> Places:
@@ -93,12 +114,13 @@ def row_places(file: Path, blocks: Callable[[Path], Iterator[Places]], *, keep: 
     if not keep:
         return np.concatenate([np.zeros((0, 2), np.int64), *blocks(file)])
 
-    def build(half: Path) -> None:
+    def build(half: Path, done: Done) -> None:
         with half.open("wb") as stream:
             for places in blocks(file):
                 stream.write(places.tobytes())
+                done(int(places[:, 0].max(initial=0)))
 
-    kept = kept_index(file, "rows", build)
+    kept = kept_index(file, "rows", "indexing", build)
     size = kept.stat().st_size
     return np.memmap(kept, np.int64, "r").reshape(-1, 2) if size else np.zeros((0, 2), np.int64)
 
@@ -155,7 +177,7 @@ class ArrowCopy(Table):
     def __init__(self, file: Path) -> None:
         arrow = require("pyarrow", extra="parquet", purpose="Parquet files")
         self.name, self._path = str(file), file
-        copy = kept_index(file, "arrow", lambda half: _copy_parquet(file, half))
+        copy = kept_index(file, "arrow", "copying", partial(_copy_parquet, file))
         # Not mapped: pages of all rows that were read would count as memory of the process.
         self._file = arrow.ipc.open_file(arrow.OSFile(str(copy)))
         self._lock = threading.Lock()
@@ -178,7 +200,7 @@ class ArrowCopy(Table):
         return dict(zip(batch.schema.names, map(without_nulls, cells), strict=True))
 
 
-def _copy_parquet(file: Path, copy: Path) -> None:
+def _copy_parquet(file: Path, copy: Path, done: Done) -> None:
     """Writes a Parquet file as an Arrow file, row group by row group.
 
     Raises:
@@ -209,7 +231,10 @@ def _copy_parquet(file: Path, copy: Path) -> None:
 
     rest = schema.empty_table()
     with arrow.OSFile(str(copy), "wb") as sink, arrow.ipc.new_file(sink, schema) as writer:
+        size, count, rows = file.stat().st_size, reader.metadata.num_rows, 0
         for batch in reader.iter_batches(64 * BATCH_ROWS):
+            rows += len(batch)
+            done(size * rows // count)
             columns = map(converted, batch.columns, schema.names, schema.types)
             more = arrow.Table.from_arrays(list(columns), schema=schema)
             table = arrow.concat_tables([rest, more]).combine_chunks()

@@ -1,21 +1,28 @@
-"""Makes batches from a `DataConfig`, a tokenizer and the properties of a model."""
+"""Makes batches from a `DataConfig`, a tokenizer and the properties of a model.
+
+Those of preferences also have log-probabilities under a reference model, computed once before
+training.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Float32
 
 from jaxllm.batch.tables.templates import RowTemplate
 from jaxllm.common.errors import ConfigError, DataError, nearest
+from jaxllm.models.model import Model
+from jaxllm.parallel.placement import put_batch
+from jaxllm.parallel.sharding import constrain, use_mesh
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.translation_tokenizers import WithLanguages
-from jaxllm.training.data.batches import (
-    Batches,
-    EvalBatches,
-    Shard,
-    Source,
-    ordered_epoch,
-)
+from jaxllm.training.data.batches import Batches, EvalBatches, rows_of_process
 from jaxllm.training.data.config import (
     DataConfig,
     ModelInfo,
@@ -23,11 +30,16 @@ from jaxllm.training.data.config import (
     eos_of,
     length_limits,
 )
-from jaxllm.training.data.examples import EncodingProgress, Examples, RowEncoder, encode_rows
+from jaxllm.training.data.examples import (
+    EncodingProgress,
+    Examples,
+    RowEncoder,
+    encode_rows,
+)
 from jaxllm.training.data.formats import (
     ChatFormat,
     ClassificationFormat,
-    Format,
+    GeneratedFormat,
     PromptCompletionFormat,
     Seq2SeqFormat,
     TextFormat,
@@ -40,55 +52,49 @@ from jaxllm.training.data.rows import (
     Rows,
     SequenceRows,
     TableRows,
-    TemplatedRows,
     dataset_rows,
     open_rows,
 )
-from jaxllm.training.data.stream import ALONE, Peers, may_stream, open_stream
+from jaxllm.training.data.stream import ALONE, Peers, open_stream
+from jaxllm.training.dpo import pair_logps
+from jaxllm.training.losses import Batch
 
 CHECKED_ROWS = 100
 """Number of rows, from the first on, whose fields are checked before a model is loaded."""
 
 
-def rows_of(config: DataConfig) -> Rows:
-    """Opens the data source of a config, with the fields that its templates make.
+def rows_of(config: DataConfig, rows: Sequence[Row] | None = None) -> Rows:
+    """Opens the data source of a config, or `rows` instead, with the fields of its templates.
 
     Raises:
-        ConfigError: the config has no source.
+        ConfigError: the config has no source, or has one although there are `rows`.
         MissingFileError, DataError, UnsupportedError: as `open_rows` and `dataset_rows`.
-        InputError: as `with_templates`.
+        DataError, InputError: a template is wrong, or names a column that the first rows lack.
     """
-    if config.dataset is not None:
-        rows = dataset_rows(config.dataset, config.dataset_name, config.split)
+    templates = {
+        name: RowTemplate(text, f"templates.{name}") for name, text in config.templates.items()
+    }
+    if rows is not None:
+        if config.path is not None or config.dataset is not None:
+            raise ConfigError("path, dataset: have no effect when rows are given")
+        source: Rows = SequenceRows(rows)
+    elif config.dataset is not None:
+        source = dataset_rows(config.dataset, config.dataset_name, config.split)
     elif config.path is None:
         raise ConfigError("path: give the files of the data, or a dataset")
     else:
-        rows = open_rows(config.path, file_type=config.file_type, by_line=config.by_line)
-        if isinstance(rows, TableRows):
-            used = (each.names for each in row_templates(config).values())
-            rows.check_distinct({*config.fields.values(), *itertools.chain(*used)})
-    return with_templates(rows, config)
-
-
-def row_templates(config: DataConfig) -> dict[str, RowTemplate]:
-    """The templates of a config, by the fields that they make."""
-    return {name: RowTemplate(text, f"templates.{name}") for name, text in config.templates.items()}
-
-
-def with_templates(rows: Rows, config: DataConfig) -> Rows:
-    """The rows with the fields that the config's templates make.
-
-    Raises:
-        DataError, InputError: a template is wrong, or names a column that the first rows lack.
-    """
-    templates = row_templates(config)
-    for index in range(min(len(rows), CHECKED_ROWS)):
+        source = open_rows(config.path, file_type=config.file_type, by_line=config.by_line)
+        if isinstance(source, TableRows):
+            used = itertools.chain(*(template.names for template in templates.values()))
+            source.check_distinct({*config.fields.values(), *used})
+    for index in range(min(len(source), CHECKED_ROWS)) if templates else ():
         for template in templates.values():
             try:
-                template.columns(rows[index])
+                template.columns(source[index])
             except DataError as failure:
-                raise DataError(f"{rows.where(index)}: {failure}") from None
-    return TemplatedRows(rows, templates) if templates else rows
+                raise DataError(f"{source.where(index)}: {failure}") from None
+    source.templates = templates
+    return source
 
 
 def check_fields(config: DataConfig) -> None:
@@ -110,8 +116,15 @@ def check_fields(config: DataConfig) -> None:
                 )
 
 
-def make_format(config: DataConfig, tokenizer: Tokenizer, model: ModelInfo) -> Format:
-    """Makes the format that encodes the rows of a config for a model."""
+def make_format(
+    config: DataConfig, tokenizer: Tokenizer, model: ModelInfo
+) -> TextFormat | ClassificationFormat | GeneratedFormat:
+    """Makes the format that encodes the rows of a config for a model.
+
+    Raises:
+        ConfigError: the model cannot be trained on it; or truncation would cut off what the
+            decoder begins with.
+    """
     check_together(config, model)
     match config.format:
         case "classification":
@@ -135,30 +148,29 @@ def make_format(config: DataConfig, tokenizer: Tokenizer, model: ModelInfo) -> F
                 tokenizer, eos, config.prompt_field, config.completion_field
             )
         case "seq2seq":
-            return seq2seq_format(config, tokenizer, model)
+            ends_in_code = isinstance(tokenizer, WithLanguages) and not tokenizer.code_comes_first
+            if config.on_too_long == "truncate" and ends_in_code:
+                raise ConfigError(
+                    "on_too_long: 'truncate' would cut off the language code at the end of a "
+                    "target; this tokenizer takes 'error' and 'drop'"
+                )
+            return Seq2SeqFormat(
+                tokenizer,
+                eos_of(tokenizer, model),
+                config.source_field,
+                config.target_field,
+                config.source_prefix,
+                config.src_lang_field,
+                config.tgt_lang_field,
+            )
 
 
-def seq2seq_format(config: DataConfig, tokenizer: Tokenizer, model: ModelInfo) -> Seq2SeqFormat:
-    """The format of sources and targets.
-
-    Raises:
-        ConfigError: truncation would cut off what the decoder begins with.
-    """
-    ends_in_code = isinstance(tokenizer, WithLanguages) and not tokenizer.code_comes_first
-    if config.on_too_long == "truncate" and ends_in_code:
-        raise ConfigError(
-            "on_too_long: 'truncate' would cut off the language code at the end of a target; this "
-            "tokenizer takes 'error' and 'drop'"
-        )
-    return Seq2SeqFormat(
-        tokenizer,
-        eos_of(tokenizer, model),
-        config.source_field,
-        config.target_field,
-        config.source_prefix,
-        config.src_lang_field,
-        config.tgt_lang_field,
-    )
+def row_encoder(
+    config: DataConfig, tokenizer: Tokenizer, model: ModelInfo, rows: Sequence[Row] | None = None
+) -> RowEncoder:
+    """Makes what encodes the rows of a config's source, or `rows` instead; raises as its parts."""
+    encode, limits = make_format(config, tokenizer, model), length_limits(config, model)
+    return RowEncoder(rows_of(config, rows), encode, model, limits, config.on_too_long)
 
 
 def read_examples(
@@ -178,33 +190,6 @@ def read_examples(
         DataError: a file or a row is malformed or does not fit; the message names it.
     """
     return encode_rows(row_encoder(config, tokenizer, model, rows), progress)
-
-
-def row_encoder(
-    config: DataConfig, tokenizer: Tokenizer, model: ModelInfo, rows: Sequence[Row] | None = None
-) -> RowEncoder:
-    """Makes what encodes the rows of a config's source, or `rows` instead; raises as its parts."""
-    encode = make_format(config, tokenizer, model)
-    limits = length_limits(config, model)
-    if rows is not None and (config.path is not None or config.dataset is not None):
-        raise ConfigError("path, dataset: have no effect when rows are given")
-    source = rows_of(config) if rows is None else with_templates(SequenceRows(rows), config)
-    return RowEncoder(source, encode, model, limits, config.on_too_long)
-
-
-def read_source(
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    planner: Planner,
-    encoder: RowEncoder,
-    peers: Peers,
-    progress: EncodingProgress,
-) -> Source:
-    """Opens the stream of a source, or reads and encodes all rows of a small one."""
-    stream = None
-    if may_stream(config, encoder.rows):
-        stream = open_stream(config, tokenizer, encoder, planner, peers)
-    return encode_rows(encoder, progress) if stream is None else stream
 
 
 def make_batches(
@@ -246,43 +231,75 @@ def make_batches(
     >>> next(batches)["labels"][0, :7].tolist()
     [-100, -100, -100, -100, 50, 256, -100]
     """
-    shard = Shard(batch_size, process_index, process_count)
+    process = (process_index, process_count)
+    rows_of_process(batch_size, *process)  # raises before rows are read
     encoder = row_encoder(config, tokenizer, model, rows)
-    planner = _planner(config, model, batch_size, seed)
-    source = read_source(config, tokenizer, planner, encoder, peers, progress)
-    return Batches(source, model, planner, shard, epochs)
+    seed = seed if config.seed is None else config.seed
+    planner = Planner(
+        batch_size, encoder.limits, config.packing, config.bucket, config.shuffle, seed
+    )
+    stream = open_stream(config, tokenizer, encoder, planner, peers)
+    source = encode_rows(encoder, progress) if stream is None else stream
+    return Batches(source, model, planner, epochs, process)
 
 
 def epoch_batches(
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    *,
-    model: ModelInfo,
-    batch_size: int,
-    process_index: int = 0,
-    process_count: int = 1,
-    rows: Sequence[Row] | None = None,
-    progress: EncodingProgress = lambda done, total: None,
-    peers: Peers = ALONE,
+    config: DataConfig, tokenizer: Tokenizer, *, model: ModelInfo, batch_size: int, **options: Any
 ) -> EvalBatches:
     """Makes batches for evaluation: every example exactly once, in a fixed order.
 
     The last batch is filled with padding rows: labels are -100, or `weights` 0 for float
-    labels. The result can be iterated over repeatedly. Arguments are those of `make_batches`.
+    labels. The result can be iterated over repeatedly. Arguments are those of `make_batches`,
+    without `seed` and `epochs`.
     """
-    shard = Shard(batch_size, process_index, process_count)
-    encoder = row_encoder(config, tokenizer, model, rows)
-    planner = _planner(config, model, batch_size, 0)
-    source = read_source(config, tokenizer, planner, encoder, peers, progress)
-    return ordered_epoch(source, model, planner, shard)
+    batches = make_batches(config, tokenizer, model=model, batch_size=batch_size, **options)
+    return batches.in_order(batch_size)
 
 
-def _planner(config: DataConfig, model: ModelInfo, batch_size: int, seed: int) -> Planner:
-    return Planner(
-        batch_size=batch_size,
-        limits=length_limits(config, model),
-        packing=config.packing,
-        bucket=config.bucket,
-        shuffle=config.shuffle,
-        seed=seed if config.seed is None else config.seed,
-    )
+def reference_logps(
+    model: Model[Any],
+    epoch: EvalBatches,
+    mesh: Mesh | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Float32[np.ndarray, "N 2"]:
+    """Log-probabilities of all pairs under a model without dropout, in the order of the examples;
+    of a stream, in the order of the rows.
+
+    Args:
+        model: the reference: the model before training. With LoRA, the base model.
+        epoch: every pair once, such as those of `Batches.in_order`.
+        mesh: devices of the model; None: one device.
+        progress: called as ``progress(done, total)`` after every batch.
+    """
+    total = epoch.examples.total
+    result = np.zeros((total, 2), np.float32)
+    several = mesh if mesh is not None and mesh.size > 1 else None
+    done = 0
+    for part in epoch.windows():
+        places = part.examples.places
+        for members, batch in zip(part.members, part, strict=True):
+            with use_mesh(several):
+                logps = _pair_logps(model, batch if mesh is None else put_batch(batch, mesh))
+            numbers = members if places is None else places[members, 0]
+            result[numbers] = np.asarray(logps)[: len(members)]
+            done += len(members)
+            progress(done, total)
+    return result
+
+
+@jax.jit
+def _pair_logps(model: Model[Any], batch: Batch) -> Float[Array, "B 2"]:
+    # Replicated, so that every process has the rows of all.
+    return constrain(pair_logps(model, batch)[0])
+
+
+def add_reference(batches: Batches, model: Model[Any], batch_size: int = 8) -> Batches:
+    """The batches with `reference_logps`, computed with the model before training.
+
+    Args:
+        batches: of format "preference", on one process.
+        model: the reference; with LoRA, the base model.
+        batch_size: pairs per batch of this computation.
+    """
+    logps = reference_logps(model, batches.in_order(batch_size))
+    return batches.with_examples(batches.examples.with_reference(logps))

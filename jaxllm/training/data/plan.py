@@ -6,7 +6,6 @@ number of processes, and any epoch is planned without computing earlier ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +22,7 @@ WINDOW_ROWS = 512
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """The batches of one epoch; each example is in exactly one row."""
+    """The batches of one epoch, or of a window of it; each example is in exactly one row."""
 
     members: Int64[np.ndarray, " N"]
     """Example numbers, concatenated over the rows."""
@@ -32,6 +31,8 @@ class EpochPlan:
     without examples."""
     shapes: Int64[np.ndarray, "batches K"]
     """Row length of each batch, on each side."""
+    rest: Int64[np.ndarray, " rest"]
+    """Numbers of the examples that are left to the next window."""
 
     def __len__(self) -> int:
         return len(self.shapes)
@@ -47,6 +48,8 @@ class EpochPlan:
 
     def padding(self, lengths: Int[np.ndarray, "N *S K"]) -> float:
         """Share of all positions that are padding, 0 to 1; S: sequences of an example."""
+        if not len(self):
+            return 0.0
         sequences = lengths.shape[1] if lengths.ndim == 3 else 1
         places = int(self.shapes.sum()) * self.batch_size * sequences
         return 1.0 - int(lengths[self.members].sum()) / places
@@ -72,21 +75,38 @@ class Planner:
     shuffle: bool = True
     seed: int = 0
 
-    def plan(self, lengths: Int[np.ndarray, "N K"], epoch: int) -> EpochPlan:
-        """Plans an epoch (0, 1, ...)."""
-        if not len(lengths):  # of a window whose rows are all dropped
-            nothing = np.zeros(0, np.int64)
-            return EpochPlan(nothing, np.zeros(1, np.int64), nothing.reshape(0, len(self.limits)))
+    def plan(
+        self, lengths: Int[np.ndarray, "N K"], epoch: int, *, is_last: bool = True
+    ) -> EpochPlan:
+        """Plans an epoch (0, 1, ...), or a window of it.
+
+        Args:
+            is_last: no window follows, so the last batch is filled up with padding rows. Otherwise
+                its examples, or those of the rows with the most padding, are left over (`rest`).
+        """
         order = self._permutation(len(lengths), epoch, 0)
         if self.packing:
             rows = pack(lengths, order, self.limits)
-            rows = [rows[n] for n in self._permutation(len(rows), epoch, 1)]
-            batches = [rows[n : n + self.batch_size] for n in range(0, len(rows), self.batch_size)]
+            fill = [(lengths[row].sum(axis=0) / self.limits).max() for row in rows]
+            fullest = np.argsort(-np.asarray(fill), kind="stable")
+            whole = len(rows) if is_last else len(rows) // self.batch_size * self.batch_size
+            kept = np.sort(fullest[:whole])
+            rest = [example for n in fullest[whole:] for example in rows[n]]
+            rows = [rows[kept[n]] for n in self._permutation(whole, epoch, 1)]
+            batches = [rows[n : n + self.batch_size] for n in range(0, whole, self.batch_size)]
             shapes = np.tile(np.asarray(self.limits, np.int64), (len(batches), 1))
-            return _plan(batches, shapes, self.batch_size)
-        groups, shapes = self._by_length(lengths, order)
-        turn = self._permutation(len(groups), epoch, 1)
-        return _plan([groups[n][:, None].tolist() for n in turn], shapes[turn], self.batch_size)
+        else:
+            groups, shapes, rest = self._by_length(lengths, order, is_last=is_last)
+            turn = self._permutation(len(groups), epoch, 1)
+            batches, shapes = [groups[n][:, None].tolist() for n in turn], shapes[turn]
+        counts = np.zeros((len(batches), self.batch_size), np.int64)
+        for number, batch in enumerate(batches):
+            counts[number, : len(batch)] = [len(row) for row in batch]
+        members = [example for batch in batches for row in batch for example in row]
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        return EpochPlan(
+            np.asarray(members, np.int64), offsets, shapes, np.sort(np.asarray(rest, np.int64))
+        )
 
     def _permutation(self, count: int, epoch: int, use: int) -> Int64[np.ndarray, " count"]:
         """Shuffled order, or 0, 1, ... without `shuffle`.
@@ -100,49 +120,38 @@ class Planner:
         return np.argsort(bits.random_raw(count), kind="stable")
 
     def _by_length(
-        self, lengths: Int[np.ndarray, "N K"], order: Int64[np.ndarray, " N"]
-    ) -> tuple[list[Int64[np.ndarray, " b"]], Int64[np.ndarray, "batches K"]]:
-        """Batches of one bucket each, and their lengths.
+        self, lengths: Int[np.ndarray, "N K"], order: Int64[np.ndarray, " N"], *, is_last: bool
+    ) -> tuple[
+        list[Int64[np.ndarray, " b"]], Int64[np.ndarray, "batches K"], Int64[np.ndarray, " rest"]
+    ]:
+        """Batches of one bucket each, their lengths, and the examples that are left over.
 
         The remainders of all buckets are batched together, in order of length, so that at most one
         batch is not full.
         """
-        sizes = self._bucket_sizes(lengths)
+        sizes, size = self._bucket_sizes(lengths), self.batch_size
         buckets, bucket_of = np.unique(sizes, axis=0, return_inverse=True)
-        full, remainders = [], []
+        batches, remainders = [], [order[:0]]
         for bucket in range(len(buckets)):
             mine = order[bucket_of[order] == bucket]
-            whole = len(mine) // self.batch_size * self.batch_size
-            full += list(mine[:whole].reshape(-1, self.batch_size))
+            whole = len(mine) // size * size
+            batches += list(mine[:whole].reshape(-1, size))
             remainders.append(mine[whole:])
         remainder = np.concatenate(remainders)
-        full += [
-            remainder[n : n + self.batch_size] for n in range(0, len(remainder), self.batch_size)
-        ]
-        return full, np.stack([sizes[batch].max(axis=0) for batch in full])
+        whole = len(remainder) if is_last else len(remainder) // size * size
+        batches += [remainder[n : n + size] for n in range(0, whole, size)]
+        shapes = np.array([sizes[batch].max(axis=0) for batch in batches], np.int64)
+        return batches, shapes.reshape(-1, len(self.limits)), remainder[whole:]
 
     def _bucket_sizes(self, lengths: Int[np.ndarray, "N K"]) -> Int64[np.ndarray, "N K"]:
         limits = np.asarray(self.limits, np.int64)
         if self.bucket is None:
             return np.tile(limits, (len(lengths), 1))
-        longest = int(lengths.max())
+        longest = int(lengths.max(initial=0))
         rounded = np.zeros(longest + 1, np.int64)
         for length in range(1, longest + 1):
             rounded[length] = max(MIN_BUCKET, bucket_length(length, self.bucket))
         return np.minimum(rounded[lengths], limits)
-
-
-def _plan(
-    batches: Sequence[Sequence[Sequence[int]]],
-    shapes: Int64[np.ndarray, "batches K"],
-    batch_size: int,
-) -> EpochPlan:
-    counts = np.zeros((len(batches), batch_size), np.int64)
-    for number, batch in enumerate(batches):
-        counts[number, : len(batch)] = [len(row) for row in batch]
-    members = [example for batch in batches for row in batch for example in row]
-    offsets = np.concatenate([[0], np.cumsum(counts)])
-    return EpochPlan(np.asarray(members, np.int64), offsets, shapes)
 
 
 def pack(

@@ -12,15 +12,17 @@ import glob
 import hashlib
 import itertools
 import json
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Generator, Mapping, Sequence, Sized
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Any, BinaryIO, Literal
 
+from jaxllm.batch.tables.content import BOM
 from jaxllm.batch.tables.json_lines import JsonLines
 from jaxllm.batch.tables.read import read_table
-from jaxllm.batch.tables.table import Table, csv_rows
+from jaxllm.batch.tables.table import csv_rows
 from jaxllm.batch.tables.templates import RowTemplate
 from jaxllm.common.errors import DataError, MissingFileError, naming_file
 from jaxllm.common.files import expanded
@@ -33,6 +35,7 @@ from jaxllm.training.data.large_files import (
     delimiter_of,
     file_hash,
     line_blocks,
+    read_hash,
     row_places,
     total_bytes,
 )
@@ -40,7 +43,6 @@ from jaxllm.training.data.large_files import (
 Row = Mapping[str, Any]
 FileType = Literal["auto", "jsonl", "json", "table", "text", "bytes"]
 
-_BOM = b"\xef\xbb\xbf"
 _SUFFIXES: Mapping[str, FileType] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -53,34 +55,44 @@ _SUFFIXES: Mapping[str, FileType] = {
 }
 
 
-class Rows(Protocol):
-    """A source of rows by index."""
+class Rows(ABC):
+    """A source of rows by index.
 
-    @property
-    def name(self) -> str:
-        """Name of the source, for messages."""
-        ...
+    Attributes:
+        name: name of the source, for messages.
+        size: bytes of the source; 0 if its rows are in memory anyway.
+        templates: templates that make fields of the other fields of each row.
+    """
 
+    name: str
+    size: int = 0
+    templates: Mapping[str, RowTemplate] = {}
+
+    def __getitem__(self, index: int, /) -> Row:
+        row = self.read(index)
+        try:
+            return {**row, **{name: each.render(row) for name, each in self.templates.items()}}
+        except DataError as failure:
+            raise DataError(f"{self.where(index)}: {failure}") from None
+
+    @abstractmethod
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> Row: ...
+    @abstractmethod
+    def read(self, index: int) -> Row:
+        """The row as it is in the source."""
 
+    @abstractmethod
     def where(self, index: int) -> str:
         """File and line of a row, for messages: ``train.jsonl:17``."""
-        ...
 
-    @property
-    def size(self) -> int:
-        """Bytes of the source; 0 if its rows are in memory anyway."""
-        ...
-
+    @abstractmethod
     def sha256(self) -> str:
         """A hash of the whole source."""
-        ...
 
+    @abstractmethod
     def digest(self) -> str:
         """A hash of the whole source that large files have in their indexes."""
-        ...
 
 
 def open_rows(
@@ -115,9 +127,9 @@ def open_rows(
             is_large = are_large(files) and names <= {".csv", ".tsv"}
             return CsvRows(files) if is_large else TableRows(files)
         case "text":
-            return LineRows(files) if by_line else TextRows(files)
+            return LineRows(files) if by_line else WholeRows(files, is_text=True)
         case _:
-            return ByteRows(files)
+            return WholeRows(files, is_text=False)
 
 
 def find_files(path: str | PathLike[str] | Sequence[str | PathLike[str]]) -> tuple[Path, ...]:
@@ -176,61 +188,55 @@ def _decode(data: bytes, where: str) -> str:
         ) from failure
 
 
-class _Files:
-    def __init__(self, files: Sequence[Path]) -> None:
-        self.files = tuple(files)
-
-    @property
-    def name(self) -> str:
-        first, *others = self.files
-        return f"{first} and {len(others)} more" if others else str(first)
-
-    @property
-    def size(self) -> int:
-        return total_bytes(self.files)
-
-    def sha256(self) -> str:
-        """Hash of the concatenated files, as ``cat FILES | sha256sum`` gives it."""
-        digest = hashlib.sha256()
-        for file in self.files:
-            with file.open("rb") as stream:
-                while block := stream.read(1 << 20):
-                    digest.update(block)
-        return digest.hexdigest()
-
-    def digest(self) -> str:
-        """Hash of the file, or of the hashes of several."""
-        return hash_files(self.files)
-
-
 def hash_files(files: Sequence[Path]) -> str:
     """Hash of a file, or of the hashes of several."""
     text = "\n".join(map(file_hash, files))
     return text if len(files) == 1 else hashlib.sha256(text.encode()).hexdigest()
 
 
-class _Lines(_Files):
+class FileRows(Rows):
+    """The rows of some files; `parts` are the rows of each, or what they are read from."""
+
+    def __init__(self, files: Sequence[Path], parts: Sequence[Sized]) -> None:
+        self.files = files
+        first, *others = files
+        self.name = f"{first} and {len(others)} more" if others else str(first)
+        self.size = total_bytes(files)
+        self._ends = list(itertools.accumulate(map(len, parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def find(self, index: int) -> tuple[int, int]:
+        """Number of the file of a row, and number of the row within it."""
+        part = bisect.bisect_right(self._ends, index)
+        return part, index - (self._ends[part - 1] if part else 0)
+
+    def sha256(self) -> str:
+        return read_hash(self.files)
+
+    def digest(self) -> str:
+        return hash_files(self.files)
+
+
+class _Lines(FileRows):
     """Rows that begin at a line. Only their places are kept: 16 bytes per row."""
 
     find_places = staticmethod(line_blocks)
 
     def __init__(self, files: Sequence[Path]) -> None:
-        super().__init__(files)
-        keep = are_large(self.files)
-        self._places = [row_places(file, self.find_places, keep=keep) for file in self.files]
-        self._ends = list(itertools.accumulate(map(len, self._places)))
-
-    def __len__(self) -> int:
-        return self._ends[-1]
+        keep = are_large(files)
+        self._places = [row_places(file, self.find_places, keep=keep) for file in files]
+        super().__init__(files, self._places)
 
     def where(self, index: int) -> str:
-        file, position = find_part(self._ends, index)
+        file, position = self.find(index)
         return f"{self.files[file]}:{self._places[file][position, 1]}"
 
     @contextlib.contextmanager
     def at_row(self, index: int) -> Generator[BinaryIO]:
         """The file of a row, from its first line on."""
-        file, position = find_part(self._ends, index)
+        file, position = self.find(index)
         with self.files[file].open("rb") as stream:
             stream.seek(int(self._places[file][position, 0]))
             yield stream
@@ -240,20 +246,10 @@ class _Lines(_Files):
             return stream.readline()
 
 
-def find_part(ends: Sequence[int], index: int) -> tuple[int, int]:
-    """The part that an index falls into, and the index within it; `ends` are sums of lengths.
-
-    >>> find_part([3, 3, 5], 3)
-    (2, 0)
-    """
-    part = bisect.bisect_right(ends, index)
-    return part, index - (ends[part - 1] if part else 0)
-
-
 class JsonlRows(_Lines):
     """JSONL: one JSON object per line; blank lines are skipped, but counted in line numbers."""
 
-    def __getitem__(self, index: int, /) -> Row:
+    def read(self, index: int) -> Row:
         where = self.where(index)
         return as_row(parse_json(self.line(index), source=where, error=DataError), where)
 
@@ -261,57 +257,50 @@ class JsonlRows(_Lines):
 class LineRows(_Lines):
     """Text files; each non-blank line is a row."""
 
-    def __getitem__(self, index: int, /) -> Row:
+    def read(self, index: int) -> Row:
         return {"text": _decode(self.line(index).rstrip(b"\r\n"), self.where(index))}
 
 
-class TextRows(_Files):
-    """Text files; each file is a row."""
+class WholeRows(FileRows):
+    """Text files, or binary ones; each file is a row."""
 
-    def __len__(self) -> int:
-        return len(self.files)
+    def __init__(self, files: Sequence[Path], *, is_text: bool) -> None:
+        super().__init__(files, [range(1)] * len(files))
+        self._is_text = is_text
 
-    def __getitem__(self, index: int, /) -> Row:
-        data = _read(self.files[index]).removeprefix(_BOM)
-        return {"text": _decode(data, self.where(index))}
+    def read(self, index: int) -> Row:
+        data = _read(self.files[index])
+        is_text = self._is_text
+        return {"text": _decode(data.removeprefix(BOM), self.where(index)) if is_text else data}
 
     def where(self, index: int) -> str:
         return str(self.files[index])
 
 
-class ByteRows(TextRows):
-    """Binary files; each file is a row."""
-
-    def __getitem__(self, index: int, /) -> Row:
-        return {"text": _read(self.files[index])}
-
-
-class JsonRows(_Files):
+class JsonRows(FileRows):
     """JSON files with a list of objects, loaded in full."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        super().__init__(files)
-        self._rows: list[tuple[Row, str]] = []
-        for file in self.files:
-            data = _read(file).removeprefix(_BOM)
-            values = parse_json(data, source=str(file), error=DataError)
+        self._lists: list[list[Any]] = []
+        for file in files:
+            values = parse_json(_read(file).removeprefix(BOM), source=str(file), error=DataError)
             if not isinstance(values, list):
                 raise DataError(
                     f"{file}: holds {_kind(values)}, not a list of objects; a file of one object "
                     "a line is file_type 'jsonl'"
                 )
             for number, value in enumerate(values):
-                where = f"{file}[{number}]"
-                self._rows.append((as_row(value, where), where))
+                as_row(value, f"{file}[{number}]")
+            self._lists.append(values)
+        super().__init__(files, self._lists)
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int, /) -> Row:
-        return self._rows[index][0]
+    def read(self, index: int) -> Row:
+        file, position = self.find(index)
+        return self._lists[file][position]
 
     def where(self, index: int) -> str:
-        return self._rows[index][1]
+        file, position = self.find(index)
+        return f"{self.files[file]}[{position}]"
 
 
 def as_row(value: Any, where: str) -> Row:
@@ -331,42 +320,38 @@ class CsvRows(_Lines):
 
     find_places = staticmethod(csv_blocks)
 
-    def __getitem__(self, index: int, /) -> Row:
-        file = self.files[find_part(self._ends, index)[0]]
+    def __init__(self, files: Sequence[Path]) -> None:
+        super().__init__(files)
+        self._headers: list[list[str]] = []
+        for file in files:
+            with file.open("rb") as stream:
+                self._headers.append(self._first_row(file, stream))
+
+    def read(self, index: int) -> Row:
+        file, _ = self.find(index)
         with self.at_row(index) as stream:
-            *_, cells = next(csv_rows(str(file), stream, delimiter_of(file)))
+            cells = self._first_row(self.files[file], stream)
         return dict(zip(self._headers[file], cells, strict=True))
 
-    @cached_property
-    def _headers(self) -> dict[Path, list[str]]:
-        headers: dict[Path, list[str]] = {}
-        for file in self.files:
-            with file.open("rb") as stream:
-                *_, headers[file] = next(csv_rows(str(file), stream, delimiter_of(file)))
-        return headers
+    def _first_row(self, file: Path, stream: BinaryIO) -> list[str]:
+        *_, cells = next(csv_rows(str(file), stream, delimiter_of(file)))
+        return cells
 
 
-class TableRows(_Files):
+class TableRows(FileRows):
     """CSV, TSV or Parquet files. The cells of CSV are texts."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        super().__init__(files)
-        large = are_large(self.files) and self.files[0].suffix.lower() == ".parquet"
-        self._tables = [(ArrowCopy if large else read_table)(file) for file in self.files]
+        large = are_large(files) and files[0].suffix.lower() == ".parquet"
+        self._tables = [(ArrowCopy if large else read_table)(file) for file in files]
         for table in self._tables:
             if isinstance(table, JsonLines):
                 raise DataError(f"{table.name}: file_type 'table' reads CSV, TSV and Parquet files")
-        self._ends = list(itertools.accumulate(map(len, self._tables)))
+        super().__init__(files, self._tables)
 
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def _find(self, index: int) -> tuple[Table, int]:
-        number, position = find_part(self._ends, index)
-        return self._tables[number], position
-
-    def __getitem__(self, index: int, /) -> Row:
-        table, position = self._find(index)
+    def read(self, index: int) -> Row:
+        file, position = self.find(index)
+        table = self._tables[file]
         try:
             return table.cells(position)
         except DataError as failure:
@@ -380,84 +365,46 @@ class TableRows(_Files):
                 raise DataError(f"{table.name}: the column {twice[0]!r} is there twice; rename one")
 
     def where(self, index: int) -> str:
-        table, position = self._find(index)
+        file, position = self.find(index)
+        table = self._tables[file]
         number = table.number(position)
         return f"{table.name}:{number}" if table.unit == "line" else f"{table.name}[{number}]"
 
 
-class TemplatedRows:
-    """Rows with fields that templates make of their other fields."""
-
-    def __init__(self, rows: Rows, templates: Mapping[str, RowTemplate]) -> None:
-        self._rows, self._templates = rows, templates
-        self.name = rows.name
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int, /) -> Row:
-        row = self._rows[index]
-        try:
-            return {**row, **{name: each.render(row) for name, each in self._templates.items()}}
-        except DataError as failure:
-            raise DataError(f"{self.where(index)}: {failure}") from None
-
-    def where(self, index: int) -> str:
-        return self._rows.where(index)
-
-    @property
-    def size(self) -> int:
-        return self._rows.size
-
-    def sha256(self) -> str:
-        return self._rows.sha256()
-
-    def digest(self) -> str:
-        return self._rows.digest()
-
-
-class SequenceRows:
+class SequenceRows(Rows):
     """Rows of a sequence of dicts, such as a list or a ``datasets.Dataset``."""
 
     def __init__(self, rows: Sequence[Row], name: str = "rows") -> None:
-        self._rows = rows
-        self.name = name
+        self._rows, self.name = rows, name
+        self.size = getattr(getattr(rows, "data", None), "nbytes", 0)
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int, /) -> Row:
+    def read(self, index: int) -> Row:
         return as_row(self._rows[index], self.where(index))
 
     def where(self, index: int) -> str:
         return f"{self.name}[{index}]"
 
-    @property
-    def size(self) -> int:
-        return getattr(getattr(self._rows, "data", None), "nbytes", 0)
-
     @cached_property
-    def _digest(self) -> str:
-        return hash_rows(self._rows[index] for index in range(len(self)))
+    def _sha256(self) -> str:
+        digest = hashlib.sha256()
+        for index in range(len(self)):
+            row = json.dumps(self._rows[index], sort_keys=True, default=str)
+            digest.update(row.encode() + b"\n")
+        return digest.hexdigest()
 
     def sha256(self) -> str:
         """Hash of the rows as JSON lines; values that JSON lacks (dates) as their ``str``."""
-        return self._digest
+        return self._sha256
 
     def digest(self) -> str:
         """Hash of the Arrow files of a ``datasets.Dataset``; of the rows of another sequence."""
         files = [Path(file["filename"]) for file in getattr(self._rows, "cache_files", ())]
         if not files:
-            return self._digest
+            return self._sha256
         return hashlib.sha256(f"{len(self)}\n{hash_files(files)}".encode()).hexdigest()
-
-
-def hash_rows(rows: Iterable[Row]) -> str:
-    """SHA-256 of the rows as lines of JSON."""
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
-    return digest.hexdigest()
 
 
 def dataset_rows(dataset: str, name: str | None = None, split: str = "train") -> SequenceRows:

@@ -1,8 +1,9 @@
 """A data set that is too large to keep: its rows are read and encoded again in every epoch.
 
 An epoch is a permutation of all rows (grain's index shuffle), cut into windows. A window is
-planned as a small data set is as a whole, so a batch depends only on seed, epoch, window and its
-number there. Each process encodes its share of a window. All learn the lengths of all examples,
+planned as a small data set is as a whole, except that the examples of a batch that is not full go
+over to the next window. They are part of the position of a run, so that it resumes without reading
+earlier windows. Each process encodes its share of a window. All learn the lengths of all examples,
 which the plan needs, and each encodes the examples of its own rows of a batch.
 """
 
@@ -18,16 +19,22 @@ from typing import Any
 
 import grain
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Float32, Int32, Int64
 
 from jaxllm.common.errors import DataError
 from jaxllm.common.validation import to_plain
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data.config import DataConfig
-from jaxllm.training.data.example import EncodedRow, PreferenceExample
-from jaxllm.training.data.examples import Counts, Examples, RowEncoder, digest_arrays
+from jaxllm.training.data.examples import (
+    Counts,
+    EncodedRow,
+    Examples,
+    PreferenceExample,
+    RowEncoder,
+    digest_arrays,
+)
 from jaxllm.training.data.large_files import LARGE_BYTES
-from jaxllm.training.data.plan import Planner
+from jaxllm.training.data.plan import EpochPlan, Planner
 from jaxllm.training.data.rows import Rows
 
 STREAMED_ROWS = 1_000_000
@@ -41,8 +48,10 @@ SAMPLE_BYTES = 4 << 20
 _NOT_ENCODING = ("path", "dataset", "streaming", "packing", "bucket", "shuffle", "seed")
 """Fields that do not change the examples of a row."""
 
+Place = tuple[int, int]
+"""Row of the source, and number within the row, of an example."""
 Sizes = Int32[np.ndarray, "n w"]
-"""Row, number within the row, and tokens of each sequence on each side, of examples."""
+"""Place, and tokens of each sequence on each side, of examples."""
 Gather = Callable[[Callable[[], Sizes]], Sequence[Sizes]]
 """Calls a function in all processes and returns the results of all, in the order of processes. An
 error in one of them is raised in all."""
@@ -147,9 +156,7 @@ class Stream:
     def batches_per_epoch(self, planner: Planner) -> int:
         """Number of batches of an epoch, estimated from the sample."""
         share = filled_rows(self.sample, planner) / planner.batch_size
-        whole, rest = divmod(self.total, self.window_rows)
-        counts = (math.ceil(rows * share - 1e-9) for rows in (self.window_rows, rest))
-        return max(1, sum(count * n for count, n in zip((whole, 1), counts, strict=True)))
+        return max(1, math.ceil(self.total * share - 1e-9))
 
     def order(self, epoch: int, window: int) -> list[int]:
         """The rows of a window: a part of a permutation that differs between epochs."""
@@ -160,8 +167,14 @@ class Stream:
         seed = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
         return shuffled(positions, self.total, seed)
 
-    def read(self, epoch: int, start: int = 0) -> Iterator[Examples]:
-        """The windows of an epoch from number `start` on; a thread encodes the next one.
+    def read(
+        self, planner: Planner, epoch: int, start: int = 0, carried: Sequence[list[int]] = ()
+    ) -> Iterator[tuple[Examples, EpochPlan]]:
+        """The windows of an epoch from number `start` on, and their plans; a thread encodes the
+        next one.
+
+        Args:
+            carried: `Epoch.left_over` of the window before.
 
         Raises:
             DataError: as `RowEncoder`.
@@ -170,93 +183,116 @@ class Stream:
         shares = grain.MapDataset.source(numbers).map(lambda n: self._share(epoch, n, ended))
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
         iterator = iter(shares.to_iter_dataset(options))
+        known: dict[Place, EncodedRow] = {}
+
+        def make(row: int, piece: int) -> EncodedRow:
+            return self._with_reference(row, self.encoder(row)[0][piece])
+
+        rest = np.asarray(carried, np.int64).reshape(-1, self.width)
         try:
-            for _ in numbers:
-                yield self._window(iterator)
+            for window in numbers:
+                mine, sizes = self._gathered(iterator)
+                known, every = known | mine, np.concatenate([rest, sizes])
+                items = WindowItems(every[:, :2], known, make)
+                tokens = every[:, 2:].reshape(-1, *self.sample.tokens.shape[1:])
+                examples = Examples(items, Counts(), "", every, tokens)
+                is_last = window + 1 == self.windows
+                number = epoch * self.windows + window
+                plan = planner.plan(examples.lengths, number, is_last=is_last)
+                yield examples, plan
+                rest = every[plan.rest]
+                places = map(tuple, rest[:, :2].tolist())
+                known = {place: known[place] for place in places if place in known}
         finally:  # the thread does not finish a window that nobody wants
             ended.set()
 
+    @property
+    def width(self) -> int:
+        """Numbers that `Sizes` has for each example."""
+        return 2 + self.sample.tokens[0].size
+
+    def are_sizes(self, value: Any) -> bool:
+        """True if a value is a list of `Sizes` of this stream."""
+        return isinstance(value, list) and all(
+            isinstance(each, list)
+            and len(each) == self.width
+            and all(type(n) is int and 0 <= n < 2**31 for n in each)
+            and each[0] < self.total
+            for each in value
+        )
+
     def _share(
         self, epoch: int, window: int, ended: threading.Event
-    ) -> tuple[list[EncodedRow], Sizes]:
+    ) -> tuple[dict[Place, EncodedRow], Sizes]:
         """The examples that this process encodes of a window, and their sizes."""
         order, peers = self.order(epoch, window), self.peers
         first, last = (len(order) * n // peers.count for n in (peers.index, peers.index + 1))
         rows = order[first:last]
-        items: list[EncodedRow] = []
+        items: dict[Place, EncodedRow] = {}
         sizes: list[list[int]] = []
         for row, (some, _) in zip(rows, self.encoder.several(rows), strict=True):
             if ended.is_set():
                 break
             for piece, example in enumerate(some):
                 tokens = [n for sequence in example.sequences for n in sequence.lengths]
-                items.append(self._with_reference(row, example))
+                items[row, piece] = self._with_reference(row, example)
                 sizes.append([row, piece, *tokens])
-        width = 2 + self.sample.tokens[0].size
-        return items, np.asarray(sizes, np.int32).reshape(-1, width)
+        return items, np.asarray(sizes, np.int32).reshape(-1, self.width)
+
+    def _gathered(
+        self, shares: Iterator[tuple[dict[Place, EncodedRow], Sizes]]
+    ) -> tuple[dict[Place, EncodedRow], Sizes]:
+        """The examples that this process has encoded of the next window, and the sizes of all."""
+        mine: dict[Place, EncodedRow] = {}
+
+        def sizes() -> Sizes:
+            items, result = next(shares)
+            mine.update(items)
+            return result
+
+        return mine, np.concatenate(self.peers.gather(sizes))
 
     def _with_reference(self, row: int, example: EncodedRow) -> EncodedRow:
         if self.reference is None or not isinstance(example, PreferenceExample):
             return example
         return replace(example, reference=self.reference[row])
 
-    def _window(self, shares: Iterator[tuple[list[EncodedRow], Sizes]]) -> Examples:
-        """The examples of the next window, of which other processes' are encoded when needed."""
-        mine: list[EncodedRow] = []
-
-        def sizes() -> Sizes:
-            items, result = next(shares)
-            mine.extend(items)
-            return result
-
-        gathered = self.peers.gather(sizes)
-        first = sum(map(len, gathered[: self.peers.index]))
-        every = np.concatenate(gathered).astype(np.int64)
-
-        def example(number: int) -> EncodedRow:
-            row, piece = map(int, every[number, :2])
-            return self._with_reference(row, self.encoder(row)[0][piece])
-
-        items = WindowItems(len(every), dict(enumerate(mine, first)), example)
-        tokens = every[:, 2:].reshape(-1, *self.sample.tokens.shape[1:])
-        return Examples(items, Counts(), "", numbers=every[:, 0], sizes=tokens)
-
 
 class WindowItems(Sequence[EncodedRow]):
-    """The examples of a window; those that are not `known` are made at their first use."""
+    """The examples at some places; those that are not `known` are made at their first use."""
 
     def __init__(
-        self, count: int, known: dict[int, EncodedRow], make: Callable[[int], EncodedRow]
+        self,
+        places: Int64[np.ndarray, "N 2"],
+        known: dict[Place, EncodedRow],
+        make: Callable[[int, int], EncodedRow],
     ) -> None:
-        self._count, self._known, self._make = count, known, make
+        self._places, self._known, self._make = places, known, make
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._places)
 
     def __getitem__(self, index: Any) -> Any:
-        if index not in self._known:
-            if not 0 <= index < self._count:
-                raise IndexError(index)
-            self._known[index] = self._make(index)
-        return self._known[index]
-
-
-def may_stream(config: DataConfig, rows: Rows) -> bool:
-    """True if the config says that the rows are streamed, or leaves it open and there are many."""
-    if config.streaming is not None:
-        return config.streaming
-    return rows.size > LARGE_BYTES or len(rows) > STREAMED_ROWS
+        row, piece = self._places[index].tolist()
+        if (row, piece) not in self._known:
+            self._known[row, piece] = self._make(row, piece)
+        return self._known[row, piece]
 
 
 def open_stream(
     config: DataConfig, tokenizer: Tokenizer, encoder: RowEncoder, planner: Planner, peers: Peers
 ) -> Stream | None:
-    """Makes the stream of a source; None if one window would have all rows and it need not stream.
+    """Makes the stream of a source, if its config says that it is streamed, or leaves it open and
+    there are many rows; None if one window would have all rows and it need not stream.
 
     Raises:
         DataError: as `random_sample`; or there are no rows, or too many.
     """
-    rows = encoder.rows
+    rows, streams = encoder.rows, config.streaming
+    if streams is None:
+        streams = rows.size > LARGE_BYTES or len(rows) > STREAMED_ROWS
+    if not streams:
+        return None
     if not 0 < len(rows) < 2**31:
         raise DataError(f"{rows.name}: has {len(rows)} rows; expected 1 to {2**31 - 1}")
     sample = random_sample(encoder)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import operator
 import os
 import platform
 import re
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +27,6 @@ from jaxtyping import Float64, Int
 from jaxllm.models.decoder_only import DecoderOnly
 from jaxllm.models.encoder_decoder import EncoderDecoderLM
 from jaxllm.models.expert_use import EXPERTS, used_shares
-from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.model import LanguageModel, Model
 from jaxllm.models.weights import parameters
 from jaxllm.nn.block import Stack
@@ -78,11 +78,6 @@ class TokenCounts:
     source_pairs: int = 0
     cross_pairs: int = 0
 
-    @property
-    def total(self) -> int:
-        """Tokens of encoder and decoder, as counted in tokens per second."""
-        return self.tokens + self.source_tokens
-
     @staticmethod
     def of_lengths(lengths: Int[np.ndarray, "N K"]) -> TokenCounts:
         """Counts from the lengths of all sequences: (tokens,), or (encoder, decoder) for seq2seq.
@@ -100,47 +95,6 @@ class TokenCounts:
         )
 
 
-def count_tokens(batch: Mapping[str, Any], *, is_encoder_decoder: bool) -> TokenCounts:
-    """Counts the tokens of a batch of one's own; token pairs are within a packed document.
-
-    >>> count_tokens({"attention_mask": np.array([[1, 1, 0]])}, is_encoder_decoder=False)
-    TokenCounts(tokens=2, pairs=4, source_tokens=0, source_pairs=0, cross_pairs=0)
-    """
-    own = _lengths(batch, "segment_ids", "attention_mask", "input_ids")
-    if not is_encoder_decoder:
-        return TokenCounts(tokens=int(own.sum()), pairs=int((own**2).sum()))
-    if "decoder_segment_ids" in batch:
-        target = _by_document(np.asarray(batch["decoder_segment_ids"]))
-    else:
-        target = _by_document(np.asarray(batch["labels"]) != IGNORED)
-    documents = max(own.shape[1], target.shape[1])
-    own, target = (np.pad(x, ((0, 0), (0, documents - x.shape[1]))) for x in (own, target))
-    return TokenCounts(
-        tokens=int(target.sum()),
-        pairs=int((target**2).sum()),
-        source_tokens=int(own.sum()),
-        source_pairs=int((own**2).sum()),
-        cross_pairs=int((own * target).sum()),
-    )
-
-
-def _lengths(batch: Mapping[str, Any], segments: str, mask: str, ids: str) -> np.ndarray:
-    """Lengths [rows, documents] of the documents in the model's input."""
-    if batch.get(segments) is not None:
-        return _by_document(np.asarray(batch[segments]))
-    if batch.get(mask) is not None:
-        return _by_document(np.asarray(batch[mask]) != 0)
-    return _by_document(np.ones(np.shape(batch[ids]), np.int64))
-
-
-def _by_document(numbers: np.ndarray) -> np.ndarray:
-    """Number of tokens in each row with the segment ids 1, 2, ...; 0 is padding."""
-    numbers = numbers.astype(np.int64).reshape(-1, numbers.shape[-1])
-    rows, width = len(numbers), int(numbers.max(initial=0)) + 1
-    positions = numbers + width * np.arange(rows)[:, None]
-    return np.bincount(positions.ravel(), minlength=rows * width).reshape(rows, width)[:, 1:]
-
-
 @dataclasses.dataclass(frozen=True)
 class ModelFlops:
     """FLOPs of one optimizer step, for each unit of `TokenCounts`."""
@@ -153,13 +107,7 @@ class ModelFlops:
 
     def of(self, counts: TokenCounts) -> float:
         """FLOPs of a step with these token counts."""
-        return (
-            self.per_token * counts.tokens
-            + self.per_pair * counts.pairs
-            + self.per_source_token * counts.source_tokens
-            + self.per_source_pair * counts.source_pairs
-            + self.per_cross_pair * counts.cross_pairs
-        )
+        return sum(map(operator.mul, dataclasses.astuple(self), dataclasses.astuple(counts)))
 
 
 def model_flops(model: Model[Any], trainable: Collection[str] | None = None) -> ModelFlops:
@@ -186,7 +134,8 @@ def model_flops(model: Model[Any], trainable: Collection[str] | None = None) -> 
             depth = ABOVE if path in EMBEDDINGS else _depth(path)  # a tied one is the head
             cost = 2.0 + 2.0 * (depth >= lowest) + 2.0 * (path in trained)
             cost *= leaf.size * used[path]
-            elements["source" if _reads_source(path) else "token"] += cost
+            is_source = path.startswith("encoder.") or ".cross.k." in path or ".cross.v." in path
+            elements["source" if is_source else "token"] += cost
     if isinstance(model, EncoderDecoderLM):
         encoder = _attention(model.encoder, "encoder", lowest)
         decoder = _attention(model.decoder, "decoder", lowest)
@@ -233,11 +182,6 @@ def _is_looked_up(path: str, model: Model[Any]) -> bool:
     if not isinstance(model, LanguageModel) or model.lm_head is not None:
         return True
     return parameters(model)[path] is not jax.tree.leaves(model.decoder_embedding)[0]
-
-
-def _reads_source(path: str) -> bool:
-    """True for matrices that multiply the encoder's tokens."""
-    return path.startswith("encoder.") or ".cross.k." in path or ".cross.v." in path
 
 
 def _attention(stack: Stack, name: str, lowest: tuple[int, int]) -> float:
@@ -325,12 +269,7 @@ def _measured_accelerator(device: Any) -> float:
     count = 10
     x = jax.device_put(np.eye(size, dtype=np.float32), device).astype(dtype)
     products = jax.jit(lambda x: jax.lax.fori_loop(0, count, lambda _, y: y @ x, x))
-    products(x).block_until_ready()
-    best = float("inf")
-    for _ in range(3):
-        start = time.perf_counter()
-        products(x).block_until_ready()
-        best = min(best, time.perf_counter() - start)
+    best = _fastest(lambda: products(x), time.perf_counter)
     return 2.0 * size**3 * count / best
 
 
@@ -339,12 +278,18 @@ def _measured_cpu(device: Any) -> float:
     size, dtype = CPU_PRODUCT
     x = jax.device_put(np.full((size, size), 0.5, dtype), device)
     product = jax.jit(jnp.dot)
-    product(x, x).block_until_ready()
-    best = float("inf")
-    for _ in range(3):
-        start = time.process_time()
-        product(x, x).block_until_ready()
-        best = min(best, time.process_time() - start)
+    best = _fastest(lambda: product(x, x), time.process_time)
     has_affinity = hasattr(os, "sched_getaffinity")  # Linux
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return 2.0 * size**3 / best * cores
+
+
+def _fastest(run: Callable[[], jax.Array], clock: Callable[[], float]) -> float:
+    """Seconds of the fastest of three runs, after one that compiles."""
+    run().block_until_ready()
+    seconds: list[float] = []
+    for _ in range(3):
+        start = clock()
+        run().block_until_ready()
+        seconds.append(clock() - start)
+    return min(seconds)

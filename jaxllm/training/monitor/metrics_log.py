@@ -15,6 +15,7 @@ no step twice.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
@@ -24,14 +25,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from io import FileIO, StringIO
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
 
-from jaxllm.common.errors import InputError, RunError
+from jaxllm.common.errors import InputError, RunError, naming_file
+from jaxllm.common.files import write_whole
 from jaxllm.common.optional_packages import require
-from jaxllm.training.output_files import replacing_file, write_text, writing
 
 Value = float | int | bool | str | None
 MetricsRow = dict[str, Any]
@@ -43,17 +43,7 @@ _RESERVED = ("step", NONFINITE)
 QUIET = {"x_disable_meta": True, "x_disable_machine_info": True, "x_disable_stats": True}
 
 
-class NoLog:
-    """Log that writes nothing, for all processes except the first."""
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
-
-    def amend(self, step: int, metrics: Mapping[str, Any]) -> None: ...
-
-    def sync(self) -> None: ...
-
-
-class MetricsLog:
+class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
     """Writer of the two metrics files of a run; open it once, in one process.
 
     A killed process (kill -9) leaves at most one incomplete line, which the next start removes.
@@ -74,7 +64,7 @@ class MetricsLog:
         folder = Path(folder)
         self.path, self.csv_path = folder / "metrics.jsonl", folder / "metrics.csv"
         self._last: int | None = None
-        with writing(self.path):
+        with naming_file(self.path, RunError, "written"):
             folder.mkdir(parents=True, exist_ok=True)
             if resume_at is not None:
                 self._last = _cut(self.path, resume_at)
@@ -112,7 +102,7 @@ class MetricsLog:
         try:
             _append(self._lines, json_line(row))
             if row.keys() <= set(self._columns):
-                _append(self._table, csv_line(row.get(name) for name in self._columns))
+                _append(self._table, csv_line(map(row.get, self._columns)))
             else:
                 self._write_table()
         except OSError as failure:
@@ -134,11 +124,14 @@ class MetricsLog:
         if self._last not in (None, step):
             raise InputError(f"step: expected the last one, {self._last}, found {step}")
         fields = {name: plain_value(name, x) for name, x in metrics.items()}
-        with replacing_file(self.path) as partial, partial.open("wb") as lines:
-            for row in _amended(iterate_metrics(self.path), step, fields):
-                lines.write(json_line(row))
+        rows = read_metrics(self.path)
+        if not rows or rows[-1]["step"] != step:
+            rows.append({"step": step})
+        rows[-1] |= fields
+        with naming_file(self.path, RunError, "written"):
+            write_whole(self.path, b"".join(map(json_line, rows)))
         self._lines.close()
-        with writing(self.path):
+        with naming_file(self.path, RunError, "written"):
             self._lines = self.path.open("ab", buffering=0)
         self._last = step
         self._write_table()
@@ -151,15 +144,7 @@ class MetricsLog:
         self._lines.close()
         self._table.close()
 
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _write_table(self) -> None:
@@ -170,11 +155,9 @@ class MetricsLog:
         for row in iterate_metrics(self.path):
             names |= dict.fromkeys(row)
         self._columns = list(names)
-        with replacing_file(self.csv_path) as partial, partial.open("wb") as table:
-            table.write(csv_line(self._columns))
-            for row in iterate_metrics(self.path):
-                table.write(csv_line(row.get(name) for name in self._columns))
-        with writing(self.csv_path):
+        lines = (csv_line(map(row.get, self._columns)) for row in iterate_metrics(self.path))
+        with naming_file(self.csv_path, RunError, "written"):
+            write_whole(self.csv_path, csv_line(self._columns) + b"".join(lines))
             self._table = self.csv_path.open("ab", buffering=0)
 
 
@@ -204,15 +187,6 @@ def is_scalar(value: Any) -> bool:
         return False
     array = np.asarray(value)
     return array.size == 1 and (array.dtype.kind in "biuf" or array.dtype.name == "bfloat16")
-
-
-def is_incomplete(line: bytes) -> bool:
-    """True if a line is incomplete JSON, as a killed process may leave it."""
-    try:
-        json.loads(line)
-    except ValueError:
-        return True
-    return False
 
 
 def parse_line(line: bytes, where: str) -> MetricsRow:
@@ -282,8 +256,11 @@ def _cut(path: Path, resume_at: int) -> int | None:
             number += 1
             where = f"{path}, line {number}"
             lacks_line_end = not line.endswith(b"\n")
-            if lacks_line_end and is_incomplete(line):
-                break
+            if lacks_line_end:
+                try:
+                    json.loads(line)
+                except ValueError:  # incomplete, as a killed process may leave it
+                    break
             step: int = parse_line(line, where)["step"]
             if last is None and step > resume_at:
                 break
@@ -302,16 +279,6 @@ def _cut(path: Path, resume_at: int) -> int | None:
             "file away to start a new log at the checkpoint"
         )
     return resume_at if last is None else last
-
-
-def _amended(rows: Iterable[MetricsRow], step: int, fields: MetricsRow) -> Iterator[MetricsRow]:
-    """Yields the rows, with fields added to the last step's row, which is appended if missing."""
-    last = None
-    for row in rows:
-        last = row["step"]
-        yield row | fields if last == step else row
-    if last != step:
-        yield {"step": step} | fields
 
 
 def _append(file: FileIO, line: bytes) -> None:
@@ -410,7 +377,8 @@ class WandbSink:
         folder.mkdir(parents=True, exist_ok=True)
         id_file = folder / "wandb_id"
         if resume_at is None or not id_file.exists():
-            write_text(id_file, secrets.token_hex(6))
+            with naming_file(id_file, RunError, "written"):
+                write_whole(id_file, secrets.token_hex(6).encode())
         self._run = module.init(
             project=project,
             name=folder.resolve().name,

@@ -7,13 +7,13 @@ import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxllm.common.compiling import CompileClock
-from jaxllm.common.progress import PLAIN_SECONDS
+from jaxllm.common.progress import PLAIN_SECONDS, duration
 from jaxllm.training.monitor.flops import Peak
 
 LINE_EVERY = 10
@@ -38,38 +38,24 @@ class Speed:
         named = {"tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
         return {name: value for name, value in named.items() if value is not None}
 
+    @staticmethod
+    def of(steps: Collection[tuple[float, int, float | None]], peak: Peak | None) -> Speed:
+        """The speed of steps, from the seconds, tokens and model FLOPs of each.
 
-class Throughput:
-    """Averages speed over the last `WINDOW` steps.
-
-    Steps that compiled are not added: they do not predict the time of later steps.
-
-    >>> throughput = Throughput(Peak(1e9, "an example"))
-    >>> throughput.add(seconds=0.5, tokens=100, flops=1e8)
-    >>> throughput.speed()
-    Speed(tokens_per_second=200.0, mfu=0.2, seconds_per_step=0.5)
-    """
-
-    def __init__(self, peak: Peak | None = None) -> None:
-        self._peak = peak
-        self._steps: deque[tuple[float, int, float | None]] = deque(maxlen=WINDOW)
-
-    def add(self, *, seconds: float, tokens: int, flops: float | None = None) -> None:
-        """Adds a step: its time, tokens without padding, and model FLOPs (None: not known)."""
-        self._steps.append((seconds, tokens, flops))
-
-    def speed(self) -> Speed:
-        seconds = sum(step[0] for step in self._steps)
+        >>> Speed.of([(0.5, 100, 1e8)], Peak(1e9, "an example"))
+        Speed(tokens_per_second=200.0, mfu=0.2, seconds_per_step=0.5)
+        """
+        seconds = sum(step[0] for step in steps)
         if seconds <= 0:
             return Speed()
-        flops = [step[2] for step in self._steps if step[2] is not None]
+        flops = [step[2] for step in steps if step[2] is not None]
         mfu = None
-        if self._peak is not None and len(flops) == len(self._steps):
-            mfu = sum(flops) / seconds / self._peak.flops
+        if peak is not None and len(flops) == len(steps):
+            mfu = sum(flops) / seconds / peak.flops
         return Speed(
-            tokens_per_second=sum(step[1] for step in self._steps) / seconds,
+            tokens_per_second=sum(step[1] for step in steps) / seconds,
             mfu=mfu,
-            seconds_per_step=seconds / len(self._steps),
+            seconds_per_step=seconds / len(steps),
         )
 
 
@@ -105,7 +91,9 @@ class TrainingProgress:
         self._console = console or Console(
             stderr=True, quiet=quiet, highlight=False, soft_wrap=True
         )
-        self._throughput, self._evaluations_after = Throughput(peak), evaluations_after
+        self._peak, self._evaluations_after = peak, evaluations_after
+        # Without those that compiled, which do not predict the time of later ones.
+        self._steps: deque[tuple[float, int, float | None]] = deque(maxlen=WINDOW)
         self._evaluation_seconds: dict[str, float] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._say_what_compiles, daemon=True)
@@ -121,14 +109,13 @@ class TrainingProgress:
             transient=True,
             disable=quiet or not self._console.is_terminal,
         )
-        self._task: TaskID | None = None
+        self._task = self._moving.add_task(
+            "training", total=total, completed=start, line="compiling"
+        )
 
     def __enter__(self) -> TrainingProgress:
         self._clock = CompileClock()
         self._moving.start()
-        self._task = self._moving.add_task(
-            "training", total=self._total, completed=self._start, line="compiling"
-        )
         self._since = self._now()
         if not self._console.is_terminal:
             self._thread.start()
@@ -159,8 +146,7 @@ class TrainingProgress:
             says: print its time at the end; it is part of an evaluation.
         """
         start = self._now()
-        if self._task is not None:
-            self._moving.update(self._task, description=doing)
+        self._moving.update(self._task, description=doing)
         try:
             yield
             if says:
@@ -170,8 +156,7 @@ class TrainingProgress:
             self._since += self._now() - start
             # Its compilations are not counted for the next step.
             self._compiled = self._count_compiled()
-            if self._task is not None:
-                self._moving.update(self._task, description="training")
+            self._moving.update(self._task, description="training")
 
     def step(
         self,
@@ -201,15 +186,12 @@ class TrainingProgress:
                 f"program{'s' if new_programs > 1 else ''} in step {step}"
             )
         else:
-            self._throughput.add(seconds=seconds, tokens=tokens, flops=flops)
+            self._steps.append((seconds, tokens, flops))
         self._compiled = (programs, compiling)
-        speed = self._throughput.speed()
+        speed = Speed.of(self._steps, self._peak)
         evaluations = self._evaluations_after(step) * sum(self._evaluation_seconds.values())
         line = progress_text(loss, speed, max(self._total - step, 0), shown or {}, evaluations)
-        if self._task is not None:
-            self._moving.update(
-                self._task, completed=step, line=f"step {step}/{self._total}  {line}"
-            )
+        self._moving.update(self._task, completed=step, line=f"step {step}/{self._total}  {line}")
         regular = step % self._every == 0 or step in (self._start + 1, self._total)
         if (regular or now - self._said >= QUIET_SECONDS) and not self._console.is_terminal:
             self.say(f"step {step}/{self._total}  {line}")
@@ -239,21 +221,5 @@ def progress_text(
         parts.append(f"MFU {speed.mfu:.1%}")
     if speed.seconds_per_step is not None and steps_left:
         seconds = steps_left * speed.seconds_per_step + evaluation_seconds
-        parts.append(f"ETA {clock_time(seconds)}")
+        parts.append(f"ETA {duration(seconds)}")
     return "  ".join(parts)
-
-
-def clock_time(seconds: float) -> str:
-    """Formats a time span in days, hours, minutes and seconds.
-
-    >>> clock_time(59.6), clock_time(3725), clock_time(200000)
-    ('1:00', '1:02:05', '2d 7:33:20')
-    """
-    whole = round(seconds)
-    days, whole = divmod(whole, 86400)
-    hours, whole = divmod(whole, 3600)
-    minutes, left = divmod(whole, 60)
-    start = f"{days}d " if days else ""
-    if days or hours:
-        return f"{start}{hours}:{minutes:02}:{left:02}"
-    return f"{minutes}:{left:02}"

@@ -1,24 +1,55 @@
-"""Writes OUTPUT/report.html: a self-contained report of a run, without network or scripts."""
+"""Writes OUTPUT/report.html, a self-contained report of a run without network or scripts, and
+OUTPUT/loss.png.
+
+The curves are drawn with matplotlib, an optional package that only this module needs.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
+from io import StringIO
 from os import PathLike
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from jaxllm.common.errors import MissingExtraError, RunError
-from jaxllm.training.evaluation.generation import EvalSample
-from jaxllm.training.monitor.charts import LEARNING_RATES, Curve, curve, save_plot, svg_chart
+import numpy as np
+from jinja2 import Environment, StrictUndefined
+
+from jaxllm.common.errors import MissingExtraError, RunError, naming_file
+from jaxllm.common.files import replacing, write_whole
+from jaxllm.common.optional_packages import require
+from jaxllm.training.evaluation import EvalSample
 from jaxllm.training.monitor.flops import Peak
 from jaxllm.training.monitor.metrics_log import read_metrics
 from jaxllm.training.monitor.run_card import RunCard, flat, start_rows
-from jaxllm.training.output_files import write_text
 
 BEFORE, AFTER = "samples_before.json", "samples_after.json"
+MAX_POINTS = 400
+"""Most points of a drawn curve; a chart of a page's width cannot show more."""
+MIN_SMOOTHED = 40
+"""Fewest points of a curve that is smoothed."""
+MAX_DOTS = 30
+"""Most points of a curve that is drawn with a dot at each point."""
+FLAT = 0.01
+"""Share of the largest value up to which differences of a curve are not shown large."""
+LEARNING_RATES = ("lr", "learning_rate")
+# Colours that matplotlib draws with, and the variables of the page's style that replace them.
+COLOURS = {
+    "#010101": "var(--s0)",
+    "#020202": "var(--s1)",
+    "#030303": "var(--bad)",
+    "#040404": "var(--muted)",
+    "#050505": "var(--line)",
+}
+TRAINED, EVALUATED, NONFINITE, TEXT, GRID = COLOURS
+# No metadata, so that equal runs give equal files.
+NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 LEARNING_RATE = "Learning rate"
 # Charts: title, and fields with their names in the legend.
 CHARTS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
@@ -67,30 +98,45 @@ pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:0;font:13px/1.5 ui-monosp
 .sample dd.after{border-left:3px solid var(--good);padding-left:10px}
 .sample dd.before{border-left:3px solid var(--line);padding-left:10px}
 """
-# The page loads nothing, regardless of its content.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-
-
-@dataclasses.dataclass(frozen=True)
-class ReportSample:
-    """A prompt with the model's answers before and after training."""
-
-    prompt: str
-    after: str
-    before: str | None = None
-    reference: str | None = None
+# The page loads nothing, regardless of its content. All text is escaped.
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width,initial-scale=1">
+<title>{{ title }}</title><style>{{ css|safe }}</style></head>
+{% macro table(rows) %}<div class="card"><table>{% for name, text in rows %}
+<tr><th>{{ name }}</th><td>{{ text }}</td></tr>{% endfor %}</table></div>{% endmacro %}
+<body><main>
+<h1>{{ title }}</h1>
+<p class="sub">Started {{ started }}, {{ "{:,}".format(steps) }} steps recorded</p>
+{% if ended %}<p class="sub">Stopped early: {{ ended }}</p>{% endif %}
+<div class="tiles">{% for name, value in highlights %}
+<div class="card tile"><b>{{ value }}</b><span>{{ name }}</span></div>{% endfor %}</div>
+<h2>Curves</h2>
+{% if hint %}<p class="sub">{{ hint }}</p>{% else %}<div class="grid">
+{% for title, names, svg in charts %}<div class="card"><h3>{{ title }}{% if names|length > 1 -%}
+<span class="legend">{% for name in names %}<i class="k{{ loop.index0 }}"></i>{{ name }}
+{% endfor %}</span>{% endif %}</h3>{{ svg|safe }}</div>{% endfor %}</div>{% endif %}
+{% if samples %}<h2>Samples</h2>{% endif %}
+{% for sample in samples %}<div class="card sample"><dl>
+{% for kind, name, text in sample if text is not none %}<dt>{{ name }}</dt>
+<dd class="{{ kind }}"><pre>{{ text }}</pre></dd>{% endfor %}</dl></div>{% endfor %}
+<h2>Last values</h2>{{ table(last_values) }}
+<h2>Config</h2>{{ table(config) }}
+<h2>Run card</h2>{{ table(run_card) }}
+</main></body></html>
+"""
 
 
 def finish_report(
     folder: str | PathLike[str],
     card: RunCard,
     *,
-    samples: Sequence[ReportSample] = (),
     peak: Peak | None = None,
     ended: str | None = None,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Writes report.html and loss.png from metrics.jsonl.
+    """Writes report.html and loss.png from metrics.jsonl and the samples.
 
     `peak` is that of the MFU; `ended` says why the run ended before its last step, if it did.
 
@@ -101,12 +147,15 @@ def finish_report(
         The files written.
 
     Raises:
-        RunError: metrics.jsonl is invalid, or a file cannot be written.
+        RunError: metrics.jsonl or a file of samples is invalid, or a file cannot be written.
     """
     folder = Path(folder)
     rows = read_metrics(folder / "metrics.jsonl")
     report, plot = folder / "report.html", folder / "loss.png"
-    write_text(report, html_report(folder.resolve().name, rows, card, samples, peak, ended))
+    before, after = (read_samples(folder / name) for name in (BEFORE, AFTER))
+    page = html_report(folder.resolve().name, rows, card, before, after, peak, ended)
+    with naming_file(report, RunError, "written"):
+        write_whole(report, page.encode())
     try:
         save_plot(rows, plot)
     except MissingExtraError as error:
@@ -119,69 +168,80 @@ def html_report(
     title: str,
     rows: Sequence[Mapping[str, Any]],
     card: RunCard,
-    samples: Sequence[ReportSample] = (),
+    before: Sequence[EvalSample] = (),
+    after: Sequence[EvalSample] = (),
     peak: Peak | None = None,
     ended: str | None = None,
 ) -> str:
-    """Renders the report as HTML. All text is escaped; charts are inline SVG."""
-    last = card.starts[-1]
-    counts = card.parameters
+    """Renders the report as HTML, with charts as inline SVG.
+
+    Args:
+        before, after: answers of the model before and after training.
+    """
+    counts, earlier = card.parameters, {sample.prompt: sample.prediction for sample in before}
     share = counts["trainable"] / counts["total"] if counts["total"] else 0.0
-    parameters = [
+    hint, charts = None, []
+    try:
+        for name, curves in _curves(rows, card.config.get("checkpoints", {}).get("metric")):
+            svg = svg_chart(curves, label=f"{name} over the steps", noisy=name != LEARNING_RATE)
+            charts.append((name, [each.name for each in curves], svg))
+    except MissingExtraError as error:
+        hint = str(error)
+    last: dict[str, Any] = {}
+    for row in rows:
+        last |= {name: value for name, value in row.items() if value is not None}
+    run_card = [
         ("parameters", f"{counts['total']:,}"),
         ("trainable", f"{counts['trainable']:,} ({share:.2%})"),
+        *(
+            (name, f"{file.path}, {file.bytes:,} bytes, SHA-256 {file.sha256}")
+            for name, file in card.data.items()
+        ),
+        *start_rows(card.starts[-1]),
+        *([] if peak is None else [("peak speed of the devices", str(peak))]),
+        *(
+            (
+                start.time
+                + ("" if start.resumed_at is None else f", from step {start.resumed_at}"),
+                " ".join(start.command),
+            )
+            for start in card.starts
+        ),
     ]
-    data = [
-        (name, f"{file.path}, {file.bytes:,} bytes, SHA-256 {file.sha256}")
-        for name, file in card.data.items()
-    ]
-    starts = [
+    samples = [
         (
-            start.time + ("" if start.resumed_at is None else f", from step {start.resumed_at}"),
-            " ".join(start.command),
+            ("prompt", "Prompt", sample.prompt),
+            ("reference", "Reference", sample.reference),
+            ("before", "Before training", earlier.get(sample.prompt)),
+            ("after", "After training", sample.prediction),
         )
-        for start in card.starts
+        for sample in after
     ]
-    peaks = [] if peak is None else [("peak speed of the devices", str(peak))]
-    steps = sum(row["step"] > 0 for row in rows)
-    sections = [
-        f"<h1>{escape(title)}</h1>"
-        f'<p class="sub">Started {escape(card.starts[0].time)}, {steps:,} steps recorded</p>',
-        "" if ended is None else f'<p class="sub">Stopped early: {escape(ended)}</p>',
-        _tiles(_highlights(rows)),
-        "<h2>Curves</h2>",
-        _charts(rows, card.config.get("checkpoints", {}).get("metric")),
-        _samples(samples),
-        "<h2>Last values</h2>",
-        _table((name, _number(value)) for name, value in _last_values(rows).items()),
-        "<h2>Config</h2>",
-        _table((name, _text(value)) for name, value in flat(card.config).items()),
-        "<h2>Run card</h2>",
-        _table([*parameters, *data, *start_rows(last), *peaks, *starts]),
-    ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{CSS}</style></head>\n"
-        f"<body><main>{chr(10).join(sections)}</main></body></html>\n"
+    page = Environment(autoescape=True, undefined=StrictUndefined).from_string(PAGE)
+    return page.render(
+        title=title,
+        css=CSS,
+        started=card.starts[0].time,
+        steps=sum(row["step"] > 0 for row in rows),
+        ended=ended,
+        highlights=_highlights(rows, last),
+        hint=hint,
+        charts=charts,
+        samples=samples,
+        last_values=[(name, _number(value)) for name, value in last.items()],
+        config=[
+            (name, value if isinstance(value, str) else json.dumps(value))
+            for name, value in flat(card.config).items()
+        ],
+        run_card=run_card,
     )
-
-
-def _charts(rows: Sequence[Mapping[str, Any]], metric: str | None) -> str:
-    """The charts side by side, that of the metric that chose the checkpoint first; or the
-    installation hint without matplotlib."""
-    try:
-        charts = "".join(_chart(title, curves) for title, curves in _curves(rows, metric))
-    except MissingExtraError as error:
-        return f'<p class="sub">{escape(str(error))}</p>'
-    return f'<div class="grid">{charts}</div>'
 
 
 def _curves(
     rows: Sequence[Mapping[str, Any]], metric: str | None
 ) -> Iterable[tuple[str, list[Curve]]]:
-    """Yields titles and curves of the charts for which the rows have numbers."""
+    """Yields titles and curves of the charts for which the rows have numbers, that of the metric
+    that chose the checkpoint first."""
     shown = {name for _, fields in CHARTS for name, _ in fields}
     others = dict.fromkeys(name for row in rows for name in row if name.startswith("eval_"))
     more = [
@@ -191,25 +251,16 @@ def _curves(
     ]
     charts = sorted((*CHARTS, *more), key=lambda chart: metric not in dict(chart[1]))
     for title, fields in charts:
-        curves_or_none = [curve(rows, field, name) for field, name in fields]
-        curves = [c for c in curves_or_none if c is not None]
+        drawn = (curve(rows, field, name) for field, name in fields)
+        curves = [each for each in drawn if each is not None]
         if curves:
             yield title, curves
 
 
-def _chart(title: str, curves: Sequence[Curve]) -> str:
-    legend = ""
-    if len(curves) > 1:
-        keys = "".join(f'<i class="k{i}"></i>{escape(c.name)}' for i, c in enumerate(curves))
-        legend = f'<span class="legend">{keys}</span>'
-    noisy = title != LEARNING_RATE
-    svg = svg_chart(curves, label=f"{title} over the steps", noisy=noisy)
-    return f'<div class="card"><h3>{escape(title)}{legend}</h3>{svg}</div>'
-
-
-def _highlights(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
+def _highlights(
+    rows: Sequence[Mapping[str, Any]], last: Mapping[str, Any]
+) -> Iterable[tuple[str, str]]:
     """Yields names and values of the tiles at the top."""
-    last = _last_values(rows)
     if "loss" in last:
         yield "last training loss", _number(last["loss"])
     evaluated = curve(rows, "eval_loss")
@@ -231,60 +282,17 @@ def _highlights(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
         yield "last step", f"{rows[-1]['step']:,}"
 
 
-def _last_values(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The last value of every field."""
-    last: dict[str, Any] = {}
-    for row in rows:
-        last |= {name: value for name, value in row.items() if value is not None}
-    return last
-
-
-def _tiles(highlights: Iterable[tuple[str, str]]) -> str:
-    tiles = [
-        f'<div class="card tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
-        for name, value in highlights
-    ]
-    return f'<div class="tiles">{"".join(tiles)}</div>'
-
-
-def _samples(samples: Sequence[ReportSample]) -> str:
-    if not samples:
-        return ""
-    cards = []
-    for sample in samples:
-        parts = (
-            ("prompt", "Prompt", sample.prompt),
-            ("reference", "Reference", sample.reference),
-            ("before", "Before training", sample.before),
-            ("after", "After training", sample.after),
-        )
-        listed = "".join(
-            f'<dt>{name}</dt><dd class="{kind}"><pre>{escape(text)}</pre></dd>'
-            for kind, name, text in parts
-            if text is not None
-        )
-        cards.append(f'<div class="card sample"><dl>{listed}</dl></div>')
-    return f"<h2>Samples</h2>{''.join(cards)}"
-
-
-def _table(rows: Iterable[tuple[str, str]]) -> str:
-    lines = [f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows]
-    return f'<div class="card"><table>{"".join(lines)}</table></div>'
-
-
 def _number(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.5g}" if abs(value) < 1e4 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def write_samples(path: Path, samples: Sequence[EvalSample]) -> None:
     """Saves answers for a later report, possibly written by another process."""
-    write_text(path, json.dumps([dataclasses.asdict(sample) for sample in samples], indent=1))
+    text = json.dumps([dataclasses.asdict(sample) for sample in samples], indent=1)
+    with naming_file(path, RunError, "written"):
+        write_whole(path, text.encode())
 
 
 def read_samples(path: Path) -> list[EvalSample]:
@@ -301,15 +309,148 @@ def read_samples(path: Path) -> list[EvalSample]:
         raise RunError(f"{path}: cannot be read ({error}); move it away") from None
 
 
-def paired(before: Sequence[EvalSample], after: Sequence[EvalSample]) -> list[ReportSample]:
-    """Pairs the answers to each prompt, before and after training."""
-    answers_before = {sample.prompt: sample.prediction for sample in before}
-    return [
-        ReportSample(
-            prompt=sample.prompt,
-            after=sample.prediction,
-            before=answers_before.get(sample.prompt),
-            reference=sample.reference,
-        )
-        for sample in after
-    ]
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """Finite values by step, in order."""
+
+    name: str
+    points: list[tuple[float, float]]
+    nonfinite: tuple[int, ...] = ()
+    """Steps whose value was NaN or infinite."""
+
+
+def curve(rows: Sequence[Mapping[str, Any]], field: str, name: str | None = None) -> Curve | None:
+    """Curve of one field over the steps that have it; None if no step has a number there.
+
+    >>> curve([{"step": 1, "loss": 2.0}, {"step": 2}, {"step": 3, "loss": float("nan")}], "loss")
+    Curve(name='loss', points=[(1.0, 2.0)], nonfinite=(3,))
+    """
+    found = [(row["step"], row[field]) for row in rows if field in row]
+    values = [(step, y) for step, y in found if type(y) in (int, float)]
+    if not values:
+        return None
+    return Curve(
+        name=name or field,
+        points=[(float(step), float(y)) for step, y in values if math.isfinite(y)],
+        nonfinite=tuple(int(step) for step, y in values if not math.isfinite(y)),
+    )
+
+
+def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Reduces a curve to at most `MAX_POINTS` points by averaging neighbours."""
+    size = math.ceil(len(points) / MAX_POINTS)
+    if size <= 1:
+        return list(points)
+    bins = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(fmean(x for x, _ in each), fmean(y for _, y in each)) for each in bins]
+
+
+def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]] | None:
+    """Running mean over a twentieth of the curve; None for a short curve."""
+    if len(points) < MIN_SMOOTHED:
+        return None
+    reach, steps = max(len(points) // 40, 1), np.arange(len(points))
+    sums = np.cumsum([0.0, *(y for _, y in points)])
+    first, last = np.maximum(steps - reach, 0), np.minimum(steps + reach + 1, len(points))
+    means = (sums[last] - sums[first]) / (last - first)
+    return [(x, float(mean)) for (x, _), mean in zip(points, means, strict=True)]
+
+
+def svg_chart(curves: Sequence[Curve], *, label: str, noisy: bool = True) -> str:
+    """Draws at most two curves over the same steps as an SVG element in the colours of the page.
+
+    Args:
+        label: alternative text of the picture.
+        noisy: smooth long curves, and draw their points faintly.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    matplotlib = require("matplotlib", extra="plot", purpose="charts")
+    figure = _figure((6.4, 2.6))
+    axes = figure.subplots()
+    for each, colour in zip(curves, (TRAINED, EVALUATED), strict=False):
+        _draw(axes, each, colour, noisy=noisy)
+    values = [y for each in curves for _, y in each.points]
+    if values and max(values) - min(values) <= FLAT * max(map(abs, values)):
+        # The axis of values that hardly differ begins at zero.
+        bottom, top = 1.05 * min(0.0, *values), 1.05 * max(0.0, *values)
+        axes.set_ylim(bottom, top if top > bottom else 1.0)
+    bad = sorted({step for each in curves for step in each.nonfinite})[:100]
+    # Markers on the x axis, at height 0 of the frame.
+    axes.plot(bad, [0] * len(bad), "|", color=NONFINITE, transform=axes.get_xaxis_transform())
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.tick_params(colors=TEXT, length=0)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.spines[:].set_visible(False)
+    text = StringIO()
+    # Keep text as text; the label as salt makes ids differ between the charts of a page.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):
+        figure.savefig(text, format="svg", transparent=True, metadata=NO_METADATA)
+    notes = "".join(f"; step {step}: not finite" for step in bad)
+    return _inline(text.getvalue(), label + notes)
+
+
+def save_plot(rows: Sequence[Mapping[str, Any]], path: str | PathLike[str]) -> None:
+    """Draws loss and learning rate from the rows of a metrics log (`metrics_log.read_metrics`).
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+        RunError: the file cannot be written.
+    """
+    figure = _figure((8, 6))
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    for field, name, colour in (("loss", "train", "C0"), ("eval_loss", "eval", "C1")):
+        if (each := curve(rows, field, name)) is not None:
+            _draw(top, each, colour, noisy=field == "loss")
+    for name in LEARNING_RATES:
+        if (each := curve(rows, name)) is not None:
+            _draw(bottom, each, "C2", noisy=False)
+    top.set_ylabel("loss")
+    if top.get_legend_handles_labels()[0]:
+        top.legend(frameon=False)
+    bottom.set_ylabel("learning rate")
+    bottom.set_xlabel("step")
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    with naming_file(Path(path), RunError, "written"), replacing(Path(path)) as partial:
+        figure.savefig(partial, format="png")
+
+
+def _figure(size: tuple[float, float]) -> Any:
+    """Makes a figure without pyplot: no window, and no change of the caller's pyplot state."""
+    module = require("matplotlib.figure", extra="plot", purpose="plots")
+    return module.Figure(figsize=size, dpi=120, layout="constrained")
+
+
+def _draw(axes: Any, curve: Curve, colour: str, *, noisy: bool) -> None:
+    smooth = smoothed(curve.points) if noisy else None
+    points = thinned(curve.points)
+    marker = {"marker": "o", "markersize": 4} if len(points) <= MAX_DOTS else {}
+    if smooth:
+        axes.plot(*_columns(points), color=colour, linewidth=0.8, alpha=0.35)
+        name = f"{curve.name} (running mean)"
+        axes.plot(*_columns(thinned(smooth)), color=colour, label=name)
+    else:
+        axes.plot(*_columns(points), color=colour, label=curve.name, **marker)
+
+
+def _inline(svg: str, label: str) -> str:
+    """Converts matplotlib's SVG file to an inline element: no prolog, namespaces or group ids."""
+    svg_match = re.search(r'<svg [^>]*viewBox="([^"]*)"[^>]*>(.*)</svg>', svg, re.DOTALL)
+    assert svg_match is not None
+    box, body = svg_match.groups()
+    body = re.sub(r"<style.*?</style>", "", body, flags=re.DOTALL)
+    body = re.sub(r'<g id="[^"]*"', "<g", body).replace("xlink:href", "href")
+    for colour, variable in COLOURS.items():
+        body = body.replace(colour, variable)
+    label = escape(label)
+    return (
+        f'<svg class="chart" viewBox="{box}" role="img" aria-label="{label}">'
+        f"<title>{label}</title>{body}</svg>"
+    )
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]

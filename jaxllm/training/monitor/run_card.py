@@ -19,10 +19,10 @@ from os import PathLike
 from pathlib import Path, PurePath
 from typing import Any
 
-from jaxllm.common.errors import RunError
+from jaxllm.common.errors import RunError, naming_file
+from jaxllm.common.files import write_whole
 from jaxllm.common.strict_json import read_json
 from jaxllm.parallel.environment import devices, versions
-from jaxllm.training.output_files import write_text, writing
 
 _MAX_CARD_BYTES = 1 << 26
 HIDDEN = "(not recorded)"
@@ -78,10 +78,6 @@ class RunCard:
     """`total` and `trainable`."""
     starts: list[Start]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The card as JSON values; non-finite numbers are strings."""
-        return _plain(dataclasses.asdict(self))
-
 
 def make_run_card(
     *,
@@ -128,11 +124,18 @@ def write_run_card(folder: str | PathLike[str], card: RunCard) -> RunCard:
         RunError: the existing card cannot be read, or the new one cannot be written.
     """
     path = Path(folder) / "run_card.json"
-    with writing(path):
+    with naming_file(path, RunError, "written"):
         path.parent.mkdir(parents=True, exist_ok=True)
     if card.starts[0].resumed_at is not None and path.exists():
-        card = dataclasses.replace(card, starts=[*_earlier_starts(path), *card.starts])
-    write_text(path, json.dumps(card.to_dict(), indent=2, allow_nan=False) + "\n")
+        earlier = read_json(path, max_bytes=_MAX_CARD_BYTES, error=RunError)
+        try:
+            starts = [Start(**start) for start in earlier["starts"]]
+        except (KeyError, TypeError) as failure:
+            raise RunError(f"{path}: not a run card ({failure}); move the file away") from None
+        card = dataclasses.replace(card, starts=[*starts, *card.starts])
+    text = json.dumps(dataclasses.asdict(card), indent=2, allow_nan=False)
+    with naming_file(path, RunError, "written"):
+        write_whole(path, f"{text}\n".encode())
     return card
 
 
@@ -187,22 +190,6 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return result.stdout if result.returncode == 0 else None
 
 
-def _earlier_starts(path: Path) -> list[Start]:
-    card = read_json(path, max_bytes=_MAX_CARD_BYTES, error=RunError)
-    try:
-        return [Start(**start) for start in card["starts"]]
-    except (KeyError, TypeError) as failure:
-        raise RunError(f"{path}: not a run card ({failure}); move the file away") from None
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def is_secret(name: str) -> bool:
     """True if a field name (the last part of a dotted one) denotes a secret.
 
@@ -215,7 +202,7 @@ def is_secret(name: str) -> bool:
 def without_secrets(value: Any, name: str = "") -> Any:
     """Copies a value to plain dicts, lists, strings and numbers, with secrets replaced.
 
-    Dataclasses become dicts; paths and other objects become strings.
+    Dataclasses become dicts; paths, other objects and non-finite numbers become strings.
 
     >>> without_secrets({"api_key": "k", "hub": {"url": "https://me:pw@host/x"}, "lr": 0.1})
     {'api_key': '(not recorded)', 'hub': {'url': 'https://(not recorded)@host/x'}, 'lr': 0.1}
@@ -223,7 +210,8 @@ def without_secrets(value: Any, name: str = "") -> Any:
     if value is not None and is_secret(name):
         return HIDDEN
     if value is None or isinstance(value, bool | int | float):
-        return value
+        is_finite = not isinstance(value, float) or math.isfinite(value)
+        return value if is_finite else str(value)
     if isinstance(value, Mapping):
         return {str(key): without_secrets(item, str(key)) for key, item in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+import os
+import shutil
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +16,7 @@ import jax.numpy as jnp
 from jaxllm.checkpoint.orbax import RunCheckpoints
 from jaxllm.checkpoint.peft import save_adapter
 from jaxllm.common.errors import ConfigError, MissingFileError, RunError, naming_file
-from jaxllm.common.files import write_json
+from jaxllm.common.files import sync_folder, write_json, write_whole
 from jaxllm.common.strict_json import read_json
 from jaxllm.common.validation import from_plain
 from jaxllm.models.model import Model
@@ -21,9 +24,8 @@ from jaxllm.models.weights import parameters, with_parameters
 from jaxllm.saving import save_hf
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.lora import merge_lora
-from jaxllm.training.output_files import replacing_folder, write_text, writing
 from jaxllm.training.run.recipe import Recipe
-from jaxllm.training.run.run_folder import CHECKPOINTS, base_of, check_base
+from jaxllm.training.run.run import CHECKPOINTS, base_of, check_base
 from jaxllm.training.run.setup import initial_model, trainable_paths
 
 MAX_JSON_BYTES = 1 << 26
@@ -63,7 +65,10 @@ def load_run(
         raise MissingFileError(f"{folder}: not the folder of a run: it has no {CHECKPOINTS}/")
     with RunCheckpoints(folder / CHECKPOINTS, writable=False) as reading:
         record = reading.read()
-        recipe = recipe_of(record.meta, folder)
+    try:
+        recipe = from_plain(Recipe, record.meta["recipe"])
+    except (KeyError, ConfigError) as error:
+        raise RunError(f"{folder}: its checkpoint's recipe cannot be read ({error})") from None
     with RunCheckpoints(
         folder / CHECKPOINTS, writable=False, mode=recipe.checkpoints.mode
     ) as checkpoints:
@@ -94,14 +99,6 @@ def load_run(
     return TrainedModel(with_parameters(start, arrays[name]), tokenizer, recipe, number)
 
 
-def recipe_of(meta: Mapping[str, Any], folder: Path) -> Recipe:
-    """Reads the recipe from a checkpoint's metadata."""
-    try:
-        return from_plain(Recipe, meta["recipe"])
-    except (KeyError, ConfigError) as error:
-        raise RunError(f"{folder}: its checkpoint's recipe cannot be read ({error})") from None
-
-
 def export(
     run: Path,
     out: Path,
@@ -125,7 +122,7 @@ def export(
         RunError: `out` is not empty; or `adapter` for a run without LoRA.
         JaxLLMError: as `load_run`, `save_hf` and `save_adapter`.
     """
-    with writing(out):
+    with naming_file(out, RunError, "written"):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise RunError(f"{out}: exists already; name a new folder")
     if adapter and dtype is not None:
@@ -151,7 +148,9 @@ def save_template(folder: Path, trained: TrainedModel) -> None:
     if name is None:
         return
     template = trained.tokenizer.settings.chat_templates.get(name, name)
-    write_text(folder / "chat_template.jinja", template)  # transformers reads this first
+    first = folder / "chat_template.jinja"  # transformers reads this first
+    with naming_file(first, RunError, "written"):
+        write_whole(first, template.encode())
     path = folder / "tokenizer_config.json"
     write_json(path, {**read_object(path), "chat_template": template})
 
@@ -171,3 +170,24 @@ def read_object(path: Path) -> dict[str, Any]:
     content = read_json(path, max_bytes=MAX_JSON_BYTES)
     assert isinstance(content, dict)
     return content
+
+
+@contextlib.contextmanager
+def replacing_folder(folder: Path) -> Generator[Path]:
+    """Yields a temporary folder beside `folder`, which gets its name at the end.
+
+    Raises:
+        RunError: it cannot be written, or `folder` is not empty.
+    """
+    folder = Path(os.path.realpath(folder))  # unlike resolve(), also of a link to itself
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+    try:
+        with naming_file(partial, RunError, "written"):
+            partial.mkdir(parents=True)
+        yield partial
+        with naming_file(folder, RunError, "written"):
+            partial.replace(folder)
+            sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,10 +1,12 @@
-"""Training loop. Metrics are read one step late, so that the device never waits for the host."""
+"""Training loop and early stopping. Metrics are read one step late, so that the device never waits
+for the host."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import jax
@@ -13,25 +15,29 @@ from jax.experimental import multihost_utils
 
 from jaxllm.checkpoint.orbax import RunCheckpoints
 from jaxllm.common.errors import RunError
-from jaxllm.common.validation import to_plain
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import Model
 from jaxllm.parallel.placement import put_batch
 from jaxllm.parallel.sharding import use_mesh
-from jaxllm.training.evaluation.evaluate import evaluate
-from jaxllm.training.evaluation.generation import (
+from jaxllm.training.evaluation import (
     EvalPrompt,
-    EvalSample,
     GenerationResult,
+    evaluate,
     generate_and_score,
 )
 from jaxllm.training.losses import Batch
 from jaxllm.training.monitor.flops import TokenCounts
-from jaxllm.training.monitor.metrics_log import MetricsLog, MetricsRow, NoLog, Sink
+from jaxllm.training.monitor.metrics_log import MetricsLog, MetricsRow, Sink
 from jaxllm.training.monitor.progress import TrainingProgress
-from jaxllm.training.run.evaluations import Patience, eval_batch_size, measured_on, predicted
-from jaxllm.training.run.run_folder import settings_of
-from jaxllm.training.run.setup import Setup
+from jaxllm.training.monitor.report import write_samples
+from jaxllm.training.run.recipe import EarlyStopping, Recipe
+from jaxllm.training.run.setup import (
+    Setup,
+    eval_batch_size,
+    is_lower_better,
+    measured_on,
+    predicted,
+)
 from jaxllm.training.state import TRAINED, TrainState
 from jaxllm.training.step import Metrics
 
@@ -56,32 +62,73 @@ def agreed(stop: Stop) -> Stop:
 
 
 @dataclasses.dataclass(frozen=True)
-class RunningStep:
-    """A step that is running on the device."""
+class Patience:
+    """The best value of the watched metric, and the evaluations since; kept in checkpoints."""
 
-    step: int
-    metrics: Metrics
-    tokens: TokenCounts
-    """Tokens of the batch over all processes."""
+    metric: str
+    best: float | None = None
+    """Value that later ones have to improve by `min_delta`; None: not evaluated yet."""
+    waited: int = 0
+    """Number of evaluations since then."""
+    measured_on: str | None = None
+    """Hash of what the metric is measured on."""
+
+    def after(self, evaluation: Mapping[str, Any], settings: EarlyStopping) -> Patience:
+        """The state after an evaluation. A value that is not finite is no improvement.
+
+        >>> state = Patience("eval_loss")
+        >>> for loss in (1.0, 0.95, 0.9):
+        ...     state = state.after({"eval_loss": loss}, EarlyStopping(min_delta=0.08))
+        >>> state
+        Patience(metric='eval_loss', best=0.9, waited=0, measured_on=None)
+        """
+        value = float(evaluation[self.metric])
+        sign = -1 if is_lower_better(self.metric) else 1
+        improves = self.best is None or sign * (value - self.best) > settings.min_delta
+        if math.isfinite(value) and improves:
+            return dataclasses.replace(self, best=value, waited=0)
+        return dataclasses.replace(self, waited=self.waited + 1)
+
+    def reason(self, settings: EarlyStopping) -> str | None:
+        """Says why the run ends; None: it goes on."""
+        if self.waited < settings.patience:
+            return None
+        best = "was never finite" if self.best is None else f"has not improved on {self.best:.5g}"
+        delta = f" by more than {settings.min_delta:g}" if settings.min_delta else ""
+        return (
+            f"{self.metric} {best}{delta} in {self.waited} evaluations (early_stopping.patience "
+            f"{settings.patience})"
+        )
 
 
-@dataclasses.dataclass(frozen=True)
-class FinishedStep:
-    """A finished step with its metrics."""
+def patience_of(
+    recipe: Recipe, meta: Mapping[str, Any], measured_on: Callable[[str], str | None]
+) -> Patience | None:
+    """The state of a run that starts, or that resumes from a checkpoint with this metadata.
 
-    step: int
-    row: MetricsRow
-    skipped_in_a_row: int
+    A resumed run that watches another metric, or evaluates on other data, starts to count again.
+
+    Args:
+        measured_on: maps a metric to a hash of what it is measured on.
+    """
+    if recipe.early_stopping is None:
+        return None
+    metric = recipe.early_stopping.metric or recipe.checkpoints.metric
+    new = Patience(metric, measured_on=measured_on(metric))
+    saved = Patience(**meta.get("early_stopping", {"metric": metric}))
+    same = (saved.metric, saved.measured_on) == (new.metric, new.measured_on)
+    return saved if same else new
 
 
 class Loop:
     """Runs steps, evaluations and checkpoints, and writes their metrics.
 
     Args:
-        base: `base_of` the model: config, and digests of parameters that checkpoints omit.
+        log: the log of the first process; None in the others.
         sinks: further logs of the metrics.
+        meta: metadata of all checkpoints: recipe, settings, and what the run started from.
         patience: state of early stopping; None: the recipe has none.
-        keep_samples: called with the first answers of every evaluation.
+        samples_file: file for the first answers of the last evaluation; None: they are not kept.
     """
 
     def __init__(
@@ -89,15 +136,15 @@ class Loop:
         setup: Setup,
         checkpoints: RunCheckpoints,
         progress: TrainingProgress,
-        log: MetricsLog | NoLog,
+        log: MetricsLog | None,
         sinks: Sequence[Sink],
-        base: Mapping[str, Any],
+        meta: Mapping[str, Any],
         patience: Patience | None = None,
-        keep_samples: Callable[[Sequence[EvalSample]], None] = lambda samples: None,
+        samples_file: Path | None = None,
     ) -> None:
         self.setup, self.recipe = setup, setup.recipe
         self.checkpoints, self.progress, self.log, self.sinks = checkpoints, progress, log, sinks
-        self.base, self.patience, self.keep_samples = base, patience, keep_samples
+        self.meta, self.patience, self.samples_file = meta, patience, samples_file
         self.last: MetricsRow = {}
         self._mesh = setup.mesh if setup.mesh.size > 1 else None
         metric = self.recipe.checkpoints.metric
@@ -121,7 +168,7 @@ class Loop:
         Args:
             evaluated: True if the state was already evaluated.
         """
-        pending: RunningStep | None = None
+        pending: tuple[int, Metrics, TokenCounts] | None = None  # a step that runs on the device
         stop = agreed(stop)
         number, signal = int(state.step), stop()
         if signal is None and not evaluated and self.evaluates_at(number, last):
@@ -133,11 +180,11 @@ class Loop:
             with use_mesh(self._mesh):
                 state, metrics = self.setup.step(state, put_batch(batch, self.setup.mesh))
             if pending is not None:
-                self.write(self.measure(pending), {})
-            number, pending = number + 1, RunningStep(number + 1, metrics, tokens)
+                self.write(pending[0], self.measure(*pending), {})
+            number, pending = number + 1, (number + 1, metrics, tokens)
             evaluates = self.evaluates_at(number, last)
             # Wait for the step before its evaluation, which is timed separately.
-            measured = self.measure(pending) if evaluates else None
+            measured = self.measure(*pending) if evaluates else None
             evaluation = self.evaluate(state, stop) if evaluates else {}
             signal = stop()
             metric = evaluation.get(self.recipe.checkpoints.metric)
@@ -147,7 +194,7 @@ class Loop:
             ends = number == last or signal is not None or self.stopped_early is not None
             saves = due or best or ends
             if evaluates or saves:
-                self.write(measured or self.measure(pending), evaluation)
+                self.write(number, measured or self.measure(*pending), evaluation)
                 pending = None
             if saves:
                 with self.progress.phase("saving", says=False):
@@ -190,7 +237,8 @@ class Loop:
         """
         if not (evaluation := self.evaluate(state, stop)):
             return
-        self.log.amend(step, evaluation)
+        if self.log is not None:
+            self.log.amend(step, evaluation)
         for sink in self.sinks:
             sink.log(step, evaluation)
         self.record_patience(evaluation)
@@ -200,15 +248,19 @@ class Loop:
             meta = {"evaluated": True, **self.patience_meta()}
             self.checkpoints.amend(step, meta, metric=metric, measured_on=self._measured_on)
 
-    def measure(self, running: RunningStep) -> FinishedStep:
-        """Waits for a step's metrics and shows them."""
-        numbers = {name: float(x) for name, x in jax.device_get(running.metrics).items()}
-        in_a_row, tokens = int(numbers.pop("skipped_in_a_row")), int(numbers.pop("real_tokens"))
+    def measure(self, step: int, metrics: Metrics, counts: TokenCounts) -> MetricsRow:
+        """Waits for a step's metrics and shows them; `write` takes them.
+
+        Args:
+            counts: tokens of the batch over all processes.
+        """
+        numbers = {name: float(x) for name, x in jax.device_get(metrics).items()}
+        tokens = int(numbers.pop("real_tokens"))
         speed = self.progress.step(
-            running.step,
+            step,
             loss=numbers["loss"],
             tokens=tokens,
-            flops=self.setup.flops.of(running.tokens),
+            flops=self.setup.flops.of(counts),
             shown={"lr": numbers["lr"]},
         )
         labels, skipped = int(numbers.pop("tokens")), int(numbers.pop("skipped"))
@@ -221,26 +273,25 @@ class Loop:
         }
         if predicted(self.recipe, self.setup.info) in ("values", "preferences"):
             row.pop("accuracy")
-        return FinishedStep(running.step, row, in_a_row)
+        return row
 
-    def write(self, finished: FinishedStep, evaluation: MetricsRow) -> None:
+    def write(self, step: int, measured: MetricsRow, evaluation: MetricsRow) -> None:
         """Writes the log line of a step, with the metrics of its evaluation.
 
         Raises:
             RunError: too many steps in a row were skipped.
         """
-        row = finished.row | evaluation
-        self.log.log(finished.step, row)
-        for sink in self.sinks:
-            sink.log(finished.step, row)
+        row = measured | evaluation
+        in_a_row = int(row.pop("skipped_in_a_row"))
+        for sink in self.sinks if self.log is None else (self.log, *self.sinks):
+            sink.log(step, row)
         self.last = row
         if row["skipped"]:
-            self.progress.say(f"step {finished.step}: no finite gradient; the batch is skipped")
-        if finished.skipped_in_a_row >= self.recipe.skip_limit:
+            self.progress.say(f"step {step}: no finite gradient; the batch is skipped")
+        if in_a_row >= self.recipe.skip_limit:
             raise RunError(
-                f"step {finished.step}: {finished.skipped_in_a_row} batches in a row gave no "
-                "finite gradient; lower optimizer.learning_rate, check the data, or resume from an "
-                "earlier checkpoint"
+                f"step {step}: {in_a_row} batches in a row gave no finite gradient; lower "
+                "optimizer.learning_rate, check the data, or resume from an earlier checkpoint"
             )
 
     def evaluate(self, state: TrainState, stop: Stop) -> MetricsRow:
@@ -267,7 +318,8 @@ class Loop:
             if setup.prompts:
                 with self.progress.phase("generating"):
                     answers = self.generate(model, setup.prompts, raise_if_stopped)
-                self.keep_samples(answers.samples)
+                if self.samples_file is not None:
+                    write_samples(self.samples_file, answers.samples)
                 metrics |= {f"eval_{name}": score for name, score in answers.scores.items()}
         except EvaluationStoppedError:
             self.progress.say("the evaluation is stopped; resuming the run starts with it")
@@ -306,12 +358,11 @@ class Loop:
 
     def save(self, step: int, state: TrainState, metric: float | None, *, evaluated: bool) -> None:
         """Saves a checkpoint: state, data position, recipe and base."""
-        self.log.sync()  # the steps of a checkpoint are in the log, even after a power cut
+        if self.log is not None:
+            self.log.sync()  # the steps of a checkpoint are in it, even after a power cut
         meta = {
-            "recipe": to_plain(self.recipe),
+            **self.meta,
             "data": self.setup.batches.state(),
-            "base": dict(self.base),
-            "settings": settings_of(state.model, self.setup.tokenizer),
             "evaluated": evaluated,
             **self.patience_meta(),
         }

@@ -14,8 +14,7 @@ from jaxllm.common.errors import InputError, RunError
 from jaxllm.common.optional_packages import require
 from jaxllm.parallel.ray_cluster import connect, environment
 from jaxllm.training.run.recipe import Recipe
-from jaxllm.training.run.run import train
-from jaxllm.training.run.run_folder import check_new, folder_of
+from jaxllm.training.run.run import check_new, folder_of, train
 
 SHUTDOWN_SECONDS = "5"
 """Time that the workers of a failed attempt have to disconnect, before Ray ends them."""
@@ -47,14 +46,6 @@ class RayWorkers:
             raise InputError("--topology, --accelerator-type: only with TPU in --worker-resources")
 
 
-@dataclasses.dataclass(frozen=True)
-class RayResult:
-    """The result of `train_on_ray`."""
-
-    folder: Path
-    step: int
-
-
 def train_on_ray(
     recipe: Recipe,
     workers: RayWorkers,
@@ -62,8 +53,10 @@ def train_on_ray(
     resume: bool = False,
     quiet: bool = False,
     keep_programs: bool = True,
-) -> RayResult:
+) -> int:
     """Runs `jaxllm.training.run.train` in all workers, as the processes of one run.
+
+    Returns the last step.
 
     The folder of the run, data and model are on file systems that all nodes share, at the same
     paths. If a worker or its node is lost, Ray ends the others and starts all again, and the run
@@ -92,8 +85,11 @@ def train_on_ray(
     try:
         result = trainer(workers, folder, config).fit()
     except ray_train.TrainingFailedError as failure:
-        raise RunError(f"{folder}: {reason(failure)}; continue with --resume") from failure
-    return RayResult(folder, result.return_value)
+        # The last line of what the first worker raised, or of Ray's message.
+        failures = getattr(failure, "worker_failures", None) or {0: failure}
+        why = str(failures[min(failures)]).strip().split("\n")[-1]
+        raise RunError(f"{folder}: {why}; continue with --resume") from failure
+    return result.return_value
 
 
 def trainer(workers: RayWorkers, folder: Path, config: Mapping[str, Any]) -> Any:
@@ -144,9 +140,3 @@ def run_worker(config: Mapping[str, Any]) -> int:
         enable_compile_cache()
     # The command has checked that the run is new, or may be resumed.
     return train(config["recipe"], resume=True, quiet=config["quiet"]).step
-
-
-def reason(failure: Exception) -> str:
-    """Why Ray has given up: the last line of what the first worker raised, or of Ray's message."""
-    failures = getattr(failure, "worker_failures", None) or {0: failure}
-    return str(failures[min(failures)]).strip().split("\n")[-1]

@@ -1,26 +1,41 @@
-"""`Recipe`: the configuration of a training run, read strictly from YAML as in configs/."""
+"""`Recipe`: the configuration of a training run, read strictly from YAML as in configs/.
+
+A recipe that comes with the package is unpacked into the cache folder with its data when it is run
+by its name. There it can be read and copied.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import math
 import os
 import re
+import runpy
+import tempfile
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
+import jaxllm
 from jaxllm.batch.tables.templates import template_text
 from jaxllm.checkpoint.load import read_config_file
-from jaxllm.common.errors import ConfigError, JaxLLMError, MissingFileError, naming_file
-from jaxllm.common.files import read_text
+from jaxllm.common.compiling import cache_folder
+from jaxllm.common.errors import (
+    ConfigError,
+    JaxLLMError,
+    MissingFileError,
+    RunError,
+    naming_file,
+)
+from jaxllm.common.files import read_text, write_whole
 from jaxllm.common.validation import admits_null, from_plain
 from jaxllm.training.data import DataConfig
 from jaxllm.training.dpo import DPOConfig
-from jaxllm.training.evaluation.generation import check_metrics
+from jaxllm.training.evaluation import check_metrics
 from jaxllm.training.lora import LoraConfig
 from jaxllm.training.losses import TokenLoss
 from jaxllm.training.optimizers import OptimizerConfig
@@ -36,6 +51,10 @@ CHANGEABLE = (
 )
 """Fields that may change when a run resumes. The others determine the weights or the best
 checkpoint."""
+PACKAGE = Path(jaxllm.__file__).parent
+FOLDERS = (PACKAGE / "recipes", PACKAGE.parent / "configs")
+"""Folder of the recipes in an installed package, and in a clone of the repository."""
+DATA_SCRIPT = "make_data.py"
 DEFAULT_STEPS = 1000
 MAX_FILE_BYTES = 1 << 20
 TAG = "tag:yaml.org,2002:"
@@ -338,12 +357,19 @@ def read_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recip
         if name in (overrides or {}):
             raw.pop(other, None)
     for name, value in (overrides or {}).items():
+        section, last = raw, name.rpartition(".")[2]
+        for parent in name.split(".")[:-1]:
+            inner = section.get(parent)
+            section[parent] = section = dict(inner) if isinstance(inner, Mapping) else {}
+        section[last] = value
         if value is None and not admits_null(Recipe, name):
-            drop_field(raw, name)
-        else:
-            set_field(raw, name, value)
+            del section[last]
     for section in ("data", "eval_data"):
-        read_templates(raw.get(section))
+        data = raw.get(section)
+        templates = data.get("templates") if isinstance(data, dict) else None
+        if isinstance(templates, dict):  # the texts of files, by which a resumed run is the same
+            for name, text in templates.items():
+                templates[name] = template_text(text) if isinstance(text, str) else text
     try:
         return from_plain(Recipe, raw)
     except ConfigError as error:
@@ -381,20 +407,13 @@ def with_paths_from(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def read_templates(data: Any) -> None:
-    """Replaces names of files by their texts, by which a resumed run knows that it is the same."""
-    templates = data.get("templates") if isinstance(data, dict) else None
-    if isinstance(templates, dict):
-        for name, text in templates.items():
-            templates[name] = template_text(text) if isinstance(text, str) else text
-
-
 def read_yaml(path: Path) -> dict[str, Any]:
     """Reads the fields of a YAML file."""
     with naming_file(path, ConfigError, "read"):
         is_missing = not path.exists()
     if is_missing:
-        near = difflib.get_close_matches(path.name, names_beside(path), n=1)
+        beside = (other.name for other in path.parent.glob("*"))
+        near = difflib.get_close_matches(path.name, [*beside], n=1)
         hint = f"; is it {path.with_name(near[0])}?" if near else ""
         raise MissingFileError(f"{path}: no such file{hint}")
     text = read_text(path, max_bytes=MAX_FILE_BYTES, error=ConfigError)
@@ -405,13 +424,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected fields and their values")
     return raw
-
-
-def names_beside(path: Path) -> list[str]:
-    try:
-        return [other.name for other in path.parent.iterdir()]
-    except OSError:
-        return []
 
 
 class StrictLoader(yaml.SafeLoader):
@@ -473,19 +485,64 @@ StrictLoader.add_implicit_resolver(
 )
 
 
-def set_field(raw: dict[str, Any], name: str, value: Any) -> None:
-    """Sets a field under a dotted name."""
-    *parents, last = name.split(".")
-    for parent in parents:
-        inner = raw.get(parent)
-        raw[parent] = raw = dict(inner) if isinstance(inner, Mapping) else {}
-    raw[last] = value
+def recipes() -> dict[str, Path]:
+    """The recipes that come with the package, by name: ``jaxllm train smollm2_lora_chat``.
+
+    They are the files of ``configs/`` in the repository. A wheel holds copies under
+    ``jaxllm/recipes``.
+
+    >>> sorted(recipes())[:2]
+    ['gpt2_bytes', 'llama_classification']
+    """
+    for folder in FOLDERS:
+        if (folder / DATA_SCRIPT).is_file():
+            return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return {}
 
 
-def drop_field(raw: dict[str, Any], name: str) -> None:
-    """Removes a field under a dotted name, if it is there."""
-    *parents, last = name.split(".")
-    for parent in parents:
-        inner = raw.get(parent)
-        raw[parent] = raw = dict(inner) if isinstance(inner, Mapping) else {}
-    raw.pop(last, None)
+def description(recipe: Path) -> str:
+    """The first sentence of a recipe's comment, for a list."""
+    lines = recipe.read_text(encoding="utf-8").splitlines()
+    return next(line.removeprefix("# ") for line in lines if not line.startswith("# yaml-"))
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a recipe: a path, or the name of a recipe that comes with the package.
+
+    The latter is unpacked with its data, if it is not yet.
+
+    Raises:
+        MissingFileError: there is neither.
+        RunError: the cache folder cannot be written.
+    """
+    path = Path(os.path.expanduser(name))
+    if os.path.lexists(path) or path.suffix or path.name != name:
+        return path
+    known = recipes()
+    if name in known:
+        return _unpacked(known[name])
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; is it {near[0]}?" if near else ""
+    raise MissingFileError(
+        f"{name}: no such file, and no recipe of this name{hint} (`jaxllm train --list` names all)"
+    )
+
+
+def _unpacked(recipe: Path) -> Path:
+    """A copy of the recipe in the cache folder, beside its data."""
+    script = recipe.with_name(DATA_SCRIPT)
+    version = hashlib.sha256(script.read_bytes()).hexdigest()[:12]
+    folder = cache_folder() / "recipes" / version
+    copy, data = folder / recipe.name, folder / "data"
+    with naming_file(folder, RunError, "written"):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(copy, recipe.read_bytes())
+        if not data.is_dir():
+            with tempfile.TemporaryDirectory(dir=folder) as partial:
+                runpy.run_path(str(script))["write_data"](Path(partial) / "data")
+                try:
+                    (Path(partial) / "data").rename(data)
+                except OSError:
+                    if not data.is_dir():  # otherwise another process was faster
+                        raise
+    return copy

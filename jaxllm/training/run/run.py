@@ -4,61 +4,50 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
+import jax.numpy as jnp
 
 from jaxllm.checkpoint.orbax import RunCheckpoints
-from jaxllm.common.errors import InputError, RunError
+from jaxllm.checkpoint.orbax.leaves import digests
+from jaxllm.checkpoint.orbax.steps import numbered
+from jaxllm.common.errors import ConfigError, InputError, RunError, naming_file
+from jaxllm.common.files import expanded
 from jaxllm.common.hardware import device_report
 from jaxllm.common.precision import matmul_precision
+from jaxllm.common.progress import Reporter, reports_to
 from jaxllm.common.validation import to_plain
 from jaxllm.models.model import Model
-from jaxllm.parallel.environment import changed_environment
+from jaxllm.models.registry import architecture_of
+from jaxllm.parallel.environment import changed_environment, changes, jax_settings
 from jaxllm.parallel.processes import in_all_processes
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data import Source
 from jaxllm.training.data.rows import find_files
-from jaxllm.training.evaluation.generation import EvalSample
-from jaxllm.training.monitor.flops import Peak, peak_flops
-from jaxllm.training.monitor.metrics_log import MetricsLog, NoLog, Sink, TensorBoardSink, WandbSink
+from jaxllm.training.monitor.flops import peak_flops
+from jaxllm.training.monitor.metrics_log import MetricsLog, Sink, TensorBoardSink, WandbSink
 from jaxllm.training.monitor.progress import TrainingProgress
 from jaxllm.training.monitor.report import (
     AFTER,
     BEFORE,
     finish_report,
-    paired,
-    read_samples,
     write_samples,
 )
-from jaxllm.training.monitor.run_card import DataFile, RunCard, make_run_card, write_run_card
-from jaxllm.training.output_files import writing
-from jaxllm.training.run.evaluations import measured_on, patience_of
-from jaxllm.training.run.loop import Loop
-from jaxllm.training.run.named_recipes import find_recipe
-from jaxllm.training.run.recipe import DataConfig, Recipe, read_recipe
-from jaxllm.training.run.reference import with_reference
-from jaxllm.training.run.run_folder import (
-    CHECKPOINTS,
-    abstract,
-    base_of,
-    check_ahead,
-    check_base,
-    check_new,
-    check_same,
-    check_unchanged,
-    folder_of,
-    saved_steps,
-    settings_of,
-)
-from jaxllm.training.run.setup import Setup, mesh_for, set_up
-from jaxllm.training.state import TRAINED, TrainState, parameter_count
+from jaxllm.training.monitor.run_card import DataFile, RunCard, flat, make_run_card, write_run_card
+from jaxllm.training.run.loop import Loop, patience_of
+from jaxllm.training.run.recipe import CHANGEABLE, DataConfig, Recipe, find_recipe, read_recipe
+from jaxllm.training.run.setup import Setup, measured_on, mesh_for, set_up, with_reference
+from jaxllm.training.state import TRAINED, Params, TrainState
+
+CHECKPOINTS = "checkpoints"
+DTYPE = "model.dtype"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,39 +104,67 @@ def train(
     folder = folder_of(recipe)
     mesh_for(recipe)  # a wrong one is told before there is a folder
     leads = jax.process_index() == 0
-    console = Console(stderr=True, quiet=quiet or not leads, highlight=False, soft_wrap=True)
-
-    def say(line: str) -> None:
-        console.print(line, markup=False, style="dim")
-
+    reporter = Reporter(quiet=quiet or not leads)
+    say = reporter.say
     with contextlib.ExitStack() as stack:
         stack.enter_context(matmul_precision(recipe.model.matmul_precision))
-        checkpoints = stack.enter_context(open_checkpoints(recipe, folder, console.quiet, say))
-        setup, base, saved = start_or_resume(recipe, folder, checkpoints, resume, say)
+        checkpoints = stack.enter_context(
+            RunCheckpoints(
+                folder / CHECKPOINTS,
+                keep=recipe.checkpoints.keep,
+                mode=recipe.checkpoints.mode,
+                on_saved=lambda step, seconds, size: say(
+                    f"saved step {step}: {size / 1e6:.1f} MB in {seconds:.1f} s"
+                ),
+                on_problem=None if reporter.console.quiet else say,
+            )
+        )
+        with reports_to(reporter):
+            setup, base, saved = start_or_resume(recipe, folder, checkpoints, resume, say)
         state, start = setup.state, int(setup.state.step)
         resume_at = start if resume else None
         card = card_of(setup, resume_at)
         log, sinks, card = in_all_processes(
-            lambda: open_logs(stack, setup, folder, card, resume_at, leads), RunError
+            lambda: (
+                open_logs(stack, recipe, folder, card, resume_at) if leads else (None, [], card)
+            ),
+            RunError,
         )
         for line in device_report():
             say(line)
         peak = peak_flops()
         say(f"MFU 100% would be {peak}")
-        progress = stack.enter_context(open_progress(setup, start, peak, console))
-        keeper = sample_keeper(folder, leads)
+        last, every = setup.last_step, recipe.evaluation.every or setup.last_step
+        has_evaluations = setup.eval_batches is not None
+        progress = TrainingProgress(
+            last,
+            start=start,
+            peak=peak,
+            every=recipe.log_every,
+            evaluations_after=lambda step: has_evaluations * (-(-last // every) - step // every),
+            quiet=reporter.console.quiet,
+            console=reporter.console,
+        )
+        stack.enter_context(progress)
         patience = patience_of(recipe, saved, partial(measured_on, recipe, setup.eval_batches))
-        loop = Loop(setup, checkpoints, progress, log, sinks, base, patience, keeper)
-        if (elsewhere := moved(card)) is not None:
-            say(f"{folder} {elsewhere}")
+        after = folder / AFTER if leads else None
+        meta = {
+            "recipe": to_plain(recipe),
+            "base": base,
+            "settings": settings_of(state.model, setup.tokenizer),
+        }
+        loop = Loop(setup, checkpoints, progress, log, sinks, meta, patience, after)
+        before, now = ({**x.versions, **x.devices} for x in ([card.starts[-1], *card.starts])[-2:])
+        if (change := changed_environment(before, now)) is not None:
+            say(f"{folder} {change}")
         if start == 0:
             sample_before(folder, loop, state)
         evaluated = saved.get("evaluated", False)
-        state, signal = loop.run_to(setup.last_step, state, stop, evaluated=evaluated)
+        state, signal = loop.run_to(last, state, stop, evaluated=evaluated)
         checkpoints.wait()
         checkpoints.delete_expired()
         if leads:
-            write_report(folder, card, peak, loop, say)
+            finish_report(folder, card, peak=peak, ended=loop.stopped_early, say=say)
         return RunResult(
             folder=folder,
             step=int(state.step),
@@ -157,39 +174,6 @@ def train(
             tokenizer=setup.tokenizer,
             metrics=loop.last,
         )
-
-
-def open_progress(setup: Setup, start: int, peak: Peak, console: Console) -> TrainingProgress:
-    """Opens the progress of a run that begins after step `start`."""
-    last, every = setup.last_step, setup.recipe.evaluation.every or setup.last_step
-
-    def evaluations_after(step: int) -> int:
-        return 0 if setup.eval_batches is None else -(-last // every) - step // every
-
-    return TrainingProgress(
-        setup.last_step,
-        start=start,
-        peak=peak,
-        every=setup.recipe.log_every,
-        evaluations_after=evaluations_after,
-        quiet=console.quiet,
-        console=console,
-    )
-
-
-def open_checkpoints(
-    recipe: Recipe, folder: Path, quiet: bool, say: Callable[[str], None]
-) -> RunCheckpoints:
-    """Opens the checkpoints of a run, which report to `say`."""
-    return RunCheckpoints(
-        folder / CHECKPOINTS,
-        keep=recipe.checkpoints.keep,
-        mode=recipe.checkpoints.mode,
-        on_saved=lambda step, seconds, size: say(
-            f"saved step {step}: {size / 1e6:.1f} MB in {seconds:.1f} s"
-        ),
-        on_problem=None if quiet else say,
-    )
 
 
 def start_or_resume(
@@ -206,9 +190,12 @@ def start_or_resume(
     """
     if not resume:
         in_all_processes(lambda: check_new(folder), RunError)
-    has_checkpoint = resume and bool(saved_steps(folder))
+    has_checkpoint = resume and bool(numbered(folder / CHECKPOINTS))
     if has_checkpoint:
-        check_same(checkpoints.read().meta, recipe, folder)
+        before = fixed_fields(checkpoints.read().meta["recipe"])
+        now = fixed_fields(to_plain(recipe))
+        before[DTYPE] = now[DTYPE] = None  # the settings have the dtype that was chosen
+        check_unchanged(before, now, folder)
     setup = set_up(recipe, say)
     # LoRA's reference is the frozen model.
     is_reference = recipe.dpo is not None and recipe.lora is None
@@ -222,7 +209,11 @@ def start_or_resume(
         state, saved = restore(checkpoints, setup, base, folder)
         setup = dataclasses.replace(setup, state=state)
     start = int(setup.state.step)
-    check_ahead(start, setup.last_step, folder)
+    if start > setup.last_step:
+        raise RunError(
+            f"{folder}: the run is at step {start}, beyond its last one, {setup.last_step}; set a "
+            "larger max_steps, or epochs"
+        )
     if resume:
         say(f"resuming at step {start}" if has_checkpoint else "no checkpoint yet: a new run")
     return setup, base, saved
@@ -234,7 +225,10 @@ def restore(
     """Restores state and data position from the last intact checkpoint; also returns its
     metadata."""
     state = setup.state
-    target = {name: abstract(getattr(state, name)) for name in TRAINED}
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+        {name: getattr(state, name) for name in TRAINED},
+    )
     for name in TRAINED:  # the devices may have no room for two states
         jax.tree.map(lambda x: x.delete(), getattr(state, name))
     arrays, meta, _ = checkpoints.restore(target=target)
@@ -245,35 +239,21 @@ def restore(
 
 
 def open_logs(
-    stack: contextlib.ExitStack,
-    setup: Setup,
-    folder: Path,
-    card: RunCard,
-    resume_at: int | None,
-    leads: bool,
-) -> tuple[MetricsLog | NoLog, list[Sink], RunCard]:
-    """Opens log and sinks, which the stack closes, and writes the run card, in the first process
-    (`leads`)."""
-    if not leads:
-        return NoLog(), [], card
+    stack: contextlib.ExitStack, recipe: Recipe, folder: Path, card: RunCard, resume_at: int | None
+) -> tuple[MetricsLog, list[Sink], RunCard]:
+    """Opens the log and the sinks of the recipe, which the stack closes, and writes the card."""
     log = stack.enter_context(MetricsLog(folder, resume_at=resume_at))
     card = write_run_card(folder, card)
-    sinks = open_sinks(setup.recipe, folder, card, resume_at)
-    return log, [stack.enter_context(contextlib.closing(sink)) for sink in sinks], card
-
-
-def moved(card: RunCard) -> str | None:
-    """A remark if the last start of a run has other versions or devices than the one before."""
-    before, now = ({**x.versions, **x.devices} for x in ([card.starts[-1], *card.starts])[-2:])
-    return changed_environment(before, now)
-
-
-def write_report(
-    folder: Path, card: RunCard, peak: Peak, loop: Loop, say: Callable[[str], None]
-) -> None:
-    """Writes the report of a run that has ended."""
-    samples = paired(*(read_samples(folder / name) for name in (BEFORE, AFTER)))
-    finish_report(folder, card, samples=samples, peak=peak, ended=loop.stopped_early, say=say)
+    sinks: list[Sink] = []
+    if recipe.tensorboard:
+        sinks.append(TensorBoardSink(folder, resume_at=resume_at))
+        stack.callback(sinks[-1].close)
+    if recipe.wandb is not None:
+        sinks.append(
+            WandbSink(folder, config=card.config, project=recipe.wandb, resume_at=resume_at)
+        )
+        stack.callback(sinks[-1].close)
+    return log, sinks, card
 
 
 def card_of(setup: Setup, resumed_at: int | None) -> RunCard:
@@ -282,12 +262,12 @@ def card_of(setup: Setup, resumed_at: int | None) -> RunCard:
     data = {"train": file_of(recipe.data, setup.batches.examples)}
     if recipe.eval_data is not None and setup.eval_batches is not None:
         data["eval"] = file_of(recipe.eval_data, setup.eval_batches.examples)
-    count = parameter_count(state.params)
+    trained, frozen = (sum(x.size for x in y.values()) for y in (state.params, state.frozen))
     return make_run_card(
         config=to_plain(recipe),
         data=data,
-        total_parameters=count + parameter_count(state.frozen),
-        trainable_parameters=count,
+        total_parameters=trained + frozen,
+        trainable_parameters=trained,
         resumed_at=resumed_at,
     )
 
@@ -301,21 +281,11 @@ def file_of(config: DataConfig, examples: Source) -> DataFile:
     return DataFile(", ".join(map(str, paths)), examples.sha256, sum(sizes))
 
 
-def open_sinks(
-    recipe: Recipe, folder: Path, card: RunCard, resume_at: int | None
-) -> Iterator[Sink]:
-    """Opens the sinks of the recipe."""
-    if recipe.tensorboard:
-        yield TensorBoardSink(folder, resume_at=resume_at)
-    if recipe.wandb is not None:
-        yield WandbSink(folder, config=card.config, project=recipe.wandb, resume_at=resume_at)
-
-
 def sample_before(folder: Path, loop: Loop, state: TrainState) -> None:
     """Saves the model's answers before the first step, replacing those of an earlier attempt."""
     if jax.process_index() == 0:
         for name in (BEFORE, AFTER):
-            with writing(folder / name):
+            with naming_file(folder / name, RunError, "written"):
                 (folder / name).unlink(missing_ok=True)
     count = loop.recipe.evaluation.samples
     if not loop.setup.prompts or not count:
@@ -326,6 +296,96 @@ def sample_before(folder: Path, loop: Loop, state: TrainState) -> None:
         write_samples(folder / BEFORE, samples)
 
 
-def sample_keeper(folder: Path, leads: bool) -> Callable[[Sequence[EvalSample]], None]:
-    """Makes a function that saves the answers of an evaluation, in the first process only."""
-    return lambda samples: write_samples(folder / AFTER, samples) if leads else None
+def folder_of(recipe: Recipe) -> Path:
+    """Returns the recipe's `output_dir`.
+
+    Raises:
+        ConfigError: the recipe has none.
+    """
+    if recipe.output_dir is None:
+        raise ConfigError("output_dir: missing; name the folder of the run with --output-dir")
+    return expanded(recipe.output_dir)
+
+
+def check_new(folder: Path) -> None:
+    """Checks that a folder holds no run.
+
+    Raises:
+        RunError: the folder holds a run; the message says how to resume it.
+    """
+    steps, metrics = numbered(folder / CHECKPOINTS), folder / "metrics.jsonl"
+    if steps or (metrics.exists() and metrics.stat().st_size):
+        last = f", saved at step {max(steps)}" if steps else ""
+        raise RunError(
+            f"{folder}: holds a run already{last}; continue it with --resume, or name another "
+            "folder"
+        )
+
+
+def settings_of(model: Model[Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a run computes with besides its recipe and data."""
+    return {DTYPE: model.dtype.name, "tokenizer": tokenizer.digest(), **jax_settings()}
+
+
+def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
+    """Raises RunError, which names them, if settings are not those that a run was started with."""
+    if changed := changes(before, now):
+        raise RunError(
+            f"{folder}: the run was started with other settings ({changed}); resume with those, or "
+            "start a new run in another folder"
+        )
+
+
+def fixed_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a recipe that cannot change when a run resumes, under dotted names."""
+    return {
+        name: value
+        for name, value in flat(plain).items()
+        if not any(f"{name}.".startswith(f"{field}.") for field in CHANGEABLE)
+    }
+
+
+def base_of(model: Model[Any], frozen: Params, reference: Params | None = None) -> dict[str, Any]:
+    """Config, generation config, and digests of the frozen parameters, which checkpoints omit.
+
+    Args:
+        reference: trained parameters before the first step, if a run compares with them (DPO).
+    """
+    config = flat(model.config.to_json(*architecture_of(model)))
+    settings = model.generation_config
+    generation = {} if settings is None else json.loads(json.dumps(settings.to_json()))
+
+    # Floats as float32, which is exact, since another device may keep the same weights in another
+    # dtype; one by one, so that there is one copy at a time.
+    def digest(params: Params) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for path, x in sorted(params.items()):
+            is_float = jnp.issubdtype(x.dtype, jnp.floating)
+            found |= digests({path: x.astype(jnp.float32) if is_float else x})
+        return found
+
+    base = {"config": config, "generation_config": generation, "tensors": digest(frozen)}
+    return base if reference is None else {**base, "reference": digest(reference)}
+
+
+def check_base(saved: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
+    """Checks that configs and frozen parameters are those that the run started from.
+
+    Raises:
+        RunError: they differ.
+    """
+    before, tensors = saved["tensors"], now["tensors"]
+    if "reference" in now:  # an export has none
+        before, tensors = {**before, **saved["reference"]}, {**tensors, **now["reference"]}
+    paths = before.keys() | tensors.keys()
+    differing = sorted(path for path in paths if before.get(path) != tensors.get(path))
+    what = changes(saved["config"], now["config"]) or changes(
+        saved["generation_config"], now["generation_config"]
+    )
+    if differing:
+        what = f"{len(differing)} of its tensors differ, such as {differing[0]}"
+    if what:
+        raise RunError(
+            f"{folder}: the base model is not the one that the run started from ({what}); give the "
+            "same checkpoint"
+        )

@@ -1,29 +1,48 @@
-"""Sets up a run from its recipe: model and tokenizer, data, state and compiled step."""
+"""Sets up a run from its recipe: model, tokenizer, data, evaluations, state and compiled step."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import json
 import re
 import time
-from collections.abc import Callable, Generator, Mapping
-from typing import Any
+import zipfile
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Float32
 
 from jaxllm.auto import AutoTokenizer
-from jaxllm.common.errors import ConfigError, DataError, InputError, MissingFileError
+from jaxllm.common.errors import (
+    ConfigError,
+    DataError,
+    InputError,
+    MissingFileError,
+    RunError,
+    naming_file,
+)
+from jaxllm.common.files import replacing
+from jaxllm.common.progress import progress_phase
+from jaxllm.generation.call.merging import merged_config
+from jaxllm.generation.inputs.padded_batch import PaddedBatch
+from jaxllm.generation.settings.lengths import checked_lengths
 from jaxllm.loading import load
 from jaxllm.models.build_options import Options
+from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import Card, Model
 from jaxllm.models.registry import model_spec
 from jaxllm.models.weights import parameters
 from jaxllm.parallel.placement import put_tree, row_share
-from jaxllm.parallel.processes import gather_rows
+from jaxllm.parallel.processes import gather_rows, in_all_processes
 from jaxllm.parallel.sharding import check_heads, make_mesh, row_shards, tree_shardings
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.byte_level import byte_tokenizer
@@ -33,26 +52,36 @@ from jaxllm.training.data import (
     EvalBatches,
     ModelInfo,
     Peers,
-    epoch_batches,
+    Source,
     make_batches,
+    reference_logps,
 )
+from jaxllm.training.data.formats import problem_of
 from jaxllm.training.data.pipeline import check_fields
 from jaxllm.training.data.rows import find_files
-from jaxllm.training.dpo import DPOLoss
-from jaxllm.training.evaluation.generation import EvalPrompt, score_texts
+from jaxllm.training.dpo import METRICS, DPOLoss
+from jaxllm.training.evaluation import (
+    EvalPrompt,
+    EvalResult,
+    Predicted,
+    generation_rows,
+    score_texts,
+)
 from jaxllm.training.lora import add_lora, is_trainable
 from jaxllm.training.losses import Loss, loss_for
 from jaxllm.training.monitor.flops import ModelFlops, model_flops
 from jaxllm.training.monitor.metrics_log import tensorboard_package, wandb_package
 from jaxllm.training.optimizers import OptimizerConfig, make_optimizer, make_schedule
-from jaxllm.training.run.evaluations import check_metric, eval_batch_size, eval_prompts
-from jaxllm.training.run.recipe import BYTES, ModelSource, Recipe
-from jaxllm.training.state import Params, TrainState
+from jaxllm.training.run.recipe import BYTES, Evaluation, ModelSource, Recipe
+from jaxllm.training.state import TrainState
 from jaxllm.training.step import Step, make_train_step
 
 NOT_DIVIDED = "cannot be split over {} devices (mesh: data * fsdp); give a multiple"
 SECONDS = 10.0
 """Time between two progress reports while rows are encoded."""
+LOWER_IS_BETTER = ("loss", "perplexity", "mse", "rejected")
+REFERENCE_FILE = "reference_logps.npz"
+"""File in the folder of a DPO run: computed at its start, read again when it resumes."""
 
 
 def initial_model(recipe: Recipe, mesh: Mesh | None = None) -> tuple[Model[Any], Tokenizer]:
@@ -67,10 +96,20 @@ def initial_model(recipe: Recipe, mesh: Mesh | None = None) -> tuple[Model[Any],
         ConfigError: the model has no tokenizer, or one with too many tokens.
         JaxLLMError: as `jaxllm.load` and `add_lora`.
     """
-    source = recipe.model
-    model, tokenizer = (
-        new_model(source, recipe.seed, mesh) if source.path is None else loaded_model(source, mesh)
-    )
+    source, tokenizer = recipe.model, None
+    if source.path is None:
+        model = new_model(source, recipe.seed, mesh)
+    else:
+        model, tokenizer = load(
+            source.path,
+            dtype=source.dtype,
+            architecture=source.architecture,
+            config=source.overrides,
+            remat=source.remat,
+            scan_layers=source.scan_layers,
+            attn_implementation=source.attn_implementation,
+            mesh=mesh,
+        )
     if source.num_labels is not None:
         model = with_classifier(
             model,
@@ -79,7 +118,8 @@ def initial_model(recipe: Recipe, mesh: Mesh | None = None) -> tuple[Model[Any],
             key=recipe.seed,
         )
     if source.tokenizer is not None:
-        tokenizer = named_tokenizer(source.tokenizer)
+        name = source.tokenizer
+        tokenizer = byte_tokenizer() if name == BYTES else AutoTokenizer.from_pretrained(name)
     if tokenizer is None:
         raise ConfigError(f"model.tokenizer: {source.path} has no tokenizer; name another one")
     if len(tokenizer) > model.config.vocab_size:
@@ -92,22 +132,7 @@ def initial_model(recipe: Recipe, mesh: Mesh | None = None) -> tuple[Model[Any],
     return model, tokenizer
 
 
-def loaded_model(source: ModelSource, mesh: Mesh | None) -> tuple[Model[Any], Tokenizer | None]:
-    """Loads the checkpoint at `source.path`."""
-    assert source.path is not None
-    return load(
-        source.path,
-        dtype=source.dtype,
-        architecture=source.architecture,
-        config=source.overrides,
-        remat=source.remat,
-        scan_layers=source.scan_layers,
-        attn_implementation=source.attn_implementation,
-        mesh=mesh,
-    )
-
-
-def new_model(source: ModelSource, seed: int, mesh: Mesh | None) -> tuple[Model[Any], None]:
+def new_model(source: ModelSource, seed: int, mesh: Mesh | None) -> Model[Any]:
     """Creates a model of `source.config` with random weights in float32."""
     assert isinstance(source.config, Mapping)  # a path is read by the recipe
     spec = model_spec(source.config, source.architecture)
@@ -126,13 +151,9 @@ def new_model(source: ModelSource, seed: int, mesh: Mesh | None) -> tuple[Model[
     if mesh is not None:
         check_heads(spec.config.head_counts, mesh)
         shardings = tree_shardings(jax.eval_shape(make), mesh)
-    model = jax.jit(make, out_shardings=shardings)()
-    return model.with_card(Card(spec.config)), None
-
-
-def named_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of bytes for ``"bytes"``, otherwise that of a model's path or Hub id."""
-    return byte_tokenizer() if name == BYTES else AutoTokenizer.from_pretrained(name)
+    with progress_phase("making the model"):
+        model = jax.jit(make, out_shardings=shardings)()
+    return model.with_card(Card(spec.config))
 
 
 def trainable_paths(recipe: Recipe, model: Model[Any]) -> Callable[[str], bool] | None:
@@ -186,14 +207,18 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
     """
     mesh = mesh_for(recipe)
     check_files_and_packages(recipe)
-    start = time.perf_counter()
     model, tokenizer = initial_model(recipe, mesh if mesh.size > 1 else None)
-    say(f"model: {time.perf_counter() - start:.1f} s to load or make it")
-    info = info_of(model)
+    info = ModelInfo.of(model)
     batches, eval_batches = load_data(recipe, tokenizer, info, mesh, say)
     prompts = eval_prompts(recipe, model, tokenizer, info)
     last_step = recipe.last_step(batches.batches_per_epoch)
-    say_if_beyond_schedule(recipe, last_step, say)
+    end = recipe.optimizer.schedule_steps
+    if end is not None and last_step > end:
+        rate = recipe.optimizer.learning_rate * (recipe.optimizer.final_factor or 0.0)
+        say(
+            f"the learning rate is {rate:g} from step {end} on (optimizer.schedule_steps), and the "
+            f"run goes on to step {last_step}"
+        )
     optimizer = make_optimizer(recipe.optimizer)
     state = TrainState.create(
         model,
@@ -204,7 +229,12 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
         donate=True,
     )
     model = state.model
-    check_no_decay(recipe.optimizer, state.params)
+    for pattern in set(recipe.optimizer.no_decay) - set(OptimizerConfig.no_decay):
+        if not any(re.search(pattern, path) for path in state.params):
+            raise ConfigError(
+                f"optimizer.no_decay: {pattern!r} matches no trained parameter, such as "
+                f"{next(iter(state.params))}"
+            )
     smoothed = {"label_smoothing": recipe.label_smoothing, "z_loss": recipe.z_loss}
     preferences = None if recipe.dpo is None else DPOLoss(recipe.dpo)
     return Setup(
@@ -227,20 +257,6 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
         last_step=last_step,
         prompts=prompts,
     )
-
-
-def check_no_decay(config: OptimizerConfig, params: Params) -> None:
-    """Checks that each pattern of `no_decay` matches a trained parameter, unless it is a default.
-
-    Raises:
-        ConfigError: one matches none.
-    """
-    for pattern in set(config.no_decay) - set(OptimizerConfig.no_decay):
-        if not any(re.search(pattern, path) for path in params):
-            raise ConfigError(
-                f"optimizer.no_decay: {pattern!r} matches no trained parameter, such as "
-                f"{next(iter(params))}"
-            )
 
 
 def mesh_for(recipe: Recipe) -> Mesh:
@@ -282,46 +298,114 @@ def load_data(
     """Loads the training batches, and the evaluation batches if the recipe has any."""
     part, parts = row_share(mesh)
     gather = functools.partial(gather_rows, error=DataError)
-    peers = Peers(jax.process_index(), jax.process_count(), gather)
-    shared: dict[str, Any] = {
-        "model": info,
-        "process_index": part,
-        "process_count": parts,
-        "peers": peers,
-    }
+    made = functools.partial(
+        make_batches,
+        tokenizer=tokenizer,
+        model=info,
+        seed=recipe.seed,
+        process_index=part,
+        process_count=parts,
+        peers=Peers(jax.process_index(), jax.process_count(), gather),
+    )
     with section("data"):
-        batches = make_batches(
-            recipe.data,
-            tokenizer,
-            batch_size=recipe.batch_size,
-            seed=recipe.seed,
-            progress=rows_progress(say, "training data"),
-            **shared,
-        )
+        progress = rows_progress(say, "training data")
+        batches = made(recipe.data, batch_size=recipe.batch_size, progress=progress)
     say(f"training data: {batches.summary}")
     if recipe.eval_data is None:
         return batches, None
     with section("eval_data"):
-        eval_batches = epoch_batches(
-            recipe.eval_data,
-            tokenizer,
-            batch_size=eval_batch_size(recipe),
-            progress=rows_progress(say, "evaluation data"),
-            **shared,
-        )
+        size, progress = eval_batch_size(recipe), rows_progress(say, "evaluation data")
+        evaluated = made(recipe.eval_data, batch_size=size, progress=progress)
+        eval_batches = evaluated.in_order(size)
     check_metric(recipe, info)
     return batches, eval_batches
 
 
-def say_if_beyond_schedule(recipe: Recipe, last_step: int, say: Callable[[str], None]) -> None:
-    """Reports the learning rate of a run that continues beyond the end of its schedule."""
-    end = recipe.optimizer.schedule_steps
-    if end is not None and last_step > end:
-        rate = recipe.optimizer.learning_rate * (recipe.optimizer.final_factor or 0.0)
-        say(
-            f"the learning rate is {rate:g} from step {end} on (optimizer.schedule_steps), and the "
-            f"run goes on to step {last_step}"
+def eval_batch_size(recipe: Recipe) -> int:
+    """Rows per evaluation batch."""
+    return recipe.evaluation.batch_size or recipe.batch_size // recipe.accumulation
+
+
+def eval_prompts(
+    recipe: Recipe, model: Model[Any], tokenizer: Tokenizer, info: ModelInfo
+) -> list[EvalPrompt]:
+    """Prompts to generate for at every evaluation; empty without `evaluation.metrics`.
+
+    Raises:
+        JaxLLMError: `evaluation.fields` are wrong, or a prompt leaves no room for an answer.
+    """
+    if recipe.eval_data is None or not recipe.evaluation.metrics:
+        return []
+    fields, limit = recipe.evaluation.fields, recipe.evaluation.rows
+    decoder = cast(GenerativeModel, model)
+    config, _ = merged_config(decoder, None, fields)
+
+    def check(ids: Sequence[int]) -> None:
+        if not decoder.is_encoder_decoder:
+            row = np.zeros((1, len(ids)), np.int32)
+            checked_lengths(decoder, config, PaddedBatch(row, np.ones_like(row, bool)))
+
+    return generation_rows(recipe.eval_data, tokenizer, info, limit, check=check)
+
+
+def predicted(recipe: Recipe, info: ModelInfo) -> Predicted:
+    """Kind of the model's predictions, which decides the metrics of an evaluation."""
+    if recipe.dpo is not None:
+        return "preferences"
+    if info.kind != "classification":
+        return "tokens"
+    return "values" if problem_of(info) == "regression" else "labels"
+
+
+def answer_metrics(evaluation: Evaluation) -> list[str]:
+    """Names of the metrics of generated answers."""
+    if not evaluation.metrics:
+        return []
+    return [f"eval_{name}" for name in score_texts([("a", "a")], evaluation.metrics)]
+
+
+def check_metric(recipe: Recipe, info: ModelInfo) -> None:
+    """Checks that evaluations measure the metrics of `checkpoints` and `early_stopping`.
+
+    Raises:
+        ConfigError: no evaluation measures one, or `mode` would keep the worst checkpoint.
+    """
+    extra = {} if recipe.dpo is None else dict.fromkeys(METRICS, 0.0)
+    result = EvalResult(loss=0.0, accuracy=0.0, count=1, extra=extra)
+    metrics = [*result.metrics(predicted(recipe, info))]
+    metrics += answer_metrics(recipe.evaluation)
+    metric, mode = recipe.checkpoints.metric, recipe.checkpoints.mode
+    watched = None if recipe.early_stopping is None else recipe.early_stopping.metric
+    for field, name in (("checkpoints.metric", metric), ("early_stopping.metric", watched)):
+        if name is not None and name not in metrics:
+            raise ConfigError(f"{field}: unknown metric {name!r}; use {', '.join(metrics)}")
+    expected = "min" if is_lower_better(metric) else "max"
+    if mode != expected:
+        better = "smaller" if expected == "min" else "larger"
+        raise ConfigError(
+            f"checkpoints.mode: {mode!r}, but a {better} {metric} is better; set mode: {expected}"
         )
+
+
+def measured_on(recipe: Recipe, eval_batches: EvalBatches | None, metric: str) -> str | None:
+    """Hash of all that an evaluation metric depends on besides the weights: the rows, and how
+    answers are generated; None without `eval_data`. Values of two hashes are not compared."""
+    if eval_batches is None:
+        return None
+    content, evaluation = [eval_batches.examples.digest], recipe.evaluation
+    if metric in answer_metrics(evaluation):
+        fields = dict(evaluation.fields)
+        content.append(json.dumps([evaluation.rows, fields], sort_keys=True))
+    return hashlib.sha256("\n".join(content).encode()).hexdigest()
+
+
+def is_lower_better(metric: str) -> bool:
+    """True if smaller values of an evaluation metric are better, by its name.
+
+    >>> is_lower_better("eval_loss"), is_lower_better("eval_exact_match")
+    (True, False)
+    """
+    return metric.endswith(LOWER_IS_BETTER)
 
 
 def check_files_and_packages(recipe: Recipe) -> None:
@@ -379,14 +463,69 @@ def rows_progress(
     return progress
 
 
-def info_of(model: Model[Any]) -> ModelInfo:
-    """`ModelInfo` with the EOS tokens of the model's generation config."""
-    info = ModelInfo.of(model)
-    settings = model.generation_config
-    ends = getattr(settings, "eos_token_id", None)
-    if ends is None:
-        return info
-    listed = (ends,) if isinstance(ends, int) else tuple(ends)
-    return dataclasses.replace(
-        info, eos_token_ids=tuple(dict.fromkeys(info.eos_token_ids + listed))
-    )
+def with_reference(
+    setup: Setup, folder: Path, *, stored: bool, say: Callable[[str], None]
+) -> Setup:
+    """The setup of a DPO run with reference log-probabilities in its data; others are unchanged.
+
+    The reference is the model of the setup, before its state is restored: with LoRA the base model,
+    since new adapters change nothing. The first process writes the numbers to `REFERENCE_FILE`.
+
+    Args:
+        stored: read what an earlier start of the run stored; data that are new since then are
+            computed. A missing file is computed again: `Batches.restore` compares digests.
+
+    Raises:
+        RunError: the file cannot be read or written.
+    """
+    if setup.recipe.dpo is None:
+        return setup
+    path = folder / REFERENCE_FILE
+    earlier = read_logps(path) if stored else {}
+    train = setup.batches.in_order(eval_batch_size(setup.recipe))
+    results: dict[str, Float32[np.ndarray, "N 2"]] = {}
+
+    def with_logps(name: str, source: Source, epoch: EvalBatches) -> Source:
+        digest, what = epoch.examples.digest, f"reference of the {name} data"
+        if digest not in earlier:
+            start = time.perf_counter()
+            progress = rows_progress(say, what, done_as="pairs are computed")
+            earlier[digest] = reference_logps(setup.state.model, epoch, setup.mesh, progress)
+            seconds = time.perf_counter() - start
+            say(f"{what}: {len(earlier[digest]):,} pairs in {seconds:.1f} s")
+        results[digest] = earlier[digest]
+        return source.with_reference(earlier[digest])
+
+    examples = with_logps("training", setup.batches.examples, train)
+    batches = setup.batches.with_examples(examples)
+    eval_batches = setup.eval_batches
+    if eval_batches is not None:
+        examples = with_logps("evaluation", eval_batches.examples, eval_batches)
+        eval_batches = dataclasses.replace(eval_batches, examples=examples)
+
+    def write() -> None:
+        if jax.process_index() == 0:
+            with naming_file(path, RunError, "written"):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with replacing(path) as half, half.open("wb") as file:
+                    np.savez(file, **results)  # pyright: ignore[reportArgumentType]
+
+    in_all_processes(write, RunError)
+    return dataclasses.replace(setup, batches=batches, eval_batches=eval_batches)
+
+
+def read_logps(path: Path) -> dict[str, Any]:
+    """Log-probabilities by the digest of their examples; empty if there is no file.
+
+    Raises:
+        RunError: the file is damaged.
+    """
+    if not path.exists():
+        return {}
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return dict(arrays)
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise RunError(
+            f"{path}: cannot be read ({error}); move it away, and the run computes it again"
+        ) from None

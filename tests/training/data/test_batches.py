@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from jaxllm.common.errors import ConfigError, DataError
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.data import DataConfig, ModelInfo, epoch_batches, make_batches
-from jaxllm.training.data.batches import Batches, Shard
-from jaxllm.training.data.example import CausalExample
-from jaxllm.training.data.examples import Counts, Examples
+from jaxllm.training.data.batches import Batches
+from jaxllm.training.data.examples import CausalExample, Counts, Examples
 from jaxllm.training.data.plan import Planner
 
 BYTES = byte_tokenizer()
@@ -234,7 +233,7 @@ def test_a_far_position_is_reached_at_once():
     """Epoch 10,000 of 20,000 examples, and its last batch: nothing before it is made."""
     one = CausalExample.of(np.arange(1, 6, dtype=np.int32))
     examples = Examples((one,) * 20_000, Counts(), "")
-    batches = Batches(examples, CAUSAL, Planner(4, (48,)), Shard(4))
+    batches = Batches(examples, CAUSAL, Planner(4, (48,)))
     state = {**batches.state(), "epoch": 10_000, "batch": 4_999}
     start = time.process_time()
     batches.restore(state)

@@ -12,8 +12,13 @@ from hypothesis import strategies as st
 from jaxllm.common.errors import DataError
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.data import DataConfig, ModelInfo, read_examples
-from jaxllm.training.data.example import CausalExample, ClassificationExample, Seq2SeqExample
-from jaxllm.training.data.examples import Counts, fit
+from jaxllm.training.data.examples import (
+    CausalExample,
+    ClassificationExample,
+    Counts,
+    Seq2SeqExample,
+    fit,
+)
 
 BYTES = byte_tokenizer()
 GPT2 = ModelInfo(kind="causal", vocab_size=258, context_length=8)

@@ -72,6 +72,28 @@ def test_plans_hold_every_example_once(lengths, batch_size, packing, shuffle, bu
         assert len(plan) == -(-len(lengths) // batch_size)
 
 
+@settings(max_examples=60)
+@given(some_lengths(), st.integers(1, 7), st.booleans(), st.booleans(), st.integers(0, 5))
+def test_batches_of_a_window_are_full_if_others_follow(lengths, batch_size, packing, shuffle, seed):
+    """What is left over is less than a batch, and of the rows with the most padding."""
+    planner = Planner(batch_size, LIMITS, packing, shuffle=shuffle, seed=seed)
+    plan = planner.plan(lengths, 0, is_last=False)
+    assert sorted([*plan.members, *plan.rest]) == list(range(len(lengths)))
+    rows = [[plan.row(batch, n) for n in range(batch_size)] for batch in range(len(plan))]
+    assert all(len(row) for batch in rows for row in batch)
+    if not packing:
+        assert len(plan.rest) == len(lengths) % batch_size
+        return
+    packed = pack(lengths, np.arange(len(lengths)), LIMITS)
+    if shuffle:  # packed in another order
+        return
+    assert len(plan) == len(packed) // batch_size
+    fill = [(lengths[row].sum(axis=0) / LIMITS).max() for row in packed]
+    kept = {tuple(row) for batch in rows for row in batch}
+    left = [each for row, each in zip(packed, fill, strict=True) if tuple(row) not in kept]
+    assert sorted(left) == sorted(fill)[: len(left)]
+
+
 def test_shapes_come_from_few_buckets():
     lengths = np.arange(1, 101)[:, None]
     planner = Planner(batch_size=4, limits=(100,))

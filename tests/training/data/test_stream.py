@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,6 +17,7 @@ import pytest
 from test_batches import BYTES, CAUSAL, ROWS, SETUPS, documents, same
 
 from jaxllm.common.errors import DataError
+from jaxllm.common.progress import set_progress
 from jaxllm.training.data import DataConfig, Peers, epoch_batches, large_files, make_batches, stream
 from jaxllm.training.data.rows import open_rows
 
@@ -89,8 +91,26 @@ def test_every_row_once_in_every_epoch(name):
     expected = expected_contents(name)
     assert [sorted(epoch) for epoch in epochs] == [sorted(expected)] * 3
     assert epochs[0] != epochs[1] != epochs[2]
-    evaluated = [x for batch in batches_of(name, make=epoch_batches) for x in contents(batch)]
+    in_order = batches_of(name, make=epoch_batches)
+    evaluated = [x for batch in in_order for x in contents(batch)]
+    with pytest.raises(TypeError, match="not known before it is read"):
+        len(in_order)
     assert sorted(evaluated) == sorted(expected)
+
+
+@pytest.mark.by_default("dropped", "split")
+@each_setup
+def test_at_most_one_batch_of_an_epoch_is_not_full(name):
+    """Where rows are dropped, or packed, a window has not a multiple of the rows of a batch."""
+    batches = batches_of(name, epochs=2)
+    assert batches.examples.windows > 1
+    not_full, carried = [0, 0], 0
+    for batch in batches:
+        mask = batch.get("segment_ids", batch.get("attention_mask"))
+        not_full[batches.epoch] += not mask.reshape(len(mask), -1).any(axis=1).all()
+        carried += len(batches.carried)
+    assert max(not_full) <= 1
+    assert (carried > 0) == (name in ("packed", "packed pairs", "pairs", "dropped", "split"))
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -168,9 +188,9 @@ class Together:
 def test_processes_share_the_encoding_and_resume_in_another_number(name):
     """Two processes read what one does, and each encodes its own share of the rows."""
     alone = batches_of(name, epochs=2)
-    expected = [next(alone) for _ in range(3)]
-    state = alone.state()
-    expected += list(alone)
+    states = [alone.state() for _ in alone]
+    steps = next((n for n, each in enumerate(states, 1) if each["carried"]), 3)
+    expected, state = list(batches_of(name, epochs=2)), states[steps - 1]
     together = Together(2)
 
     def work(index: int):
@@ -180,13 +200,13 @@ def test_processes_share_the_encoding_and_resume_in_another_number(name):
         encoder = batches.examples.encoder
         spy = replace(encoder, rows=Spy(encoder.rows, encoded))
         batches = batches.with_examples(replace(batches.examples, encoder=spy))
-        some = [next(batches) for _ in range(3)]
+        some = [next(batches) for _ in range(steps)]
         one_window = len(encoded)
         mine = [*some, *batches]
         again = batches_of(name, epochs=2, **options)
         again.restore(state)
         resumed = list(again)
-        assert all(same(a, b) for a, b in zip(resumed, mine[3:], strict=True))
+        assert all(same(a, b) for a, b in zip(resumed, mine[steps:], strict=True))
         return mine, one_window, len(encoded)
 
     with ThreadPoolExecutor(2) as threads:
@@ -231,6 +251,9 @@ def test_state_of_another_run_is_refused(change, message):
         batches_of("text").restore({**state, "window": 9})
     with pytest.raises(DataError, match="batch 99 of epoch 0, which has 4"):
         batches_of("text").restore({**state, "batch": 99})
+    for carried in ({}, [[1, 0]], [[53, 0, 1]], [[1, 0, 1.0]]):
+        with pytest.raises(DataError, match=r"carried is .*, not places of examples"):
+            batches_of("text").restore({**state, "carried": carried})
 
 
 def test_counts_and_steps_are_estimated():
@@ -270,7 +293,7 @@ def test_windows_without_examples(monkeypatch):
     config = replace(STREAMED["dropped"][0], shuffle=False)
     monkeypatch.setattr(stream, "window_rows", lambda *_: 16)
     batches = make_batches(config, BYTES, model=CAUSAL, batch_size=4, rows=rows, epochs=2)
-    assert [len(documents("text", batch)) for batch in batches] == [1, 1, 1, 1]
+    assert [len(documents("text", batch)) for batch in batches] == [2, 2]
     batches = make_batches(config, BYTES, model=CAUSAL, batch_size=4, rows=rows)
     rows[:] = [{"text": "a" * 40}] * 53
     with pytest.raises(DataError, match="4 windows in a row have no examples"):
@@ -367,6 +390,32 @@ def test_copied_tables(tmp_path, all_large, monkeypatch):
     with pytest.raises(DataError, match="the column 'n' is there twice"):
         open_rows(tmp_path / "g.csv")
     assert len(list(all_large.glob("*/*-*"))) == 2  # nothing of the files with errors
+
+
+def test_building_an_index_shows_its_progress(all_large, tmp_path, capsys):
+    """Bytes and their speed, where progress is on."""
+
+    def build(name: str) -> str:
+        path = tmp_path / name
+        (path / "x.jsonl").parent.mkdir()
+        (path / "x.jsonl").write_text('{"text": "a"}\n')
+        (path / "x.csv").write_text("text\na\n")
+        pq.write_table(pyarrow.table({"text": ["a"]}), path / "x.parquet")
+        for file in path.iterdir():
+            open_rows(file).digest()
+        return capsys.readouterr().err
+
+    assert build("off") == ""
+    set_progress(True, least_seconds=0)
+    try:
+        lines = [line.split(f" {tmp_path}/on/") for line in sorted(build("on").splitlines())]
+    finally:
+        set_progress(False)
+    files = ("x.csv", "x.jsonl", "x.parquet")
+    works = [("copying", files[2:]), ("hashing", files), ("indexing", files[:2])]
+    expected = [[work, file] for work, names in works for file in names]
+    assert [[work, line.split(":")[0]] for work, line in lines] == expected
+    assert all(re.search(r": \d\.\d s, [\d,]+ MB/s$", line) for _, line in lines)
 
 
 def test_a_cache_folder_that_cannot_be_written(all_large, tmp_path):

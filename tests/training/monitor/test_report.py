@@ -10,17 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from jaxllm.training.monitor.charts import (
+from jaxllm.training.evaluation import EvalSample
+from jaxllm.training.monitor.metrics_log import MetricsLog
+from jaxllm.training.monitor.report import (
+    AFTER,
+    BEFORE,
     MAX_POINTS,
     Curve,
     curve,
+    finish_report,
+    html_report,
     save_plot,
     smoothed,
     svg_chart,
     thinned,
+    write_samples,
 )
-from jaxllm.training.monitor.metrics_log import MetricsLog
-from jaxllm.training.monitor.report import ReportSample, finish_report, html_report
 from jaxllm.training.monitor.run_card import make_run_card
 
 EVIL = "<script>alert(1)</script>\"'&<img src=http://example.com/x.png>"
@@ -82,8 +87,10 @@ def run(folder: Path, steps: int = 60):
 @pytest.fixture
 def page(tmp_path: Path) -> Page:
     folder = tmp_path / "my <run>"
-    sample = ReportSample(prompt=EVIL, after=EVIL, before="unsinn", reference="sense")
-    written = finish_report(folder, run(folder), samples=[sample])
+    card = run(folder)
+    for name, answer in ((BEFORE, "unsinn"), (AFTER, EVIL)):
+        write_samples(folder / name, [EvalSample(EVIL, "sense", answer)])
+    written = finish_report(folder, card)
     assert [path.name for path in written] == ["report.html", "loss.png"]
     return Page(written[0].read_text(encoding="utf-8"))
 

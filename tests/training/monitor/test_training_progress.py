@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jaxllm.training.monitor import progress as training_progress
 from jaxllm.training.monitor.flops import Peak
-from jaxllm.training.monitor.progress import Throughput, TrainingProgress, clock_time
+from jaxllm.training.monitor.progress import TrainingProgress
 
 
 class Clock:
@@ -148,19 +148,9 @@ def test_a_terminal_gets_a_bar() -> None:
 
 
 def test_only_recent_steps_count() -> None:
-    throughput = Throughput()
-    for _ in range(50):
-        throughput.add(seconds=10.0, tokens=1)
-    for _ in range(20):
-        throughput.add(seconds=1.0, tokens=100)
-    speed = throughput.speed()
+    clock = Clock()
+    with TrainingProgress(70, quiet=True, now=clock) as progress:
+        for step in range(1, 71):
+            clock.seconds += 10.0 if step <= 50 else 1.0
+            speed = progress.step(step, loss=1.0, tokens=1 if step <= 50 else 100)
     assert (speed.tokens_per_second, speed.seconds_per_step, speed.mfu) == (100.0, 1.0, None)
-
-
-def test_clock_time() -> None:
-    assert [clock_time(s) for s in (0, 61, 3600, 86400)] == [
-        "0:00",
-        "1:01",
-        "1:00:00",
-        "1d 0:00:00",
-    ]

@@ -11,7 +11,7 @@ import pytest
 from tiny_runs import go_on, measured, plain, recipe, saved
 
 from jaxllm.common.errors import ConfigError
-from jaxllm.training.run.evaluations import Patience, patience_of
+from jaxllm.training.run.loop import Patience, patience_of
 from jaxllm.training.run.recipe import EarlyStopping, Recipe
 from jaxllm.training.run.run import train
 

@@ -15,9 +15,8 @@ import jaxllm
 from jaxllm.common.errors import ConfigError, DataError, RunError
 from jaxllm.common.validation import from_plain
 from jaxllm.training.run.recipe import Recipe
-from jaxllm.training.run.reference import FILE
 from jaxllm.training.run.run import train
-from jaxllm.training.run.setup import initial_model
+from jaxllm.training.run.setup import REFERENCE_FILE, initial_model
 
 NAMES = {f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")}
 
@@ -30,7 +29,7 @@ def preferences(folder: Path, family: str = "llama", **changes: Any) -> Recipe:
 def test_a_run_resumes_with_its_stored_reference(tmp_path: Path):
     recipe = preferences(tmp_path, max_steps=3)
     result = train(recipe, quiet=True)
-    stored = result.folder / FILE
+    stored = result.folder / REFERENCE_FILE
     before = stored.read_bytes()
     go_on(recipe, max_steps=5)
     assert stored.read_bytes() == before
@@ -81,7 +80,7 @@ def test_another_base_model_computes_no_reference(tmp_path: Path):
         jaxllm.save_hf(tmp_path / "model", net, overwrite=True)
 
     save_model(0)
-    stored = train(dataclasses.replace(recipe, max_steps=1), quiet=True).folder / FILE
+    stored = train(dataclasses.replace(recipe, max_steps=1), quiet=True).folder / REFERENCE_FILE
     before = stored.read_bytes()
     save_model(1)
     path = tmp_path / "other.jsonl"

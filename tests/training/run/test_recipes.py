@@ -14,8 +14,7 @@ from paths import ROOT
 from jaxllm.cli.train import main
 from jaxllm.common.errors import ConfigError
 from jaxllm.training.monitor.report import BEFORE
-from jaxllm.training.run.named_recipes import find_recipe
-from jaxllm.training.run.recipe import Evaluation, read_recipe
+from jaxllm.training.run.recipe import Evaluation, find_recipe, read_recipe
 
 CONFIGS = ROOT / "configs"
 RECIPES = sorted(CONFIGS.glob("*.yaml"))

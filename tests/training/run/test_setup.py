@@ -15,7 +15,7 @@ from tiny_runs import plain, recipe
 from jaxllm.common.errors import ConfigError, DataError, JaxLLMError, MissingExtraError
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.data import DataConfig, ModelInfo
-from jaxllm.training.evaluation.generation import generation_rows
+from jaxllm.training.evaluation import generation_rows
 from jaxllm.training.run.recipe import Evaluation, MeshSizes, ModelSource
 from jaxllm.training.run.run import train
 from jaxllm.training.run.setup import SECONDS, check_rows, rows_progress, set_up

@@ -16,7 +16,7 @@ from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.data import DataConfig, ModelInfo
 from jaxllm.training.data.formats import messages_of
 from jaxllm.training.data.pipeline import check_fields, read_examples, rows_of
-from jaxllm.training.monitor.charts import Curve, svg_chart
+from jaxllm.training.monitor.report import Curve, svg_chart
 from jaxllm.training.run.recipe import Evaluation, ModelSource, read_recipe
 from jaxllm.training.run.setup import set_up
 

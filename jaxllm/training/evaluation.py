@@ -1,6 +1,6 @@
-"""Generates answers to the prompts of a data set, and scores them against references.
+"""Evaluation: loss and perplexity of a full set, and scores of generated answers.
 
-The metrics are exact match, accuracy and ROUGE, from 0 to 1, and BLEU and chrF, from 0 to 100 (as
+The metrics of answers are exact match and ROUGE, from 0 to 1, and BLEU and chrF, from 0 to 100 (as
 in rouge-score and sacrebleu). With several references the best match counts.
 """
 
@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 import string
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from jaxllm.common.errors import ConfigError, DataError, InputError, JaxLLMError, warn
@@ -20,25 +24,115 @@ from jaxllm.common.optional_packages import require
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.generate import generate
 from jaxllm.generation.inputs.batching import run_in_batches
-from jaxllm.generation.inputs.padded_batch import PaddedBatch
-from jaxllm.generation.settings.lengths import checked_lengths
 from jaxllm.models.decoder import GenerativeModel
+from jaxllm.models.model import Model
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.translation_tokenizers import WithLanguages
 from jaxllm.training.data import DataConfig, ModelInfo, rows_of
-from jaxllm.training.data.config import eos_of, length_limits
+from jaxllm.training.data.config import length_limits
 from jaxllm.training.data.examples import fit
-from jaxllm.training.data.formats import (
-    Message,
-    conversations_of,
-    encode_beginning,
-    encode_ended,
-    get,
-    messages_of,
-    tokenizer_of,
-)
+from jaxllm.training.data.formats import ClassificationFormat, TextFormat, tokenizer_of
 from jaxllm.training.data.pipeline import make_format
-from jaxllm.training.data.rows import Row
+from jaxllm.training.losses import ROUTER_LOSS, Batch, Loss, LossSums
+
+__all__ = [
+    "METRICS",
+    "EvalPrompt",
+    "EvalResult",
+    "EvalSample",
+    "GenerationResult",
+    "evaluate",
+    "generate_and_score",
+    "score_texts",
+]
+
+Predicted = Literal["tokens", "labels", "values", "preferences"]
+"""Kind of a model's predictions, which decides the metrics of an evaluation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalResult:
+    """Means over every counted token (or example) of a set."""
+
+    loss: float
+    """Mean loss in nats per token; mean squared error for regression."""
+    accuracy: float
+    """Share of tokens (or labels) predicted correctly by the largest logit; 0 for regression."""
+    count: int
+    """Number of counted tokens, examples or pairs."""
+    extra: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Means of `LossSums.extra`, such as the rewards of DPO."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss), without the loss of routers; infinity on overflow."""
+        try:
+            return math.exp(self.loss - self.extra.get(ROUTER_LOSS, 0.0))
+        except OverflowError:
+            return math.inf
+
+    def metrics(self, predicted: Predicted = "tokens", prefix: str = "eval_") -> dict[str, float]:
+        """Fields for the metrics log; `predicted` says what the model predicts.
+
+        >>> EvalResult(loss=0.0, accuracy=1.0, count=3).metrics()
+        {'eval_loss': 0.0, 'eval_perplexity': 1.0, 'eval_accuracy': 1.0}
+        >>> EvalResult(loss=0.5, accuracy=0.0, count=3).metrics("values")
+        {'eval_loss': 0.5, 'eval_mse': 0.5}
+        """
+        metrics = {"loss": self.loss}
+        if predicted == "tokens":
+            metrics["perplexity"] = self.perplexity
+        if predicted == "values":
+            metrics["mse"] = self.loss
+        elif predicted != "preferences":
+            metrics["accuracy"] = self.accuracy
+        metrics |= self.extra
+        return {prefix + name: value for name, value in metrics.items()}
+
+
+def evaluate(model: Model[Any], batches: Iterable[Batch], loss: Loss) -> EvalResult:
+    """Evaluates a model: mean loss over all batches, with equal weight for each counted token.
+
+    The result does not depend on the split into batches: sums are added, never means. Sums of a
+    batch are float32, those of the set float64. The last batch may be filled with padding rows
+    (labels -100) to the shape of the others, since each shape is compiled once.
+
+    Args:
+        model: evaluated without dropout: `loss` gets no key.
+        batches: dicts of the model's call arguments.
+        loss: one of `losses`, without label smoothing and z-loss, which would distort the
+            perplexity; or a function. A new lambda at each call compiles again.
+
+    Raises:
+        InputError: no label of any batch is counted.
+    """
+    total = Counter[str]()
+    # Fetch the sums of a batch while the next one runs, so that the device does not wait.
+    pending: list[LossSums] = []
+    for batch in batches:
+        pending.append(_sums(model, dict(batch), loss=loss))
+        if len(pending) > 1:
+            total.update(_on_host(pending.pop(0)))
+    for sums in pending:
+        total.update(_on_host(sums))
+    count = total.pop("count", 0)
+    if count == 0:
+        raise InputError("evaluation: no batch, or no label in any batch that counts (not -100)")
+    means = {name: value / count for name, value in total.items()}
+    loss_mean, accuracy = means.pop("loss"), means.pop("correct")
+    return EvalResult(loss_mean, accuracy, int(count), extra=means)
+
+
+@partial(jax.jit, static_argnames="loss")
+def _sums(model: Model[Any], batch: Batch, *, loss: Loss) -> LossSums:
+    return loss(model, batch)
+
+
+def _on_host(sums: LossSums) -> dict[str, float]:
+    host = jax.device_get(sums)
+    named = {"loss": host.loss, "count": host.count, "correct": host.correct, **host.extra}
+    return {name: float(value) for name, value in named.items()}
+
 
 Pairs = Sequence[tuple[str, str | Sequence[str]]]
 MetricValues = dict[str, float]
@@ -71,7 +165,7 @@ class GenerationResult:
     """Generated answers and their scores."""
 
     scores: dict[str, float]
-    """Scores by name; see `generation_metrics`."""
+    """Scores by name; see `METRICS`."""
     predictions: list[str]
     """Generated texts in row order, without special tokens."""
     samples: list[EvalSample]
@@ -98,19 +192,19 @@ def generation_rows(
         ConfigError: the format has no answers (text, classification).
         DataError: a row lacks a field, or its prompt is invalid; names file and line.
     """
-    if config.format not in ("prompt_completion", "chat", "seq2seq", "preference"):
+    rows, limits = rows_of(config), length_limits(config, model)
+    encode = make_format(config, tokenizer, model)
+    if isinstance(encode, TextFormat | ClassificationFormat):
         raise ConfigError(
             f"evaluation.metrics: rows of format {config.format!r} have no answers to compare with"
         )
-    rows, eos = rows_of(config), eos_of(tokenizer, model)
-    encode, limits = make_format(config, tokenizer, model), length_limits(config, model)
     prompts: list[EvalPrompt] = []
     for number in range(len(rows)):
         if len(prompts) == limit:
             break
         row = rows[number]
         try:
-            ids, reference = prompt_of(row, config, tokenizer, eos, model)
+            ids, reference = encode.prompt_of(row)
             if config.on_too_long != "error":
                 examples, _ = fit(encode(row), limits, config.on_too_long)
                 if not examples:
@@ -120,57 +214,11 @@ def generation_rows(
             check(ids)
         except JaxLLMError as error:
             raise DataError(f"{rows.where(number)}: {error}") from None
-        prompts.append(EvalPrompt(ids, reference, language_fields(row, config, tokenizer)))
-    return prompts
-
-
-def language_fields(row: Row, config: DataConfig, tokenizer: Tokenizer) -> dict[str, int]:
-    """Generation settings of a row's target language, if its tokenizer reads one."""
-    own = tokenizer_of(row, tokenizer, config.src_lang_field, config.tgt_lang_field)
-    language = own.tgt_lang if isinstance(own, WithLanguages) else None
-    return {} if language is None else own.target_fields(language)
-
-
-def prompt_of(
-    row: Row, config: DataConfig, tokenizer: Tokenizer, eos: int, model: ModelInfo
-) -> tuple[list[int], str]:
-    """Prompt ids of a row and the expected answer; of a preference, the chosen one."""
-    prompt, answer = config.prompt_field, config.completion_field
-    if config.format == "preference":
-        answer = config.chosen_field
-        if isinstance(row.get(answer), list):
-            asked, chosen, _ = conversations_of(row, prompt, answer, config.rejected_field)
-            return chat_prompt([*asked, *chosen[:1]], row, config, tokenizer, answer)
-    if model.kind == "seq2seq":
-        paired = config.format == "preference"
-        source, target = (prompt, answer) if paired else (config.source_field, config.target_field)
         own = tokenizer_of(row, tokenizer, config.src_lang_field, config.tgt_lang_field)
-        ids = encode_ended(own, config.source_prefix + get(row, source, str), eos)
-        return ids, get(row, target, str)
-    if config.format == "chat":
-        messages = messages_of(row, config.messages_field)
-        return chat_prompt(messages, row, config, tokenizer, config.messages_field)
-    return encode_beginning(tokenizer, get(row, prompt, str)), get(row, answer, str)
-
-
-def chat_prompt(
-    messages: Sequence[Message], row: Row, config: DataConfig, tokenizer: Tokenizer, field: str
-) -> tuple[list[int], str]:
-    """Prompt ids of a conversation before its last answer, and that answer."""
-    answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-    if not answers:
-        raise DataError(f"{field}: no message of the assistant")
-    reference = messages[answers[-1]].get("content")
-    if not isinstance(reference, str):
-        raise DataError(
-            f"{field}[{answers[-1]}]: evaluation.metrics compare texts, and the "
-            f"content of this answer is {str(reference)[:60]!r}"
-        )
-    ids = tokenizer.apply_chat_template(
-        messages[: answers[-1]], tools=row.get("tools"), chat_template=config.chat_template
-    )
-    assert not isinstance(ids, str)
-    return ids, reference
+        language = own.tgt_lang if isinstance(own, WithLanguages) else None
+        fields = own.target_fields(language) if isinstance(own, WithLanguages) and language else {}
+        prompts.append(EvalPrompt(ids, reference, fields))
+    return prompts
 
 
 def generate_and_score(
@@ -192,7 +240,7 @@ def generate_and_score(
 
     Args:
         rows: (prompt, reference) pairs, or objects of `EvalPrompt`.
-        metrics: names in `generation_metrics.METRICS`.
+        metrics: names in `METRICS`.
         batch_size: rows per batch; the last batch is filled by repeating a row.
         samples: number of rows to keep for the report.
         key: PRNG key for sampling; constant by default, so that evaluations are comparable.
@@ -212,17 +260,11 @@ def generate_and_score(
     for number, row in enumerate(prompts):
         groups.setdefault(tuple(sorted(row.fields.items())), []).append(number)
     for own, numbers in groups.items():
-        texts = generate_answers(
-            model,
-            tokenizer,
-            [encoded_prompt(prompts[number], tokenizer) for number in numbers],
-            batch_size=batch_size,
-            key=key,
-            before_batch=before_batch,
-            fields={**dict(own), **fields},
-            row_numbers=numbers,
-        )
-        for number, text in zip(numbers, texts, strict=True):
+        asked = {number: prompts[number].prompt for number in numbers}
+        ids = {n: tokenizer.encode(x) if isinstance(x, str) else list(x) for n, x in asked.items()}
+        settings = {**dict(own), **fields}
+        texts = generate_answers(model, tokenizer, ids, batch_size, key, before_batch, settings)
+        for number, text in texts.items():
             answers[number] = text
     pairs = [(answer, row.reference) for answer, row in zip(answers, prompts, strict=True)]
     return GenerationResult(
@@ -238,18 +280,16 @@ def generate_and_score(
 def generate_answers(
     model: GenerativeModel,
     tokenizer: Tokenizer,
-    prompts: Sequence[Sequence[int]],
-    *,
+    prompts: Mapping[int, Sequence[int]],
     batch_size: int,
     key: Any,
     before_batch: Callable[[], None],
     fields: Mapping[str, Any],
-    row_numbers: Sequence[int] | None = None,
-) -> list[str]:
+) -> dict[int, str]:
     """Generates a text for each prompt, without special tokens; see `generate_and_score`.
 
     Args:
-        row_numbers: numbers of the prompts' rows, by which they sample; None: 0, 1, ...
+        prompts: token ids by the number of the row, by which it samples.
 
     Raises:
         InputError: conflicting fields, or several sequences per prompt.
@@ -260,7 +300,6 @@ def generate_answers(
     if config.num_return_sequences != 1:
         raise InputError("num_return_sequences: evaluation scores one answer per prompt")
     needs = {"tokenizer": tokenizer} if config.stop_strings else {}
-    answers = [""] * len(prompts)
 
     def run(numbers: list[int]) -> list[list[int]]:
         before_batch()
@@ -268,44 +307,17 @@ def generate_answers(
         batch = tokenizer.pad([prompts[i] for i in numbers], padding_side=side, return_tensors="np")
         ids: Any = batch.input_ids  # on the host, where generate() checks it
         mask: Any = batch.attention_mask
-        own = numbers if row_numbers is None else [row_numbers[i] for i in numbers]
-        row_ids = np.array(own, np.int32)
+        row_ids = np.array(numbers, np.int32)
         out = generate(model, ids, mask, key=key, row_ids=row_ids, **needs, **fields)
         start = 1 if model.is_encoder_decoder else ids.shape[1]
         return np.asarray(out.sequences)[:, start:].tolist()
 
-    numbers = range(len(prompts))
-    for i, row in run_in_batches(run, numbers, batch_size, length=lambda i: len(prompts[i])):
-        answers[i] = tokenizer.decode(before_eos(row, eos_ids), skip_special_tokens=True)
-    return answers
-
-
-def encoded_prompt(row: EvalPrompt, tokenizer: Tokenizer) -> list[int]:
-    """The token ids of a prompt."""
-    return tokenizer.encode(row.prompt) if isinstance(row.prompt, str) else list(row.prompt)
-
-
-def check_answer_length(
-    model: GenerativeModel, prompt: Sequence[int], fields: Mapping[str, Any]
-) -> None:
-    """Checks that prompt and answer fit in the model's context and in `max_length`.
-
-    Raises:
-        InputError: they do not fit.
-    """
-    if not model.is_encoder_decoder:
-        config, _ = merged_config(model, None, fields)
-        ids = np.zeros((1, len(prompt)), np.int32)
-        checked_lengths(model, config, PaddedBatch(ids, np.ones_like(ids, bool)))
-
-
-def before_eos(ids: Sequence[int], eos_ids: Sequence[int]) -> Sequence[int]:
-    """Generated ids before the first EOS token.
-
-    >>> before_eos([5, 6, 2, 0, 0], eos_ids=(2,))
-    [5, 6]
-    """
-    return next((ids[:i] for i, token in enumerate(ids) if token in eos_ids), ids)
+    rows = run_in_batches(run, [*prompts], batch_size, length=lambda i: len(prompts[i]))
+    texts: dict[int, str] = {}
+    for number, row in rows:
+        end = next((i for i, token in enumerate(row) if token in eos_ids), len(row))
+        texts[number] = tokenizer.decode(row[:end], skip_special_tokens=True)
+    return texts
 
 
 def as_text(content: str | Sequence[str] | Sequence[int], tokenizer: Tokenizer) -> str:
@@ -345,16 +357,6 @@ def normalize(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
-def accuracy(pairs: Sequence[tuple[Hashable, Hashable]]) -> MetricValues:
-    """Share of labels (texts or numbers) that equal their reference.
-
-    >>> accuracy([(1, 1), (0, 1)])
-    {'accuracy': 0.5}
-    """
-    _check(pairs)
-    return {"accuracy": sum(prediction == label for prediction, label in pairs) / len(pairs)}
-
-
 def rouge(pairs: Pairs, *, use_stemmer: bool = False) -> MetricValues:
     """Mean F-measures of ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004), by rouge-score.
 
@@ -366,7 +368,8 @@ def rouge(pairs: Pairs, *, use_stemmer: bool = False) -> MetricValues:
     """
     module = require("rouge_score.rouge_scorer", extra="metrics", purpose="ROUGE scores")
     _check(pairs)
-    without_words = sum(not any(map(_has_rouge_words, _several(wanted))) for _, wanted in pairs)
+    references = [" ".join(_several(wanted)).lower() for _, wanted in pairs]
+    without_words = sum(bool(x.strip()) and not re.search("[a-z0-9]", x) for x in references)
     if without_words:
         warn(
             f"rouge: {without_words} of {len(pairs)} references have no ASCII letter or digit, and"
@@ -375,10 +378,6 @@ def rouge(pairs: Pairs, *, use_stemmer: bool = False) -> MetricValues:
     scorer = module.RougeScorer(list(ROUGE_KINDS), use_stemmer=use_stemmer)
     rows = [scorer.score_multi(_several(references), text) for text, references in pairs]
     return {kind: sum(row[kind].fmeasure for row in rows) / len(rows) for kind in ROUGE_KINDS}
-
-
-def _has_rouge_words(reference: str) -> bool:
-    return re.search("[a-z0-9]", reference.lower()) is not None or not reference.strip()
 
 
 def bleu(pairs: Pairs) -> MetricValues:
