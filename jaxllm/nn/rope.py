@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.common.config_keys import describe_keys, unknown_keys
 from jaxllm.common.errors import ConfigError, UnsupportedError, quoted, shortened
+from jaxllm.common.precision import float32_einsum
 from jaxllm.nn.platform.attention import LANES
 from jaxllm.parallel.sharding import heads_are_sharded
 
@@ -197,13 +198,8 @@ def rotate_each_head(
 ) -> Float[Array, "B T N H"]:
     """`rotate` with a product of each head by a matrix of 0 and ±1."""
     # Every sum of the product has one term, so it is exact if the products are.
-    exact = None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
-    rotated_half = jnp.matmul(
-        x,
-        jnp.asarray(exchange_matrix(x.shape[-1]), x.dtype),
-        precision=exact,
-        preferred_element_type=jnp.float32,
-    )
+    matrix = jnp.asarray(exchange_matrix(x.shape[-1]), x.dtype)
+    rotated_half = float32_einsum("btnh,hi->btni", x, matrix)
     return (x.astype(jnp.float32) * cos + rotated_half * sin).astype(x.dtype)
 
 
