@@ -10,7 +10,6 @@ PACKAGES = ["models", "nn", "cache", "parallel", "checkpoint", "tokenizers", "ge
 PACKAGES += [
     "batch.job",
     "generation.processors",
-    "generation.processors.host",
     "generation.settings",
     "generation.stopping",
     "generation.strategies",

@@ -15,7 +15,7 @@ from paths import DATA
 import jaxllm
 from jaxllm import models
 from jaxllm.errors import ConfigError, InputError, JaxLLMError, UnsupportedError
-from jaxllm.generation.processors.host.grammar import regex
+from jaxllm.generation.processors.grammar import regex
 
 GPT2, T5 = (DATA / "reference" / name for name in ("tiny-gpt2", "tiny-t5"))
 

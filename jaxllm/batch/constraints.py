@@ -16,17 +16,17 @@ from jaxllm.common.errors import InputError, JaxLLMError, quoted
 from jaxllm.common.files import names_file, read_text
 from jaxllm.common.strict_json import parse_json
 from jaxllm.generation.processors.base import logits_processor, store
-from jaxllm.generation.processors.host.allowed_tokens import (
-    WORD_BITS,
-    HostRow,
-    register_rule,
-    rule_of,
-)
-from jaxllm.generation.processors.host.grammar import (
+from jaxllm.generation.processors.grammar import (
     GrammarLogitsProcessor,
     json_schema,
     lark,
     regex,
+)
+from jaxllm.generation.processors.host import (
+    WORD_BITS,
+    HostRow,
+    register_rule,
+    rule_of,
 )
 from jaxllm.tokenizers.tokenizer import Tokenizer
 

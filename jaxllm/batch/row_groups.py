@@ -19,8 +19,8 @@ from jaxllm.batch.slots import PrefillBatch, RowSettings
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, padded_rows
 from jaxllm.generation.inputs.values import NO_TOKEN, bucket
 from jaxllm.generation.processors import LogitsProcessor, LogitsProcessorList
+from jaxllm.generation.processors.base import signature, stack_lists
 from jaxllm.generation.processors.build import build_processors
-from jaxllm.generation.processors.per_row import signature, stack_lists
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.lengths import MAX_COLUMNS
 from jaxllm.generation.settings.mode import SLOT_MODES

@@ -17,7 +17,7 @@ from jaxllm.batch.sizes import Sizes
 from jaxllm.batch.slots import PrefillBatch, RowSettings, SlotOutputs, Slots
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.generation.loop import first_state
-from jaxllm.generation.processors.per_row import row_by_row
+from jaxllm.generation.processors.base import row_by_row
 from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.generation.stopping.base import for_rows
 from jaxllm.generation.strategies.beam.beam_search import BeamSearch, BeamSearchState

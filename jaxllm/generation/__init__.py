@@ -7,7 +7,7 @@ from jaxllm.generation import processors, stopping
 from jaxllm.generation.call.output import GenerateOutput
 from jaxllm.generation.generate import generate, stream
 from jaxllm.generation.processors import *  # noqa: F403
-from jaxllm.generation.processors.host import grammar
+from jaxllm.generation.processors import grammar
 from jaxllm.generation.registration import (
     register_processor,
     register_prompt_transform,

@@ -33,7 +33,7 @@ from jaxllm.generation.loop import (
     prefill_program,
     run_decode,
 )
-from jaxllm.generation.processors.host.callbacks import reraise_failures
+from jaxllm.generation.processors.host import reraise_failures
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.strategies.guidance import Guided
 from jaxllm.generation.strategies.records import check_record_size

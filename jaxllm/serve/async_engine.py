@@ -24,7 +24,7 @@ from jaxllm.batch.slot_arrays import few_slots
 from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket, is_integer
-from jaxllm.generation.processors.host.grammar import GrammarLogitsProcessor
+from jaxllm.generation.processors.grammar import GrammarLogitsProcessor
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.decoder_only import with_rope_per_row
 from jaxllm.parallel.placement import platform_of_arrays

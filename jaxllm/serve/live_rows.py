@@ -28,11 +28,11 @@ from jaxllm.generation.processors.base import (
     LogitsProcessor,
     Scores,
     logits_processor,
+    signature,
     store,
 )
-from jaxllm.generation.processors.host.allowed_tokens import WORD_BITS, pack_bits, unpack_bits
-from jaxllm.generation.processors.host.grammar import GrammarLogitsProcessor
-from jaxllm.generation.processors.per_row import signature
+from jaxllm.generation.processors.grammar import GrammarLogitsProcessor
+from jaxllm.generation.processors.host import WORD_BITS, pack_bits, unpack_bits
 from jaxllm.generation.stopping.sequence_end import StopStringMatcher, stop_string_matcher
 from jaxllm.models.decoder import Decoder
 from jaxllm.tokenizers.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from serving_tools import chat_tokenizer
 import jaxllm
 from jaxllm.batch.constraints import constraint_source
 from jaxllm.common.errors import InputError
-from jaxllm.generation.processors.host.grammar import json_schema
+from jaxllm.generation.processors.grammar import json_schema
 
 TOKENIZER = chat_tokenizer()
 MODEL = tiny.make("llama", num_hidden_layers=1, vocab_size=len(TOKENIZER))

@@ -7,39 +7,27 @@ from jaxllm.generation.processors.base import (
     LogitsProcessorList,
     logits_processor,
 )
-from jaxllm.generation.processors.bias import (
-    NoBadWordsLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-)
-from jaxllm.generation.processors.guidance import (
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
-from jaxllm.generation.processors.host.prefix import PrefixConstrainedLogitsProcessor
-from jaxllm.generation.processors.host.python_function import HostLogitsProcessor
-from jaxllm.generation.processors.lengths import (
-    ExponentialDecayLengthPenalty,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-)
-from jaxllm.generation.processors.ngrams import (
-    EncoderNoRepeatNGramLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-)
-from jaxllm.generation.processors.openai_penalties import (
-    FrequencyPenaltyLogitsProcessor,
-    LogitBiasLogitsProcessor,
-    PresencePenaltyLogitsProcessor,
-)
+from jaxllm.generation.processors.host import HostLogitsProcessor, PrefixConstrainedLogitsProcessor
 from jaxllm.generation.processors.penalties import (
+    EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
+    FrequencyPenaltyLogitsProcessor,
     HammingDiversityLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    PresencePenaltyLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
 )
 from jaxllm.generation.processors.tokens import (
+    ExponentialDecayLengthPenalty,
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
     InfNanRemoveLogitsProcessor,
+    LogitBiasLogitsProcessor,
     LogitNormalization,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
 )
@@ -52,6 +40,7 @@ from jaxllm.generation.processors.warpers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
 __all__ = [

@@ -1,15 +1,21 @@
-"""Logits processors: base class, list, and the token history that processors read.
+"""Logits processors: base class, list, the token history that they read, and lists whose parameters
+differ from row to row.
 
 A processor is a pytree. Its parameters are leaves with fixed dtypes, so a jitted function that
 takes a processor as an argument compiles once for every temperature, penalty or list of ids.
+
+Rows of one batch program may have different temperatures, penalties and so on. The list of
+processors of each row is built as for a call of one row; then the lists are stacked: each leaf gets
+a row axis.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +106,10 @@ class LogitsProcessor:
     ``processor(input_ids, scores, cur_len)``, also under ``jit``, ``vmap`` and ``lax.while_loop``.
     Subclasses define :meth:`process`, or ``__call__`` itself.
     """
+
+    takes_rows: ClassVar[bool] = False
+    """True if its parameters may be arrays with one value per row, so that it needs no `vmap`.
+    Under `vmap`, a filter would run both branches of each `lax.cond`."""
 
     def __call__(
         self,
@@ -301,36 +311,6 @@ def force(scores: Scores, ids: Int[Array, " E"], where: Bool[Array, "#B 1"]) -> 
     return jnp.where(where, forced, scores)
 
 
-class EncoderTokens(NamedTuple):
-    """The encoder's input ids (or the prompt's) ``[B, S]``, and their padding mask."""
-
-    ids: Int[Array, "B S"]
-    real: Bool[Array, "B S"]
-
-    @classmethod
-    def of(cls, owner: str, ids: Int[Array, "B S"], mask: Bool[Array, "B S"] | None) -> Self:
-        """Checks ids and mask; a single row may lack its batch axis. None: ids >= 0 are real.
-
-        Raises:
-            InputError: the ids are not ``[B, S]``, or the mask has another shape.
-        """
-        ids = jnp.atleast_2d(jnp.asarray(ids, jnp.int32))
-        real = ids >= 0 if mask is None else jnp.atleast_2d(jnp.asarray(mask, bool))
-        if ids.ndim != 2 or real.shape != ids.shape:
-            raise InputError(
-                f"{owner}: `encoder_input_ids` must be [batch, length] and its mask alike, "
-                f"but they are {ids.shape} and {real.shape}"
-            )
-        return cls(ids, real)
-
-    def rows(self, count: int) -> tuple[Int[Array, "rows S"], Bool[Array, "rows S"]]:
-        """Ids and mask for ``count`` rows, each input repeated for its beams."""
-        batch = self.ids.shape[0]
-        if count % batch:
-            raise InputError(f"{count} rows of scores do not divide among {batch} encoder inputs")
-        return jnp.repeat(self.ids, count // batch, 0), jnp.repeat(self.real, count // batch, 0)
-
-
 def prompt_length(processor: Any, from_call: Int[Array, ""] | int | None) -> Int[Array, ""] | int:
     """Number of columns before the first new token: from the call, else from the processor.
 
@@ -344,3 +324,70 @@ def prompt_length(processor: Any, from_call: Int[Array, ""] | int | None) -> Int
             "give it to the processor when it is made"
         )
     return prompt_len
+
+
+T = TypeVar("T")
+
+
+def signature(processors: LogitsProcessorList) -> Hashable:
+    """Types and leaf shapes of a list, hashable; lists with equal signatures can be stacked."""
+    leaves, structure = jax.tree.flatten(processors)
+    return structure, tuple((np.shape(leaf), np.result_type(leaf).name) for leaf in leaves)
+
+
+def stack_lists(lists: Sequence[LogitsProcessorList]) -> LogitsProcessorList:
+    """Stacks the leaves of lists with equal `signature` along a first row axis, on the host.
+
+    >>> a, b = (LogitsProcessorList([TemperatureLogitsWarper(t)]) for t in (0.5, 2.0))
+    >>> stack_lists([a, b])[0].temperature.tolist()
+    [0.5, 2.0]
+    """
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *lists)
+
+
+def row_by_row(processors: LogitsProcessorList) -> LogitsProcessorList:
+    """Wraps the result of `stack_lists` so that each row uses its own parameters when called."""
+    return LogitsProcessorList(map(RowProcessor, processors))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowProcessor:
+    """Processor with one set of parameters per row; not computed while all rows are neutral."""
+
+    stacked: Any
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "BM L"],
+        scores: Scores,
+        cur_len: Int[Array, " R"],
+        **_: object,
+    ) -> Scores:
+        """Scores [B * M, V]: M sequences per row, equally long and starting at column 0."""
+        processor, lengths = per_sequence(input_ids, cur_len, self.stacked)
+        if isinstance(processor, LogitsProcessor) and processor.takes_rows:
+            return processor(input_ids, scores, lengths)
+
+        def apply() -> Scores:
+            return jax.vmap(_one_row)(processor, input_ids, scores, lengths)
+
+        # The size is given because some processors have no parameters.
+        neutral = jax.vmap(_is_neutral, axis_size=len(cur_len))(self.stacked)
+        return apply() if neutral is None else jax.lax.cond(neutral.all(), lambda: scores, apply)
+
+
+def per_sequence(
+    input_ids: Int[Array, "BM L"], cur_len: Int[Array, " R"], parameters: T
+) -> tuple[T, Int[Array, " BM"]]:
+    """Repeats the parameters and length of each row for each of its M sequences."""
+    count = input_ids.shape[0] // cur_len.shape[0]
+    return jax.tree.map(lambda x: jnp.repeat(x, count, axis=0), (parameters, cur_len))
+
+
+def _is_neutral(processor: object) -> Bool[Array, ""] | None:
+    return processor.is_neutral() if isinstance(processor, LogitsProcessor) else None
+
+
+def _one_row(processor: Any, input_ids: Array, scores: Array, cur_len: Array) -> Array:
+    return processor(input_ids[None], scores[None], cur_len)[0]

@@ -10,53 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxllm.common.errors import InputError, quoted
+from jaxllm.generation import processors
 from jaxllm.generation.inputs.values import is_traced
 from jaxllm.generation.processors.base import LogitsProcessor, LogitsProcessorList, Scores
-from jaxllm.generation.processors.bias import (
-    NoBadWordsLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-)
-from jaxllm.generation.processors.guidance import (
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
-from jaxllm.generation.processors.host.prefix import PrefixConstrainedLogitsProcessor
-from jaxllm.generation.processors.lengths import (
-    ExponentialDecayLengthPenalty,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-)
-from jaxllm.generation.processors.ngrams import (
-    EncoderNoRepeatNGramLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-)
-from jaxllm.generation.processors.openai_penalties import (
-    FrequencyPenaltyLogitsProcessor,
-    LogitBiasLogitsProcessor,
-    PresencePenaltyLogitsProcessor,
-)
-from jaxllm.generation.processors.penalties import (
-    EncoderRepetitionPenaltyLogitsProcessor,
-    HammingDiversityLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-)
-from jaxllm.generation.processors.tokens import (
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-)
-from jaxllm.generation.processors.warpers import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 
 
@@ -96,84 +52,96 @@ def _guidance(scale: Any, inputs: ProcessorInputs) -> LogitsProcessor | None:
     # The unconditional context doubles the cost, so a scale known to be 1 is skipped.
     if not is_traced(scale) and scale == 1:
         return None
-    return UnbatchedClassifierFreeGuidanceLogitsProcessor(scale)
+    return processors.UnbatchedClassifierFreeGuidanceLogitsProcessor(scale)
 
 
 def _diversity(groups: int, inputs: ProcessorInputs) -> LogitsProcessor | None:
     if groups == 1:
         return None
     config = inputs.config
-    return HammingDiversityLogitsProcessor(config.diversity_penalty, config.num_beams, groups)
+    return processors.HammingDiversityLogitsProcessor(
+        config.diversity_penalty, config.num_beams, groups
+    )
 
 
 def _min_length(length: Any, inputs: ProcessorInputs) -> LogitsProcessor | None:
     if _active(inputs.config, "min_new_tokens"):  # wins over min_length
         return None
-    return MinLengthLogitsProcessor(length, inputs.eos)
+    return processors.MinLengthLogitsProcessor(length, inputs.eos)
 
 
 def _length_penalty(pair: Any, inputs: ProcessorInputs) -> LogitsProcessor:
     if not inputs.eos:
         raise InputError("`exponential_decay_length_penalty` needs an `eos_token_id`")
-    return ExponentialDecayLengthPenalty(pair, inputs.eos, inputs.prompt_len)
+    return processors.ExponentialDecayLengthPenalty(pair, inputs.eos, inputs.prompt_len)
 
 
 def _suppressed_at_begin(tokens: Any, inputs: ProcessorInputs) -> LogitsProcessor:
     begin = inputs.prompt_len
     if inputs.config.forced_bos_token_id is not None:  # BOS is forced after a prompt of one token
         begin = begin + jnp.where(jnp.asarray(begin) > 1, 0, 1)
-    return SuppressTokensAtBeginLogitsProcessor(tokens, begin)
+    return processors.SuppressTokensAtBeginLogitsProcessor(tokens, begin)
+
+
+def _alone(processor: Callable[[Any], LogitsProcessor]) -> Builder:
+    return lambda value, inputs: processor(value)
 
 
 def _filter(warper: Callable[..., LogitsProcessor]) -> Builder:
     return lambda value, inputs: warper(value, min_tokens_to_keep=inputs.min_tokens_to_keep)
 
 
+def _on_new_tokens(processor: Callable[..., LogitsProcessor]) -> Builder:
+    return lambda value, inputs: processor(value, inputs.prompt_len)
+
+
+def _on_encoder(field: str, processor: Callable[..., LogitsProcessor]) -> Builder:
+    return lambda value, inputs: processor(value, *inputs.encoder(field))
+
+
 # Each table is in the order in which its processors apply.
 _PENALTIES: dict[str, Builder] = {
     "guidance_scale": _guidance,
-    "sequence_bias": lambda bias, inputs: SequenceBiasLogitsProcessor(bias),
+    "sequence_bias": _alone(processors.SequenceBiasLogitsProcessor),
     "num_beam_groups": _diversity,
-    "encoder_repetition_penalty": lambda penalty, inputs: EncoderRepetitionPenaltyLogitsProcessor(
-        penalty, *inputs.encoder("encoder_repetition_penalty")
+    "encoder_repetition_penalty": _on_encoder(
+        "encoder_repetition_penalty", processors.EncoderRepetitionPenaltyLogitsProcessor
     ),
-    "repetition_penalty": lambda penalty, inputs: RepetitionPenaltyLogitsProcessor(penalty),
-    "presence_penalty": lambda penalty, inputs: PresencePenaltyLogitsProcessor(
-        penalty, inputs.prompt_len
+    "repetition_penalty": _alone(processors.RepetitionPenaltyLogitsProcessor),
+    "presence_penalty": _on_new_tokens(processors.PresencePenaltyLogitsProcessor),
+    "frequency_penalty": _on_new_tokens(processors.FrequencyPenaltyLogitsProcessor),
+    "logit_bias": lambda biases, inputs: processors.LogitBiasLogitsProcessor(dict(biases)),
+    "no_repeat_ngram_size": _alone(processors.NoRepeatNGramLogitsProcessor),
+    "encoder_no_repeat_ngram_size": _on_encoder(
+        "encoder_no_repeat_ngram_size", processors.EncoderNoRepeatNGramLogitsProcessor
     ),
-    "frequency_penalty": lambda penalty, inputs: FrequencyPenaltyLogitsProcessor(
-        penalty, inputs.prompt_len
-    ),
-    "logit_bias": lambda biases, inputs: LogitBiasLogitsProcessor(dict(biases)),
-    "no_repeat_ngram_size": lambda size, inputs: NoRepeatNGramLogitsProcessor(size),
-    "encoder_no_repeat_ngram_size": lambda size, inputs: EncoderNoRepeatNGramLogitsProcessor(
-        size, *inputs.encoder("encoder_no_repeat_ngram_size")
-    ),
-    "bad_words_ids": lambda words, inputs: NoBadWordsLogitsProcessor(words, inputs.eos),
-    "min_new_tokens": lambda count, inputs: MinNewTokensLengthLogitsProcessor(
+    "bad_words_ids": lambda words, inputs: processors.NoBadWordsLogitsProcessor(words, inputs.eos),
+    "min_new_tokens": lambda count, inputs: processors.MinNewTokensLengthLogitsProcessor(
         inputs.prompt_len, count, inputs.eos
     ),
     "min_length": _min_length,
 }
 _FORCING: dict[str, Builder] = {
-    "forced_bos_token_id": lambda token, inputs: ForcedBOSTokenLogitsProcessor(token),
-    "forced_eos_token_id": lambda tokens, inputs: ForcedEOSTokenLogitsProcessor(
+    "forced_bos_token_id": _alone(processors.ForcedBOSTokenLogitsProcessor),
+    "forced_eos_token_id": lambda tokens, inputs: processors.ForcedEOSTokenLogitsProcessor(
         inputs.max_length, tokens
     ),
-    "remove_invalid_values": lambda on, inputs: InfNanRemoveLogitsProcessor() if on else None,
+    "remove_invalid_values": lambda on, inputs: (
+        processors.InfNanRemoveLogitsProcessor() if on else None
+    ),
     "exponential_decay_length_penalty": _length_penalty,
-    "suppress_tokens": lambda tokens, inputs: SuppressTokensLogitsProcessor(tokens),
+    "suppress_tokens": _alone(processors.SuppressTokensLogitsProcessor),
     "begin_suppress_tokens": _suppressed_at_begin,
 }
 _WARPERS: dict[str, Builder] = {
-    "temperature": lambda value, inputs: TemperatureLogitsWarper(value),
-    "top_h": lambda value, inputs: TopHLogitsWarper(value),
-    "top_k": _filter(TopKLogitsWarper),
-    "top_p": _filter(TopPLogitsWarper),
-    "min_p": _filter(MinPLogitsWarper),
-    "typical_p": _filter(TypicalLogitsWarper),
-    "epsilon_cutoff": _filter(EpsilonLogitsWarper),
-    "eta_cutoff": _filter(EtaLogitsWarper),
+    "temperature": _alone(processors.TemperatureLogitsWarper),
+    "top_h": _alone(processors.TopHLogitsWarper),
+    "top_k": _filter(processors.TopKLogitsWarper),
+    "top_p": _filter(processors.TopPLogitsWarper),
+    "min_p": _filter(processors.MinPLogitsWarper),
+    "typical_p": _filter(processors.TypicalLogitsWarper),
+    "epsilon_cutoff": _filter(processors.EpsilonLogitsWarper),
+    "eta_cutoff": _filter(processors.EtaLogitsWarper),
 }
 REGISTERED: dict[str, dict[str, Builder]] = {"penalties": {}, "last": {}}
 """Builders of registered processors, by place: "penalties" are applied before the caller's
@@ -227,23 +195,23 @@ def build_processors(
     if prefix_allowed_tokens_fn is not None:
         # Each beam group calls it separately, with the rows of that group.
         rows = config.num_beams // config.num_beam_groups
-        built.append(PrefixConstrainedLogitsProcessor(prefix_allowed_tokens_fn, rows))
+        built.append(processors.PrefixConstrainedLogitsProcessor(prefix_allowed_tokens_fn, rows))
     built += _build(_FORCING | REGISTERED["penalties"], inputs)
     warpers = _build(_WARPERS, inputs) if config.do_sample else []
     last = _build(REGISTERED["last"], inputs)
     if config.renormalize_logits:
-        last.append(LogitNormalization())
+        last.append(processors.LogitNormalization())
     return LogitsProcessorList([*_merged(built, list(extra)), *warpers, *last])
 
 
 def _build(builders: dict[str, Builder], inputs: ProcessorInputs) -> list[Callable[..., Scores]]:
-    processors = []
+    built = []
     for name, build in builders.items():
         if _active(inputs.config, name):
             processor = build(getattr(inputs.config, name), inputs)
             if processor is not None:
-                processors.append(processor)
-    return processors
+                built.append(processor)
+    return built
 
 
 def _active(config: GenerationConfig, name: str) -> bool:

@@ -1,22 +1,62 @@
-"""Penalties on tokens that occur in the sequence, encoder input or earlier beam groups."""
+"""Penalties on tokens that occur in the sequence, encoder input or earlier beam groups, and n-grams
+that may not occur again.
+
+``presence_penalty`` and ``frequency_penalty`` are those of OpenAI's API: the prompt does not count,
+unlike in ``repetition_penalty``.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.common.errors import InputError, quoted
 from jaxllm.generation.inputs.values import Number, float_leaf, int_leaf, is_integer
 from jaxllm.generation.processors.base import (
     CurLen,
-    EncoderTokens,
     History,
     LogitsProcessor,
     Scores,
+    align_left,
     logits_processor,
+    prompt_length,
     store,
     token_set,
 )
+
+
+class EncoderTokens(NamedTuple):
+    """The encoder's input ids (or the prompt's) ``[B, S]``, and their padding mask."""
+
+    ids: Int[Array, "B S"]
+    real: Bool[Array, "B S"]
+
+    @classmethod
+    def of(cls, owner: str, ids: Int[Array, "B S"], mask: Bool[Array, "B S"] | None) -> Self:
+        """Checks ids and mask; a single row may lack its batch axis. None: ids >= 0 are real.
+
+        Raises:
+            InputError: the ids are not ``[B, S]``, or the mask has another shape.
+        """
+        ids = jnp.atleast_2d(jnp.asarray(ids, jnp.int32))
+        real = ids >= 0 if mask is None else jnp.atleast_2d(jnp.asarray(mask, bool))
+        if ids.ndim != 2 or real.shape != ids.shape:
+            raise InputError(
+                f"{owner}: `encoder_input_ids` must be [batch, length] and its mask alike, "
+                f"but they are {ids.shape} and {real.shape}"
+            )
+        return cls(ids, real)
+
+    def rows(self, count: int) -> tuple[Int[Array, "rows S"], Bool[Array, "rows S"]]:
+        """Ids and mask for ``count`` rows, each input repeated for its beams."""
+        batch = self.ids.shape[0]
+        if count % batch:
+            raise InputError(f"{count} rows of scores do not divide among {batch} encoder inputs")
+        return jnp.repeat(self.ids, count // batch, 0), jnp.repeat(self.real, count // batch, 0)
 
 
 def _penalized(scores: Scores, tokens: Bool[Array, "B V"], penalty: Float[Array, ""]) -> Scores:
@@ -145,3 +185,150 @@ class HammingDiversityLogitsProcessor(LogitsProcessor):
         counts = counts.at[items, tokens].add(earlier.astype(jnp.float32), mode="drop")
         group_size = scores.shape[0] // tokens.shape[0]
         return scores - self.diversity_penalty * jnp.repeat(counts, group_size, axis=0)
+
+
+@dataclass(frozen=True, init=False, eq=False)
+class _NewTokenPenalty(LogitsProcessor):
+    """Base class of penalties on tokens that were generated before; the prompt does not count."""
+
+    penalty: Float[Array, ""]
+    prompt_len: Int[Array, ""] | None
+
+    def __init__(self, penalty: Number, prompt_len: int | Array | None = None) -> None:
+        owner = type(self).__name__
+        length = None if prompt_len is None else int_leaf(owner, "prompt_len", prompt_len)
+        leaf = float_leaf(owner, "penalty", penalty, "(-inf, inf)")
+        store(self, penalty=leaf, prompt_len=length)
+
+    def is_neutral(self) -> Bool[Array, ""]:
+        return self.penalty == 0
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B L"],
+        scores: Scores,
+        cur_len: CurLen = None,
+        *,
+        mask: Bool[Array, "B L"] | None = None,
+        prompt_len: Int[Array, ""] | int | None = None,
+        **_: Any,
+    ) -> Scores:
+        """float32 ``[B, V]``; new tokens begin at column ``prompt_len``."""
+        scores = jnp.asarray(scores, jnp.float32)
+        first = jnp.asarray(prompt_length(self, prompt_len))
+        history = History.of(input_ids, cur_len, mask)
+        is_new = history.real & (jnp.arange(history.ids.shape[1]) >= first)
+        return scores - self.penalty * self.weight(
+            _token_counts(history.ids, is_new, scores.shape[1])
+        )
+
+    def weight(self, counts: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        """Factor of the penalty, from the number of times that each token was generated."""
+        raise NotImplementedError
+
+
+@logits_processor()
+class PresencePenaltyLogitsProcessor(_NewTokenPenalty):
+    """Subtracts ``penalty`` from the scores of tokens that were generated before.
+
+    >>> penalise = PresencePenaltyLogitsProcessor(0.5, prompt_len=1)
+    >>> penalise(jnp.array([[0, 2, 2, 1]]), jnp.zeros((1, 3)), 4).tolist()
+    [[0.0, -0.5, -0.5]]
+    """
+
+    def weight(self, counts: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        return (counts > 0).astype(jnp.float32)
+
+
+@logits_processor()
+class FrequencyPenaltyLogitsProcessor(_NewTokenPenalty):
+    """Subtracts ``penalty`` once for each time that a token was generated before.
+
+    >>> penalise = FrequencyPenaltyLogitsProcessor(0.5, prompt_len=1)
+    >>> penalise(jnp.array([[0, 2, 2, 1]]), jnp.zeros((1, 3)), 4).tolist()
+    [[0.0, -0.5, -1.0]]
+    """
+
+    def weight(self, counts: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        return counts
+
+
+def _token_counts(
+    ids: Int[Array, "B L"], counted: Bool[Array, "B L"], vocab_size: int
+) -> Float[Array, "B V"]:
+    rows = jnp.arange(ids.shape[0])[:, None]
+    counts = jnp.zeros((ids.shape[0], vocab_size), jnp.float32)
+    return counts.at[rows, jnp.where(counted, ids, vocab_size)].add(1.0, mode="drop")
+
+
+@logits_processor()
+class NoRepeatNGramLogitsProcessor(LogitsProcessor):
+    """Forbids tokens that would complete an n-gram of the sequence so far, prompt included.
+
+    ``ngram_size`` 1 forbids every token of the sequence; 0 is off. Padding has no effect (in
+    transformers padding counts as a token).
+
+    >>> import jax.numpy as jnp
+    >>> forbid = NoRepeatNGramLogitsProcessor(2)
+    >>> forbid(jnp.array([[0, 1, 2, 0]]), jnp.zeros((1, 3)), 4).tolist()
+    [[0.0, -inf, 0.0]]
+    """
+
+    ngram_size: Int[Array, ""]
+
+    def __init__(self, ngram_size: int | Array) -> None:
+        store(self, ngram_size=int_leaf(type(self).__name__, "ngram_size", ngram_size))
+
+    def is_neutral(self) -> Bool[Array, ""]:
+        return self.ngram_size == 0
+
+    def process(self, history: History, scores: Scores) -> Scores:
+        last = _completing(history, history.tokens, history.size, self.ngram_size)
+        return jnp.where(token_set(history.tokens, last, scores.shape[1]), -jnp.inf, scores)
+
+
+@logits_processor()
+class EncoderNoRepeatNGramLogitsProcessor(LogitsProcessor):
+    """Forbids tokens that would complete an n-gram of the encoder's input (or of the prompt).
+
+    ``encoder_mask`` is True at the real tokens of ``encoder_input_ids``; padding is ignored
+    (transformers counts it as tokens). ``encoder_ngram_size`` 0 is off.
+    """
+
+    ngram_size: Int[Array, ""]
+    encoder: EncoderTokens
+
+    def __init__(
+        self,
+        encoder_ngram_size: int | Array,
+        encoder_input_ids: Int[Array, "B S"],
+        encoder_mask: Bool[Array, "B S"] | None = None,
+    ) -> None:
+        owner = type(self).__name__
+        size = int_leaf(owner, "encoder_ngram_size", encoder_ngram_size)
+        encoder = EncoderTokens.of(owner, encoder_input_ids, encoder_mask)
+        store(self, ngram_size=size, encoder=encoder)
+
+    def process(self, history: History, scores: Scores) -> Scores:
+        tokens, size = align_left(*self.encoder.rows(scores.shape[0]))
+        last = _completing(history, tokens, size, self.ngram_size)
+        return jnp.where(token_set(tokens, last, scores.shape[1]), -jnp.inf, scores)
+
+
+def _completing(
+    history: History, tokens: Int[Array, "B S"], size: Int[Array, "#B 1"], n: Int[Array, ""]
+) -> Bool[Array, "B S"]:
+    """Mask of the columns of ``tokens`` that end an n-gram starting with the newest n-1 tokens.
+
+    Makes one pass over ``tokens`` for each of the n-1 tokens to match.
+    """
+    columns = jnp.arange(tokens.shape[1])
+
+    def agree(steps: Int[Array, ""], match: Bool[Array, "B S"]) -> Bool[Array, "B S"]:
+        newest, exists = history.back(steps)
+        before = jnp.roll(tokens, steps, axis=1)
+        return match & exists & (columns >= steps) & (before == newest)
+
+    everywhere = jnp.broadcast_to((columns < size) & (n > 0), tokens.shape)
+    longest = jnp.minimum(n, tokens.shape[1] + 1)  # no longer n-gram fits
+    return lax.fori_loop(1, longest, agree, everywhere)

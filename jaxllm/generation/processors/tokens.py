@@ -1,12 +1,30 @@
-"""Processors that force or suppress tokens, replace NaN and infinities, or renormalise."""
+"""Processors that force, forbid or bias tokens by rule: fixed tokens and sequences, and rules about
+the length.
+
+Lengths count as in transformers: the whole row, prompt and padding included (for T5 the decoder's
+row, which starts with one token). See ``length`` in :class:`LogitsProcessor`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.generation.inputs.values import TokenIds, id_table, int_leaf
+from jaxllm.common.errors import InputError, quoted
+from jaxllm.generation.inputs.values import (
+    NO_TOKEN,
+    TokenIds,
+    bucket,
+    float_leaf,
+    id_table,
+    int_leaf,
+    is_integer,
+)
 from jaxllm.generation.processors.base import (
     History,
     LogitsProcessor,
@@ -14,9 +32,11 @@ from jaxllm.generation.processors.base import (
     ScoresProcessor,
     forbid,
     force,
+    id_mask,
     logits_processor,
     store,
 )
+from jaxllm.generation.settings.field_checks import MAX_BIASED_TOKENS
 
 
 @logits_processor()
@@ -112,3 +132,253 @@ class LogitNormalization(ScoresProcessor):
 
     def process(self, history: History, scores: Scores) -> Scores:
         return jax.nn.log_softmax(scores, axis=-1)
+
+
+@logits_processor()
+class SequenceBiasLogitsProcessor(LogitsProcessor):
+    """Adds a bias to the token that would complete a given sequence.
+
+    ``sequence_bias`` maps tuples of token ids to numbers, or lists pairs ``[ids, bias]``. The bias
+    of a single token always applies; that of a longer sequence applies to its last token when the
+    row ends with all the tokens before it. Padding is ignored (transformers counts it as tokens).
+
+    >>> import jax.numpy as jnp
+    >>> bias = SequenceBiasLogitsProcessor({(2,): 1.0, (0, 1): 5.0})
+    >>> bias(jnp.array([[1, 0]]), jnp.zeros((1, 3)), 2).tolist()
+    [[0.0, 5.0, 1.0]]
+    """
+
+    words: Int[Array, "N M"]
+    bias: Float[Array, " N"]
+
+    def __init__(self, sequence_bias: Mapping[tuple[int, ...], float] | Sequence[Any]) -> None:
+        owner = type(self).__name__
+        words, biases = zip(*_pairs(owner, sequence_bias), strict=True)
+        table = word_table(owner, "sequence_bias", words)
+        bias = np.zeros(table.shape[0], np.float32)
+        bias[: len(biases)] = [
+            float_leaf(owner, "sequence_bias", value, "[-inf, inf]") for value in biases
+        ]
+        store(self, words=table, bias=bias)
+
+    def process(self, history: History, scores: Scores) -> Scores:
+        return _biased(history, scores, self.words, self.bias)
+
+
+@logits_processor()
+class NoBadWordsLogitsProcessor(LogitsProcessor):
+    """Forbids the given token sequences, a list of lists of ids.
+
+    A sequence of a single end-of-sequence token is ignored, as in transformers.
+    """
+
+    words: Int[Array, "N M"]
+    eos_token_id: Int[Array, " E"]
+
+    def __init__(
+        self, bad_words_ids: Sequence[Sequence[int]], eos_token_id: TokenIds | None = None
+    ) -> None:
+        owner = type(self).__name__
+        if isinstance(bad_words_ids, str) or not isinstance(bad_words_ids, Sequence):
+            raise InputError(
+                f"{owner}: `bad_words_ids` must be a list, but is {quoted(bad_words_ids)}"
+            )
+        if not bad_words_ids:
+            raise InputError(f"{owner}: `bad_words_ids` is empty")
+        store(
+            self,
+            words=word_table(owner, "bad_words_ids", bad_words_ids),
+            eos_token_id=id_table(
+                owner, "eos_token_id", [] if eos_token_id is None else eos_token_id
+            ),
+        )
+
+    def process(self, history: History, scores: Scores) -> Scores:
+        single = jnp.all(self.words[:, :-1] == NO_TOKEN, axis=1)
+        is_eos = single & jnp.isin(self.words[:, -1], self.eos_token_id)
+        return _biased(history, scores, self.words, jnp.where(is_eos, 0.0, -jnp.inf))
+
+
+@logits_processor()
+class LogitBiasLogitsProcessor(LogitsProcessor):
+    """Adds a bias to the scores of single tokens, at most `MAX_BIASED_TOKENS`.
+
+    The table has that size always, so that rows with different tokens share a program.
+
+    >>> bias = LogitBiasLogitsProcessor({2: 1.5})
+    >>> bias(jnp.array([[0]]), jnp.zeros((1, 3)), 1).tolist()
+    [[0.0, 0.0, 1.5]]
+    """
+
+    tokens: Int[Array, " N"]
+    bias: Float[Array, " N"]
+
+    def __init__(self, logit_bias: Mapping[int, float]) -> None:
+        tokens = np.zeros(MAX_BIASED_TOKENS, np.int32)
+        bias = np.zeros(MAX_BIASED_TOKENS, np.float32)
+        tokens[: len(logit_bias)], bias[: len(logit_bias)] = (
+            list(logit_bias.keys()),
+            list(logit_bias.values()),
+        )
+        store(self, tokens=tokens, bias=bias)
+
+    def is_neutral(self) -> Bool[Array, ""]:
+        return jnp.all(self.bias == 0)
+
+    def process(self, history: History, scores: Scores) -> Scores:
+        return scores.at[:, self.tokens].add(self.bias, mode="drop")
+
+
+def word_table(owner: str, name: str, words: Sequence[Sequence[int]]) -> Int[Array, "N M"]:
+    """Packs sequences of ids into int32 rows, right-aligned and padded with ``NO_TOKEN``.
+
+    Both dimensions are padded to powers of two, so that adding a few sequences or tokens does not
+    compile again.
+
+    Raises:
+        InputError: a sequence is empty or holds something other than token ids.
+    """
+    for word in words:
+        if isinstance(word, str) or not isinstance(word, Sequence) or not word:
+            raise InputError(
+                f"{owner}: `{name}` needs non-empty lists of ids, but has {quoted(word)}"
+            )
+        for item in word:
+            if not is_integer(item) or not 0 <= item <= np.iinfo(np.int32).max:
+                raise InputError(f"{owner}: `{name}` must hold token ids, but holds {quoted(item)}")
+    shape = bucket(len(words), 8), bucket(max(map(len, words)), 4)
+    table = np.full(shape, NO_TOKEN, np.int32)
+    for row, word in zip(table, words, strict=False):
+        row[-len(word) :] = word
+    return table  # pyright: ignore[reportReturnType]
+
+
+def _pairs(owner: str, sequence_bias: Any) -> list[tuple[tuple[int, ...], float]]:
+    try:
+        items = sequence_bias.items() if isinstance(sequence_bias, Mapping) else sequence_bias
+        pairs = {tuple(ids): bias for ids, bias in items}
+    except (TypeError, ValueError):
+        pairs = {}
+    if not pairs:
+        raise InputError(
+            f"{owner}: `sequence_bias` must map tuples of ids to numbers, or list [ids, number] "
+            f"pairs, and not be empty, but is {quoted(sequence_bias)}"
+        )
+    return list(pairs.items())
+
+
+def _biased(
+    history: History, scores: Scores, words: Int[Array, "N M"], bias: Float[Array, " N"]
+) -> Scores:
+    vocab_size = scores.shape[1]
+    prefix, last = words[:, :-1], words[:, -1]
+    recent, exists = history.last(prefix.shape[1])
+    agrees = exists[:, None] & (recent[:, None] == prefix)
+    completes: Bool[Array, "B N"] = jnp.all(agrees | (prefix == NO_TOKEN), axis=-1)
+    last = jnp.where(last == NO_TOKEN, vocab_size, last)
+    added = jnp.zeros_like(scores).at[:, last].add(jnp.where(completes, bias, 0.0), mode="drop")
+    return scores + added
+
+
+_HUGE = 1e30
+
+
+@logits_processor()
+class MinLengthLogitsProcessor(LogitsProcessor):
+    """Forbids every end-of-sequence token below ``min_length`` tokens, prompt included.
+
+    >>> import jax.numpy as jnp
+    >>> wait = MinLengthLogitsProcessor(3, eos_token_id=1)
+    >>> ids, scores = jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 2))
+    >>> wait(ids, scores, 2).tolist(), wait(ids, scores, 3).tolist()
+    ([[0.0, -inf]], [[0.0, 0.0]])
+    """
+
+    min_length: Int[Array, " ..."]
+    eos_token_id: Int[Array, " E"]
+
+    def __init__(self, min_length: int | Array, eos_token_id: TokenIds) -> None:
+        owner = type(self).__name__
+        store(
+            self,
+            min_length=int_leaf(owner, "min_length", min_length),
+            eos_token_id=id_table(owner, "eos_token_id", eos_token_id),
+        )
+
+    def process(self, history: History, scores: Scores) -> Scores:
+        early = history.length < jnp.reshape(self.min_length, (-1, 1))
+        return forbid(scores, self.eos_token_id, early)
+
+
+@logits_processor()
+class MinNewTokensLengthLogitsProcessor(LogitsProcessor):
+    """Forbids every end-of-sequence token until ``min_new_tokens`` tokens follow the prompt."""
+
+    prompt_length_to_skip: Int[Array, " ..."]
+    min_new_tokens: Int[Array, " ..."]
+    eos_token_id: Int[Array, " E"]
+
+    def __init__(
+        self,
+        prompt_length_to_skip: int | Array,
+        min_new_tokens: int | Array,
+        eos_token_id: TokenIds,
+    ) -> None:
+        owner = type(self).__name__
+        store(
+            self,
+            prompt_length_to_skip=int_leaf(owner, "prompt_length_to_skip", prompt_length_to_skip),
+            min_new_tokens=int_leaf(owner, "min_new_tokens", min_new_tokens),
+            eos_token_id=id_table(owner, "eos_token_id", eos_token_id),
+        )
+
+    def is_neutral(self) -> Bool[Array, ""]:
+        return self.min_new_tokens == 0
+
+    def process(self, history: History, scores: Scores) -> Scores:
+        new = history.length - jnp.reshape(self.prompt_length_to_skip, (-1, 1))
+        early = new < jnp.reshape(self.min_new_tokens, (-1, 1))
+        return forbid(scores, self.eos_token_id, early)
+
+
+@logits_processor()
+class ExponentialDecayLengthPenalty(LogitsProcessor):
+    """Raises the end-of-sequence scores exponentially after ``start`` new tokens.
+
+    After n > ``start`` new tokens, the score s of each end token grows by
+    ``|s| (factor**(n - start) - 1)``; infinite scores are unchanged. Growth is bounded by 1e30;
+    in transformers it can become infinite.
+    """
+
+    regulation_start: Int[Array, " ..."]
+    regulation_factor: Float[Array, ""]
+    eos_token_id: Int[Array, " E"]
+
+    def __init__(
+        self,
+        exponential_decay_length_penalty: tuple[int, float],
+        eos_token_id: TokenIds,
+        input_ids_seq_length: int | Array,
+    ) -> None:
+        owner, name = type(self).__name__, "exponential_decay_length_penalty"
+        try:
+            start, factor = exponential_decay_length_penalty
+        except (TypeError, ValueError):
+            raise InputError(
+                f"{owner}: `{name}` must be (start, factor), "
+                f"but is {quoted(exponential_decay_length_penalty)}"
+            ) from None
+        prompt = int_leaf(owner, "input_ids_seq_length", input_ids_seq_length)
+        store(
+            self,
+            regulation_start=int_leaf(owner, name, start) + prompt,
+            regulation_factor=float_leaf(owner, name, factor, "(0, inf)"),
+            eos_token_id=id_table(owner, "eos_token_id", eos_token_id),
+        )
+
+    def process(self, history: History, scores: Scores) -> Scores:
+        excess = history.length - jnp.reshape(self.regulation_start, (-1, 1))
+        growth = jnp.power(self.regulation_factor, excess.astype(jnp.float32)) - 1
+        raised = scores + jnp.abs(scores) * jnp.minimum(growth, _HUGE)
+        applies = (excess > 0) & id_mask(self.eos_token_id, scores.shape[1]) & jnp.isfinite(scores)
+        return jnp.where(applies, jnp.minimum(raised, _HUGE), scores)

@@ -1,11 +1,13 @@
-"""Warpers for sampling: temperature, and filters that drop the tail of the distribution.
+"""Processors of the whole distribution: guidance, and the warpers for sampling.
+
+The warpers are temperature and the filters, which drop the tail of the distribution.
 
 A filter sets the scores of dropped tokens to ``filter_value`` (-inf) and keeps at least
 ``min_tokens_to_keep`` tokens. Behaviour, names and arguments are those of transformers 5.23,
 except that a neutral value (``top_k=0``, ``top_p=1``, ``mass=1``, ``epsilon=0``) is accepted and
 costs nothing at run time, so that a disabled filter may stay in the program.
 
-A parameter is a scalar, or an array with one value per row (``processors.per_row.stack_lists``).
+A parameter is a scalar, or an array with one value per row (``processors.base.stack_lists``).
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.common.errors import InputError, quoted
 from jaxllm.generation.inputs.values import Number, float_leaf, int_leaf, is_integer, is_traced
 from jaxllm.generation.processors.base import (
+    CurLen,
     History,
+    LogitsProcessor,
     Scores,
     ScoresProcessor,
     logits_processor,
@@ -36,6 +40,63 @@ from jaxllm.generation.processors.top_k_top_p import (
     unnormalised,
 )
 
+
+@logits_processor()
+class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
+    """Moves log-probabilities away from those of the unconditional context.
+
+    Computes ``u + guidance_scale * (c - u)``, with c and u the log-softmax of the conditional and
+    unconditional logits. A scale of 1 leaves the scores unchanged; a larger scale favours tokens
+    that the prompt makes more likely than the unconditional context does. Results match
+    transformers 5.23, whose processor runs the model on the unconditional context itself; here
+    ``generate()`` runs both contexts and passes the logits in. Tokens with score -inf keep it.
+
+    Sanchez et al., "Stay on topic with classifier-free guidance", https://arxiv.org/abs/2306.17806.
+
+    >>> import jax.numpy as jnp
+    >>> c, u = jnp.log(jnp.array([[[0.5, 0.5]], [[0.8, 0.2]]]))
+    >>> guide = UnbatchedClassifierFreeGuidanceLogitsProcessor(2.0)
+    >>> scores = guide(jnp.zeros((1, 4), jnp.int32), c, 2, unconditional_logits=u)
+    >>> [round(float(x), 4) for x in jnp.exp(scores[0])]
+    [0.3125, 1.25]
+    """
+
+    guidance_scale: Float[Array, ""]
+
+    def __init__(self, guidance_scale: Number) -> None:
+        scale = float_leaf(type(self).__name__, "guidance_scale", guidance_scale, "(-inf, inf)")
+        store(self, guidance_scale=scale)
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B L"],
+        scores: Scores,
+        cur_len: CurLen = None,
+        *,
+        unconditional_logits: Scores | None = None,
+        **_: object,
+    ) -> Scores:
+        """float32 ``[B, V]``.
+
+        Args:
+            unconditional_logits: ``[B, V]``, the model's logits for the unconditional context.
+
+        Raises:
+            InputError: `unconditional_logits` is None.
+        """
+        if unconditional_logits is None:
+            raise InputError(
+                f"{type(self).__name__}: no unconditional_logits; set `guidance_scale` in "
+                "generate(), which runs the model on the negative prompt as well"
+            )
+        scores = jnp.asarray(scores, jnp.float32)
+        c = jax.nn.log_softmax(scores, axis=-1)
+        u = jax.nn.log_softmax(jnp.asarray(unconditional_logits, jnp.float32), axis=-1)
+        guided = jnp.where(jnp.isneginf(c), -jnp.inf, self.guidance_scale * (c - u) + u)
+        # A scale of 1 returns raw logits, not log-probabilities, as in transformers.
+        return jnp.where(self.guidance_scale == 1, scores, guided)
+
+
 NEG_INF = -float("inf")
 
 
@@ -50,6 +111,7 @@ class TemperatureLogitsWarper(ScoresProcessor):
     """
 
     temperature: Float[Array, "*B"]
+    takes_rows = True
 
     def __init__(self, temperature: Number) -> None:
         if not is_traced(temperature) and temperature == 0:
@@ -73,6 +135,7 @@ class Filter(ScoresProcessor):
 
     filter_value: Float[Array, "*B"]
     min_tokens_to_keep: int
+    takes_rows = True
 
     def __init__(self, filter_value: Number, min_tokens_to_keep: int, **values: Array) -> None:
         owner = type(self).__name__

@@ -24,9 +24,9 @@ from jaxllm.generation.processors.base import (
     describe_array,
     logits_processor,
     name_of,
+    per_sequence,
     tuple_of_callables,
 )
-from jaxllm.generation.processors.per_row import per_sequence
 
 Done: TypeAlias = Bool[Array, " B"]
 

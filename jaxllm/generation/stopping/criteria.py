@@ -19,7 +19,7 @@ from jaxllm.generation.inputs.values import (
     to_scalar,
 )
 from jaxllm.generation.processors.base import CurLen, History, Scores, column_count, store
-from jaxllm.generation.processors.host.python_function import (
+from jaxllm.generation.processors.host import (
     HostFunction,
     call_by_row,
     host_function,

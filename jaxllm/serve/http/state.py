@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from jaxllm.batch.embedder import Embedder
-from jaxllm.generation.processors.host.grammar import GrammarLogitsProcessor, json_schema
+from jaxllm.generation.processors.grammar import GrammarLogitsProcessor, json_schema
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.serve.async_engine import AsyncEngine
 from jaxllm.serve.http.api_errors import ApiError

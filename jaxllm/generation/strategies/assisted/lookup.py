@@ -16,8 +16,10 @@ from jaxtyping import Array, Bool, Int
 
 from jaxllm.generation.processors import LogitsProcessorList
 from jaxllm.generation.processors.base import History
-from jaxllm.generation.processors.guidance import UnbatchedClassifierFreeGuidanceLogitsProcessor
-from jaxllm.generation.processors.warpers import Filter
+from jaxllm.generation.processors.warpers import (
+    Filter,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from jaxllm.generation.strategies.assisted.acceptance import DraftTokens
 from jaxllm.generation.strategies.assisted.drafts import Draft, DraftInputs, Proposal
 from jaxllm.generation.strategies.strategy import is_eos

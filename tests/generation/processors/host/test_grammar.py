@@ -17,8 +17,8 @@ from paths import DATA
 import jaxllm
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.generation.processors.host import grammar
-from jaxllm.generation.processors.host.callbacks import reraise_failures
+from jaxllm.generation.processors import grammar
+from jaxllm.generation.processors.host import reraise_failures
 from jaxllm.tokenizers import load_tokenizer, tokenizer_from_gguf
 
 SCHEMA = {

@@ -16,9 +16,11 @@ from compiling import program_count
 
 import jaxllm
 from jaxllm.common.errors import InputError
-from jaxllm.generation.processors.host.allowed_tokens import _RULES
-from jaxllm.generation.processors.host.callbacks import reraise_failures
-from jaxllm.generation.processors.host.prefix import PrefixConstrainedLogitsProcessor
+from jaxllm.generation.processors.host import (
+    _RULES,
+    PrefixConstrainedLogitsProcessor,
+    reraise_failures,
+)
 
 DATA = paths.DATA / "conformance"
 sys.path.insert(0, str(DATA))

@@ -32,7 +32,7 @@ from jaxllm.generation.processors.base import (
     prompt_length,
     store,
 )
-from jaxllm.generation.processors.host.allowed_tokens import (
+from jaxllm.generation.processors.host import (
     WORD_BITS,
     HostRow,
     allowed_tokens,

@@ -1,0 +1,456 @@
+"""Python functions that compiled programs call on the host: callbacks, rules of allowed tokens, and
+the processors `HostLogitsProcessor` and `PrefixConstrainedLogitsProcessor`.
+
+JAX replaces an exception of a callback by its own (a JaxRuntimeError or a ValueError), with the
+traceback as text. Here the original exception is stored under a number that the text contains, and
+reraised.
+
+A Python function cannot be an argument of a compiled program, and a static function compiles the
+program again for each new one. So each rule for the allowed next tokens gets a number; the number
+is an ordinary argument, and one callback, shared by all programs, looks up the rule.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import re
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
+
+from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.generation.inputs.values import any_traced, is_integer
+from jaxllm.generation.processors.base import (
+    CurLen,
+    History,
+    LogitsProcessor,
+    Scores,
+    column_count,
+    describe_array,
+    logits_processor,
+    name_of,
+    store,
+)
+from jaxllm.models.input_checks import is_traced
+from jaxllm.parallel.sharding import context_mesh
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_MAX_STORED = 16
+_FAILURES: OrderedDict[int, Exception] = OrderedDict()
+_NUMBERS = itertools.count()
+_FAILURE_NUMBER = re.compile(r"\(host failure (\d+)\)")
+_LOGGER = logging.getLogger("jax._src.callback")  # prints each failed callback's traceback
+
+
+class HostError(Exception):
+    """Error of a host function; the message ends with the number of the stored exception."""
+
+
+def call_on_host(
+    function: Callable[..., np.ndarray], result: jax.ShapeDtypeStruct, *arrays: ArrayLike | None
+) -> jax.Array:
+    """Calls ``function(*arrays)`` with NumPy arrays: at once, or as a callback of a program.
+
+    ``function`` must not call JAX, and must depend on its arguments alone: a program may call it
+    twice or not at all. An exception in it ends the program (see :func:`reraise_failures`).
+
+    Raises:
+        UnsupportedError: a program on several devices is being traced.
+    """
+    check_one_device()
+    if not any_traced(arrays):
+        return jnp.asarray(function(*map(np.asarray, arrays)), result.dtype)
+    return jax.pure_callback(record_failures(function), result, *arrays, vmap_method="sequential")
+
+
+def check_one_device() -> None:
+    """Checks, while tracing a program with host callbacks, that it runs on one device.
+
+    On several, a device in a callback and devices waiting for it in an all-reduce may deadlock.
+
+    Raises:
+        UnsupportedError: the current mesh has several devices.
+    """
+    mesh = context_mesh()
+    if mesh is not None and mesh.size > 1:
+        raise UnsupportedError(
+            "logits_processor, stopping_criteria, prefix_allowed_tokens_fn: Python functions and "
+            f"grammars cannot run in programs of several devices (mesh {dict(mesh.shape)}); load "
+            "the model without mesh="
+        )
+
+
+def record_failures(function: Callable[P, T]) -> Callable[P, T]:
+    """Wraps a function so that its exceptions are stored for :func:`reraise_failures`."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except Exception as failure:
+            number = next(_NUMBERS)
+            _FAILURES[number] = failure
+            while len(_FAILURES) > _MAX_STORED:
+                _FAILURES.popitem(last=False)
+            raise HostError(f"{failure} (host failure {number})") from failure
+
+    return call
+
+
+@contextmanager
+def reraise_failures() -> Generator[None]:
+    """Context in which programs raise the exceptions stored by :func:`record_failures`.
+
+    The program must finish inside the context, for example by fetching its result.
+    """
+    _LOGGER.addFilter(_is_not_ours)
+    try:
+        yield
+    except Exception as error:
+        match = _FAILURE_NUMBER.search(str(error))
+        failure = _FAILURES.pop(int(match[1]), None) if match else None
+        if failure is None:
+            raise
+        raise failure from None
+    finally:
+        _LOGGER.removeFilter(_is_not_ours)
+
+
+def _is_not_ours(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], HostError))
+
+
+WORD_BITS = 32
+_UNKNOWN = -1
+_RULES: dict[int, Rule] = {}
+
+
+class HostRow(NamedTuple):
+    """Tokens so far of one row, padding included, on the host.
+
+    Attributes:
+        ids: int64 ``[cur_len]``.
+        real: bool ``[cur_len]``; False at padding, and after the row's end.
+        prompt_len: columns before the first new token; None if the call did not pass it.
+    """
+
+    ids: np.ndarray
+    real: np.ndarray
+    prompt_len: int | None
+
+
+Rule: TypeAlias = Callable[[list[HostRow], int], np.ndarray]
+"""`(rows, V) -> uint32 [B, W]`: the allowed tokens of each row as bits (see `pack_bits`)."""
+
+
+def register_rule(rule: Rule, owner: object) -> Int[Array, ""]:
+    """Registers a rule and returns its number, int32; it is removed when ``owner`` is freed."""
+    number = next(_NUMBERS)
+    _RULES[number] = rule
+    weakref.finalize(owner, _RULES.pop, number, None)
+    return np.asarray(number, np.int32)  # pyright: ignore[reportReturnType]  (a leaf)
+
+
+def allowed_tokens(
+    number: Int[Array, ""],
+    input_ids: Int[Array, "B L"],
+    cur_len: CurLen,
+    mask: Bool[Array, "B L"] | None,
+    prompt_len: Int[Array, ""] | int | None,
+    vocab_size: int,
+) -> Bool[Array, "B V"]:
+    """Calls a rule (see :func:`call_on_host`); True at the tokens that it allows."""
+    history = History.of(input_ids, cur_len, mask)
+    rows, words = history.ids.shape[0], -(-vocab_size // WORD_BITS)
+    if is_traced(number):
+        call = partial(_call_rule, vocab_size)
+    else:  # a concrete number binds the program to this rule and keeps it alive
+        call = partial(_call_rule, vocab_size, rule=rule_of(number))
+    bits = call_on_host(
+        call,
+        jax.ShapeDtypeStruct((rows, words), jnp.uint32),
+        number,
+        history.ids,
+        history.real,
+        jnp.broadcast_to(column_count(input_ids, cur_len).reshape(-1), (rows,)),
+        jnp.asarray(_UNKNOWN if prompt_len is None else prompt_len, jnp.int32),
+    )
+    return unpack_bits(bits, vocab_size)
+
+
+def _call_rule(
+    vocab_size: int,
+    number: np.ndarray,
+    ids: np.ndarray,
+    real: np.ndarray,
+    lengths: np.ndarray,
+    prompt_len: np.ndarray,
+    *,
+    rule: Rule | None = None,
+) -> np.ndarray:
+    # NumPy only: a callback must not call JAX.
+    start = None if int(prompt_len) == _UNKNOWN else int(prompt_len)
+    table = np.asarray(ids, np.int64), np.asarray(real), np.asarray(lengths)
+    rows = [
+        HostRow(row[:length], row_real[:length], start)
+        for row, row_real, length in zip(*table, strict=True)
+    ]
+    return (rule_of(number) if rule is None else rule)(rows, vocab_size)
+
+
+def rule_of(number: ArrayLike) -> Rule:
+    """The rule with a number.
+
+    Raises:
+        InputError: its processor no longer exists.
+    """
+    try:
+        return _RULES[int(np.asarray(number))]
+    except KeyError:
+        raise InputError(
+            "logits_processor: the processor whose rule this program asks no longer exists: keep "
+            "the object that you made until the result has come"
+        ) from None
+
+
+def pack_bits(allowed: Bool[np.ndarray, "B V"]) -> UInt32[np.ndarray, "B W"]:
+    """Packs booleans into 32-bit words, lowest bit first: an eighth of the bytes to transfer.
+
+    >>> pack_bits(np.array([[True, False, True]])).tolist()
+    [[5]]
+    """
+    missing = -allowed.shape[1] % WORD_BITS
+    padded = np.pad(allowed, ((0, 0), (0, missing)))
+    return np.packbits(padded, axis=1, bitorder="little").view("<u4").astype(np.uint32)
+
+
+def unpack_bits(words: UInt32[Array, "B W"], vocab_size: int) -> Bool[Array, "B V"]:
+    """The booleans that `pack_bits` packed."""
+    bits = words[:, :, None] >> jnp.arange(WORD_BITS, dtype=jnp.uint32)
+    return (bits & 1).astype(bool).reshape(words.shape[0], -1)[:, :vocab_size]
+
+
+AllowedTokens: TypeAlias = Callable[[int, np.ndarray], Iterable[int]]
+
+
+@logits_processor(static=("num_beams",))
+class PrefixConstrainedLogitsProcessor(LogitsProcessor):
+    """Forbids all tokens except those that ``prefix_allowed_tokens_fn(batch_id, ids)`` returns.
+
+    The function runs on the host for each row and step, while the device waits. It receives the
+    index of the prompt and the row's tokens so far, int64 ``[n]``, with the prompt's padding moved
+    to the left, as in transformers. It must not call JAX and must depend on its arguments alone. A
+    new function does not compile again.
+
+    If other processors forbid every token that the function allows, in all beams of a prompt, the
+    function's tokens are allowed again, with score 0, as in transformers 5.
+
+    Args:
+        prefix_allowed_tokens_fn: returns a non-empty list of token ids.
+        num_beams: rows per prompt; row r belongs to prompt ``r // num_beams``.
+
+    Raises:
+        InputError: an argument has the wrong type. While the program runs: the function returned
+            no token, or one outside the vocabulary
+            (see `jaxllm.generation.processors.host`).
+
+    >>> def even_after_odd(batch_id, ids):
+    ...     return [0, 2] if ids[-1] % 2 else [1, 3]
+    >>> processor = PrefixConstrainedLogitsProcessor(even_after_odd, num_beams=1)
+    >>> processor(jnp.array([[3, 1, 0]]), jnp.zeros((1, 4)), 2).tolist()
+    [[0.0, -inf, 0.0, -inf]]
+    """
+
+    rule: Int[Array, ""]
+    num_beams: int
+
+    def __init__(self, prefix_allowed_tokens_fn: AllowedTokens, num_beams: int) -> None:
+        owner = type(self).__name__
+        if not callable(prefix_allowed_tokens_fn):
+            raise InputError(
+                f"{owner}: `prefix_allowed_tokens_fn` must be a function of the prompt's number and"
+                f" its tokens, but is {prefix_allowed_tokens_fn!r}"
+            )
+        if not is_integer(num_beams) or num_beams < 1:
+            raise InputError(f"{owner}: `num_beams` must be a positive integer, not {num_beams!r}")
+        rule = partial(_allowed_rows, prefix_allowed_tokens_fn, int(num_beams))
+        store(self, rule=register_rule(rule, owner=self), num_beams=int(num_beams))
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B L"],
+        scores: Scores,
+        cur_len: CurLen = None,
+        *,
+        mask: Bool[Array, "B L"] | None = None,
+        prompt_len: Int[Array, ""] | int | None = None,
+        columns: int = 1,
+        **_: object,
+    ) -> Scores:
+        """float32 ``[B, V]``; with ``prompt_len``, the function is not called for ended rows.
+
+        ``columns`` is the number of consecutive rows of scores that belong to one sequence (used to
+        check drafts); ``cur_len`` and ``mask`` then have one row per row of scores.
+        """
+        scores = jnp.asarray(scores, jnp.float32)
+        rows, vocab_size = scores.shape
+        if rows % self.num_beams:
+            raise InputError(f"{rows} rows of scores do not divide into {self.num_beams} beams")
+
+        def allowed_in(ids: Array, length: CurLen, real: Array | None) -> Array:
+            return allowed_tokens(self.rule, ids, length, real, prompt_len, vocab_size)
+
+        if columns == 1:
+            allowed = allowed_in(input_ids, cur_len, mask)
+        else:  # one draft column of all sequences at a time, so that row indices give prompts
+            parts: Any = (input_ids, column_count(input_ids, cur_len), mask)
+            table = [jnp.swapaxes(x.reshape(-1, columns, *x.shape[1:]), 0, 1) for x in parts]
+            allowed = jax.lax.map(lambda column: allowed_in(*column), table)
+            allowed = jnp.swapaxes(allowed, 0, 1).reshape(rows, vocab_size)
+        constrained = jnp.where(allowed, scores, -jnp.inf)
+        no_candidate_left = (constrained.max(-1) == -jnp.inf).reshape(-1, self.num_beams).all(-1)
+        no_candidate_left = jnp.repeat(no_candidate_left, self.num_beams)[:, None]
+        return jnp.where(no_candidate_left & allowed, 0.0, constrained)
+
+
+def _allowed_rows(
+    function: AllowedTokens, num_beams: int, rows: list[HostRow], vocab_size: int
+) -> np.ndarray:
+    allowed = np.zeros((len(rows), vocab_size), bool)
+    for number, row in enumerate(rows):
+        if row.prompt_len is not None and not row.real[row.prompt_len :].all():
+            allowed[number] = True  # the row has ended
+            continue
+        batch_id = number // num_beams
+        ids = np.concatenate([row.ids[~row.real], row.ids[row.real]])
+        out = function(batch_id, ids)
+        if not isinstance(out, Iterable):
+            raise InputError(
+                f"prefix_allowed_tokens_fn: expected a list of token ids for prompt {batch_id}, "
+                f"found {out!r}"
+            )
+        tokens = np.array(list(out))
+        if tokens.size == 0:
+            raise InputError(
+                f"prefix_allowed_tokens_fn: returned no token for prompt {batch_id} after "
+                f"{ids.tolist()}; it must allow at least one, for example the end token"
+            )
+        if tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= vocab_size:
+            raise InputError(
+                f"prefix_allowed_tokens_fn: expected token ids from 0 to {vocab_size - 1} for "
+                f"prompt {batch_id}, found {tokens[:8].tolist()}"
+            )
+        allowed[number, tokens] = True
+    return pack_bits(allowed)
+
+
+HostFunction = Callable[[np.ndarray, np.ndarray], Any]
+
+
+@logits_processor(static=("fn",))
+class HostLogitsProcessor(LogitsProcessor):
+    """Runs a NumPy function ``fn(input_ids, scores) -> scores`` that JAX cannot trace.
+
+    ``fn`` receives int32 ``[B, cur_len]``, the caller's padding included as in transformers, and
+    float32 ``[B, V]``, and returns ``[B, V]``. It runs once for each new token, while the device
+    waits; it must not call JAX, and its result must depend on its arguments alone. ``fn`` is
+    static: the same object does not compile again, another one does. With drafts, rows differ in
+    length, so ``fn`` is called separately for each row and drafted token, with B = 1.
+
+    >>> import jax.numpy as jnp
+    >>> processor = HostLogitsProcessor(lambda input_ids, scores: scores * input_ids.shape[1])
+    >>> processor(jnp.zeros((1, 4), jnp.int32), jnp.array([[1.0, 2.0]]), 3).tolist()
+    [[3.0, 6.0]]
+    """
+
+    fn: HostFunction
+
+    def __init__(self, fn: HostFunction) -> None:
+        store(self, fn=host_function(type(self).__name__, fn))
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B L"],
+        scores: Scores,
+        cur_len: CurLen = None,
+        *,
+        mask: Bool[Array, "B L"] | None = None,
+        prompt_len: Int[Array, ""] | int | None = None,
+        **_: object,
+    ) -> Scores:
+        scores = jnp.asarray(scores, jnp.float32)
+        cur_len = column_count(input_ids, cur_len)
+        unfinished = None
+        if mask is not None and prompt_len is not None:
+            columns = jnp.arange(mask.shape[1])
+            new = (columns >= prompt_len) & (columns < jnp.reshape(cur_len, (-1, 1)))
+            unfinished = (mask | ~new).all(axis=1)
+        return call_by_row(self.fn, input_ids, scores, cur_len, scores, unfinished)
+
+
+def host_function(owner: str, fn: object) -> HostFunction:
+    """Returns ``fn`` after checking that it is callable.
+
+    Raises:
+        InputError: it is not callable.
+    """
+    if not callable(fn):
+        raise InputError(f"{owner}: `fn` must be a function, but is {fn!r}")
+    return fn
+
+
+def call_by_row(
+    fn: HostFunction,
+    input_ids: Int[Array, "B L"],
+    scores: Float[Array, "B V"] | None,
+    cur_len: Int[Array, " ..."],
+    default: Shaped[Array, "B ..."],
+    unfinished: Bool[Array, " B"] | None,
+) -> Shaped[Array, "B ..."]:
+    """Calls ``fn(input_ids[:, :cur_len], scores)``, also from a compiled program.
+
+    If ``cur_len`` has one length per row, ``fn`` is called for each row separately, with
+    ``[1, cur_len]``, and not for rows where ``unfinished`` is False (None: True for all), whose
+    result is ``default``.
+
+    Raises:
+        InputError: the result does not have the shape and kind of dtype of ``default`` (reraised
+            from a program by `jaxllm.generation.processors.host`).
+    """
+    dtype = np.dtype(default.dtype)
+
+    def call(ids: np.ndarray, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        out = np.asarray(fn(ids, values))
+        if out.shape != shape or not np.can_cast(out.dtype, dtype, "same_kind"):
+            raise InputError(
+                f"{name_of(fn)}: expected {dtype}{list(shape)} as the result, found "
+                f"{describe_array(out)}"
+            )
+        return out.astype(dtype)
+
+    def run(*arrays: ArrayLike) -> np.ndarray:
+        ids, values, length, result, active = map(np.asarray, arrays)
+        if length.ndim == 0:
+            return call(ids[:, :length], values, result.shape)
+        result = result.copy()
+        for i in np.flatnonzero(active):
+            row = slice(i, i + 1)
+            result[row] = call(ids[row, : length[i]], values[row], result[row].shape)
+        return result
+
+    active = jnp.ones(input_ids.shape[:1], bool) if unfinished is None else unfinished
+    result = jax.ShapeDtypeStruct(default.shape, dtype)
+    return call_on_host(run, result, input_ids, scores, cur_len, default, active)
