@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxllm.common.errors import JaxLLMError
     from jaxllm.common.progress import set_progress
     from jaxllm.generation.generate import generate, stream
-    from jaxllm.generation.scoring.score import score
+    from jaxllm.generation.scoring import score
     from jaxllm.generation.settings.config import GenerationConfig
     from jaxllm.loading import load, load_orbax
     from jaxllm.parallel.sharding import make_mesh
@@ -63,7 +63,7 @@ _MODULE_OF = {
     "push_to_hub": "saving",
     "save_hf": "saving",
     "save_orbax": "saving",
-    "score": "generation.scoring.score",
+    "score": "generation.scoring",
     "set_progress": "common.progress",
     "stream": "generation.generate",
     "train": "training.run",

@@ -16,8 +16,8 @@ from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.generate import generate
 from jaxllm.generation.inputs.batching import run_in_batches
 from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.generation.settings.lengths import with_default_length
-from jaxllm.generation.stopping.sequence_end import sequence_end, stop_string_matcher
+from jaxllm.generation.settings.resolve import with_default_length
+from jaxllm.generation.stopping.stop_strings import sequence_end, stop_string_matcher
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder_only import CausalLM, SequenceClassifier, with_rope_per_row
 from jaxllm.models.encoder_decoder import EncoderDecoderLM

@@ -21,9 +21,8 @@ from jaxllm.generation.inputs.values import NO_TOKEN, bucket
 from jaxllm.generation.processors import LogitsProcessor, LogitsProcessorList
 from jaxllm.generation.processors.base import signature, stack_lists
 from jaxllm.generation.processors.build import build_processors
-from jaxllm.generation.settings.config import FIELDS, GenerationConfig
-from jaxllm.generation.settings.lengths import MAX_COLUMNS
-from jaxllm.generation.settings.mode import SLOT_MODES
+from jaxllm.generation.settings.config import FIELDS, SLOT_MODES, GenerationConfig
+from jaxllm.generation.settings.resolve import MAX_COLUMNS
 from jaxllm.generation.stopping import StoppingCriteriaList, StopStringCriteria
 from jaxllm.tokenizers.tokenizer import Tokenizer
 

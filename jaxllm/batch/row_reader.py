@@ -20,11 +20,13 @@ from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.inputs.arguments import CallArguments
 from jaxllm.generation.inputs.padded_batch import PaddedBatch
 from jaxllm.generation.inputs.values import is_integer
-from jaxllm.generation.settings.config import FIELDS, GenerationConfig
-from jaxllm.generation.settings.consistency import UnusedFieldWarning
-from jaxllm.generation.settings.lengths import checked_lengths, with_default_length
-from jaxllm.generation.settings.mode import generation_mode
-from jaxllm.generation.settings.special_tokens import checked_pad
+from jaxllm.generation.settings.config import FIELDS, GenerationConfig, generation_mode
+from jaxllm.generation.settings.resolve import (
+    UnusedFieldWarning,
+    checked_lengths,
+    checked_pad,
+    with_default_length,
+)
 from jaxllm.generation.stopping import StopStringCriteria
 from jaxllm.generation.strategies.select_strategy import Call, registered_strategy
 from jaxllm.models.decoder import GenerativeModel

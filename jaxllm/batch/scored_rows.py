@@ -14,7 +14,7 @@ from jaxllm.batch.row_task import RowTask, checked_batch_size
 from jaxllm.batch.rows import BatchOutput, RawRow, error_output
 from jaxllm.common.errors import InputError, NonFiniteError
 from jaxllm.generation.inputs.padded_batch import checked_ids
-from jaxllm.generation.scoring.score import Pair, batch_scorer, make_pair
+from jaxllm.generation.scoring import Pair, batch_scorer, make_pair
 from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.tokenizers.tokenizer import Tokenizer
 

@@ -19,7 +19,7 @@ from jaxllm.cache.kv_cache import Cache
 from jaxllm.generation.loop import first_state
 from jaxllm.generation.processors.base import row_by_row
 from jaxllm.generation.stopping import StoppingCriteriaList
-from jaxllm.generation.stopping.base import for_rows
+from jaxllm.generation.stopping.criteria import for_rows
 from jaxllm.generation.strategies.beam.beam_search import BeamSearch, BeamSearchState
 from jaxllm.generation.strategies.sample import Sample, SampleState
 from jaxllm.generation.strategies.strategy import (

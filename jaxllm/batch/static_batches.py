@@ -24,10 +24,9 @@ from jaxllm.generation.generate import generate
 from jaxllm.generation.inputs.batching import is_exhausted, run_in_batches
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
-from jaxllm.generation.settings.config import FIELDS, GenerationConfig
-from jaxllm.generation.settings.mode import INDEPENDENT_MODES
-from jaxllm.generation.settings.special_tokens import checked_pad
-from jaxllm.generation.stopping.sequence_end import sequence_end, stop_string_matcher
+from jaxllm.generation.settings.config import FIELDS, INDEPENDENT_MODES, GenerationConfig
+from jaxllm.generation.settings.resolve import checked_pad
+from jaxllm.generation.stopping.stop_strings import sequence_end, stop_string_matcher
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.tokenizers.tokenizer import Tokenizer
 

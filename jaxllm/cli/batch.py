@@ -50,7 +50,7 @@ from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import InputError
 from jaxllm.common.progress import PLAIN_SECONDS, Reporter, duration
 from jaxllm.generation.processors.grammar import llguidance
-from jaxllm.generation.settings.lengths import DEFAULT_NEW_TOKENS
+from jaxllm.generation.settings.resolve import DEFAULT_NEW_TOKENS
 from jaxllm.models.decoder import checked_generative
 from jaxllm.parallel.environment import devices, jax_settings, versions
 from jaxllm.serve.http.batch_requests import BatchRequests

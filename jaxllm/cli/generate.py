@@ -52,9 +52,12 @@ from jaxllm.common.progress import Reporter
 from jaxllm.generation.call.keys import shared_key
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
-from jaxllm.generation.settings.consistency import UnusedFieldWarning, check_for_use
-from jaxllm.generation.settings.lengths import with_default_length
-from jaxllm.generation.stopping.sequence_end import sequence_end, stop_string_matcher
+from jaxllm.generation.settings.resolve import (
+    UnusedFieldWarning,
+    check_for_use,
+    with_default_length,
+)
+from jaxllm.generation.stopping.stop_strings import sequence_end, stop_string_matcher
 from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.tokenizers.stream_decoder import StreamDecoder
 from jaxllm.tokenizers.tokenizer import Tokenizer

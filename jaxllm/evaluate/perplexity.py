@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.inputs.values import is_integer
-from jaxllm.generation.scoring.score import score
+from jaxllm.generation.scoring import score
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.tokenizers.tokenizer import Tokenizer
 

@@ -15,7 +15,10 @@ from jaxllm.generation.registration import (
 )
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.stopping import *  # noqa: F403
-from jaxllm.generation.strategies.beam.constraints import DisjunctiveConstraint, PhrasalConstraint
+from jaxllm.generation.strategies.beam.constrained_beam import (
+    DisjunctiveConstraint,
+    PhrasalConstraint,
+)
 
 if TYPE_CHECKING:
     from jaxllm.contrib.watermark import (
@@ -25,17 +28,16 @@ if TYPE_CHECKING:
         WatermarkingConfig,
         WatermarkLogitsProcessor,
     )
-    from jaxllm.generation.scoring.score import ScoreOutput
-    from jaxllm.generation.scoring.transition_scores import compute_transition_scores
+    from jaxllm.generation.scoring import ScoreOutput, compute_transition_scores
 
 _IMPORTED_ON_USE = {
-    "ScoreOutput": "jaxllm.generation.scoring.score",
+    "ScoreOutput": "jaxllm.generation.scoring",
     "SynthIDTextWatermarkLogitsProcessor": "jaxllm.contrib.watermark",
     "SynthIDTextWatermarkingConfig": "jaxllm.contrib.watermark",
     "WatermarkDetector": "jaxllm.contrib.watermark",
     "WatermarkLogitsProcessor": "jaxllm.contrib.watermark",
     "WatermarkingConfig": "jaxllm.contrib.watermark",
-    "compute_transition_scores": "jaxllm.generation.scoring.transition_scores",
+    "compute_transition_scores": "jaxllm.generation.scoring",
 }
 
 __all__ = [

@@ -33,7 +33,7 @@ from jaxllm.generation.processors.base import (
 )
 from jaxllm.generation.processors.grammar import GrammarLogitsProcessor
 from jaxllm.generation.processors.host import WORD_BITS, pack_bits, unpack_bits
-from jaxllm.generation.stopping.sequence_end import StopStringMatcher, stop_string_matcher
+from jaxllm.generation.stopping.stop_strings import StopStringMatcher, stop_string_matcher
 from jaxllm.models.decoder import Decoder
 from jaxllm.tokenizers.tokenizer import Tokenizer
 

@@ -23,7 +23,7 @@ from jaxllm.batch.streamed_slots import Logprobs
 from jaxllm.common.errors import JaxLLMError
 from jaxllm.generation.processors import LogitsProcessorList
 from jaxllm.generation.processors.host import WORD_BITS
-from jaxllm.generation.stopping.sequence_end import sequence_end
+from jaxllm.generation.stopping.stop_strings import sequence_end
 from jaxllm.generation.strategies.strategy import NEVER, nonfinite_error
 from jaxllm.models.decoder import Decoder
 from jaxllm.serve.admission import Admission, PrefixCounts

@@ -20,7 +20,7 @@ from translation_tools import write
 from jaxllm import save_hf
 from jaxllm.cli.generate import main
 from jaxllm.generation.settings.config import FIELDS
-from jaxllm.generation.settings.lengths import DEFAULT_NEW_TOKENS
+from jaxllm.generation.settings.resolve import DEFAULT_NEW_TOKENS
 from jaxllm.tokenizers import load_tokenizer
 
 MODELS = ROOT / "tests" / "data" / "conformance" / "models"

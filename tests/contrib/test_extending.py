@@ -30,7 +30,7 @@ from jaxllm.generation.registration import (
     register_strategy,
 )
 from jaxllm.generation.settings import FIELDS, UnusedFieldWarning
-from jaxllm.generation.settings.consistency import check_consistent
+from jaxllm.generation.settings.resolve import check_consistent
 from jaxllm.generation.strategies.select_strategy import REGISTERED_STRATEGIES
 
 DOC = ROOT / "docs" / "extending.md"

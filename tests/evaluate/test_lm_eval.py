@@ -21,7 +21,7 @@ import jaxllm
 from jaxllm.cli import eval as eval_command
 from jaxllm.common.progress import Reporter
 from jaxllm.evaluate.lm_eval import JaxLM, load_tasks, results_json, run_tasks
-from jaxllm.generation.scoring.score import _score_batch
+from jaxllm.generation.scoring import _score_batch
 
 REFERENCE = json.loads(harness_runs.REFERENCE.read_text(encoding="utf-8"))
 QUIET = Reporter(quiet=True)

@@ -10,7 +10,7 @@ import pytest
 from small_tokenizers import small_tokenizer
 
 from jaxllm.generation.stopping import StopStringCriteria
-from jaxllm.generation.stopping.sequence_end import StopStringMatcher
+from jaxllm.generation.stopping.stop_strings import StopStringMatcher
 from jaxllm.serve.http.pieces import SampleText
 from jaxllm.serve.http.tool_calls import split_tool_calls
 

@@ -26,7 +26,7 @@ from jaxllm.evaluate.lm_eval.generation import (
     generate_until,
 )
 from jaxllm.generation.inputs.values import is_integer
-from jaxllm.generation.scoring.score import stream_scores
+from jaxllm.generation.scoring import stream_scores
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import Model
 from jaxllm.tokenizers import Tokenizer, load_tokenizer

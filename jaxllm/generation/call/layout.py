@@ -20,7 +20,7 @@ from jaxllm.generation.call.prompts import PreparedInputs
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, PaddedBatch, last_token_columns
 from jaxllm.generation.inputs.values import HostArray, any_traced, bucket, int_leaf
 from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.generation.settings.lengths import MAX_COLUMNS
+from jaxllm.generation.settings.resolve import MAX_COLUMNS
 from jaxllm.generation.strategies.select_strategy import Call
 from jaxllm.generation.strategies.strategy import AnyStrategy, PrefillInputs
 

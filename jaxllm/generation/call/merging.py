@@ -10,12 +10,12 @@ from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError, warn
 from jaxllm.generation.inputs.values import any_traced
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
-from jaxllm.generation.settings.consistency import (
+from jaxllm.generation.settings.resolve import (
     UnusedFieldWarning,
     check_consistent,
     check_for_use,
+    resolve_eos,
 )
-from jaxllm.generation.settings.special_tokens import resolve_eos
 from jaxllm.models.decoder import GenerativeModel
 
 

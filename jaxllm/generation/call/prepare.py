@@ -34,8 +34,7 @@ from jaxllm.generation.inputs.padded_batch import check_positions, checked_types
 from jaxllm.generation.inputs.values import any_traced, id_table
 from jaxllm.generation.processors.build import build_processors
 from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.generation.settings.lengths import checked_lengths
-from jaxllm.generation.settings.special_tokens import checked_pad
+from jaxllm.generation.settings.resolve import checked_lengths, checked_pad
 from jaxllm.generation.stopping import MaxTimeCriteria
 from jaxllm.generation.stopping.criteria import build_criteria
 from jaxllm.generation.strategies.assisted.select_draft import check_assistant_inputs

@@ -210,7 +210,7 @@ class Settings:
 
         null means unset, and so do an empty list, object or string, and -1 as a special token.
         ``explicit`` stays empty. Numbers of sampling fields are checked when something is sampled
-        (`consistency.check_for_use`): many files hold ``"temperature": 0.0``. Unknown keys are
+        (`resolve.check_for_use`): many files hold ``"temperature": 0.0``. Unknown keys are
         ignored or raise by the policy of `common.config_keys`.
 
         Raises:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from jaxllm.generation.stopping.base import StoppingCriteria, StoppingCriteriaList
 from jaxllm.generation.stopping.criteria import (
     EosTokenCriteria,
     HostCriteria,
     MaxLengthCriteria,
     MaxTimeCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
 )
-from jaxllm.generation.stopping.stop_strings import StopStringCriteria
 
 __all__ = [
     "EosTokenCriteria",

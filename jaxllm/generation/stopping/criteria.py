@@ -1,11 +1,20 @@
-"""Stopping criteria: maximum length, end tokens, Python functions, time limit; their list."""
+"""Stopping criteria: base class, list, and the criteria themselves.
+
+Like logits processors, they are pytrees and pure functions of the tokens so far, inside the
+compiled loop. After each new token, a criterion returns a mask of the rows that end.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxllm.common.errors import InputError, UnsupportedError, quoted
@@ -13,25 +22,151 @@ from jaxllm.generation.inputs.arguments import CallArguments, needed_tokenizer
 from jaxllm.generation.inputs.values import (
     TokenIds,
     any_traced,
+    bucket,
     id_table,
     int_leaf,
     is_number,
     to_scalar,
 )
-from jaxllm.generation.processors.base import CurLen, History, Scores, column_count, store
+from jaxllm.generation.processors.base import (
+    CurLen,
+    History,
+    Scores,
+    accepted_arguments,
+    column_count,
+    describe_array,
+    logits_processor,
+    name_of,
+    per_sequence,
+    store,
+    tuple_of_callables,
+)
 from jaxllm.generation.processors.host import (
     HostFunction,
     call_by_row,
     host_function,
 )
 from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.generation.stopping.base import (
-    Done,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    stopping_criterion,
-)
-from jaxllm.generation.stopping.stop_strings import StopStringCriteria
+from jaxllm.generation.stopping.stop_strings import bucketed_automaton
+from jaxllm.tokenizers import Tokenizer
+
+SMALLEST_WINDOW = 16
+"""Smallest bucket of the tokens that a stop string looks at."""
+Done: TypeAlias = Bool[Array, " B"]
+
+stopping_criterion = logits_processor
+"""Makes a class a frozen dataclass and a pytree; see :func:`logits_processor`."""
+
+
+class StoppingCriteria:
+    """Base class of criteria: returns a mask of the rows that end with their newest token.
+
+    Called as ``criterion(input_ids, scores, cur_len)``, under ``jit``, ``vmap`` and
+    ``lax.while_loop``. Subclasses define :meth:`reached`, or ``__call__`` itself.
+    """
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B L"],
+        scores: Scores | None,
+        cur_len: CurLen = None,
+        *,
+        mask: Bool[Array, "B L"] | None = None,
+        length: CurLen = None,
+        **_: Any,
+    ) -> Done:
+        """Mask of the rows that end.
+
+        Args:
+            input_ids: int32 ``[B, L]``, a buffer whose first ``cur_len`` columns hold tokens; the
+                last of these is the newest token.
+            scores: ``[B, V]``, the scores that the newest token was chosen by. (transformers passes
+                the scores of all steps.)
+            cur_len: the number of columns in use, prompt included: an int, a traced scalar, or one
+                per row, ``[B]``. None: all.
+            mask: bool ``[B, L]``, True at real tokens; None: all of the first ``cur_len`` columns.
+            length: the length that rules about lengths use; None: ``cur_len``.
+
+        Returns:
+            bool ``[B]``.
+        """
+        return self.reached(History.of(input_ids, cur_len, mask, length), scores)
+
+    def reached(self, history: History, scores: Scores | None) -> Done:
+        """Applies the rule; bool ``[B]``."""
+        raise NotImplementedError(f"{type(self).__name__} defines neither reached nor __call__")
+
+
+@tuple_of_callables
+class StoppingCriteriaList(tuple[Callable[..., Done], ...]):
+    """List of criteria: a row ends when any of them is True. A pytree, called like one criterion.
+
+    Unlike transformers' list it is immutable: add tuples instead. A member may be any traceable
+    callable ``f(input_ids, scores, cur_len)`` with a result of shape ``[B]`` or ``[]``; it receives
+    only the keyword arguments that it accepts. A callable that is not a pytree is static: part of
+    the program, compared by identity.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxllm.generation.stopping import EosTokenCriteria, MaxLengthCriteria
+    >>> criteria = StoppingCriteriaList([MaxLengthCriteria(5), EosTokenCriteria(7)])
+    >>> criteria(jnp.array([[3, 7], [7, 3]]), jnp.zeros((2, 9)), 2).tolist()
+    [True, False]
+    """
+
+    __slots__ = ()
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B L"],
+        scores: Scores | None,
+        cur_len: CurLen = None,
+        **kwargs: Any,
+    ) -> Done:
+        """bool ``[B]``; the arguments are those of :class:`StoppingCriteria`."""
+        cur_len = input_ids.shape[1] if cur_len is None else cur_len
+        done = jnp.zeros(input_ids.shape[0], bool)
+        for criterion in self:
+            out = criterion(input_ids, scores, cur_len, **accepted_arguments(criterion, kwargs))
+            done |= checked_done(criterion, out, done.shape)
+        return done
+
+
+def checked_done(criterion: Any, out: Any, shape: tuple[int, ...]) -> Done:
+    """Checks that a criterion's result is one boolean per row, or one for all, which it repeats."""
+    dtype = np.dtype(bool) if isinstance(out, bool) else getattr(out, "dtype", None)
+    if dtype != np.dtype(bool) or np.shape(out) not in (shape, ()):
+        raise InputError(
+            f"stopping_criteria: {name_of(criterion)} must return booleans {list(shape)}, but "
+            f"returned {describe_array(out)}"
+        )
+    return jnp.broadcast_to(jnp.asarray(out), shape)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowCriterion:
+    """Stopping criterion for some rows of a batch."""
+
+    criterion: Any
+    rows: Bool[Array, " R"]
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "BM L"],
+        scores: Scores | None,
+        cur_len: Int[Array, " R"],
+        **_: Any,
+    ) -> Done:
+        """Mask [B * M] of the ending sequences: M per row, equally long, starting at column 0."""
+        rows, cur_len = per_sequence(input_ids, cur_len, self.rows)
+        return self.criterion(input_ids, scores, cur_len) & rows
+
+
+def for_rows(criteria: StoppingCriteriaList, rows: Bool[Array, "R C"]) -> StoppingCriteriaList:
+    """Restricts each of C criteria to the rows that are True in its column of ``rows``."""
+    return StoppingCriteriaList(
+        RowCriterion(criterion, rows[:, number]) for number, criterion in enumerate(criteria)
+    )
 
 
 @stopping_criterion()
@@ -112,6 +247,78 @@ class HostCriteria(StoppingCriteria):
             unfinished = jnp.take_along_axis(mask, cur_len[:, None] - 1, axis=1)[:, 0]
         none = jnp.zeros(input_ids.shape[:1], bool)
         return call_by_row(self.fn, input_ids, scores, cur_len, none, unfinished)
+
+
+@stopping_criterion(static=("window",))
+class StopStringCriteria(StoppingCriteria):
+    """Ends a row whose newest token completes one of ``stop_strings``, a string or several.
+
+    Follows transformers 5.23: the string ends within or at the end of the newest token, and may
+    begin in any earlier token, the prompt included. A token counts as the bytes that it has in the
+    middle of a text (``Tokenizer.token_bytes``). So the first word of a sentencepiece text has a
+    space before it, special tokens count as their own text, and a token that ends within a
+    character may complete a string. An id without a token ends every partial match. Padding is
+    ignored, unlike in transformers.
+
+    The criterion has no state: a precomputed automaton reads the last tokens of the row, as many as
+    the longest string has bytes (rounded up). Changing to stop strings of similar length does not
+    compile again.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        stop_strings: the strings.
+
+    Raises:
+        InputError: there is no string, one is empty, or no token of the vocabulary can complete
+            any of them.
+    """
+
+    classes: Int[Array, " E"]
+    table: Int[Array, "S C"]
+    window: int
+
+    def __init__(self, tokenizer: Tokenizer, stop_strings: str | Sequence[str]) -> None:
+        patterns = _patterns(stop_strings)
+        if not isinstance(tokenizer, Tokenizer):
+            raise InputError(
+                f"StopStringCriteria: `tokenizer` must be a jaxllm tokenizer, but is {tokenizer!r}"
+            )
+        classes, table = bucketed_automaton(tokenizer, patterns)
+        if not (table % 2).any():
+            raise InputError(
+                "stop_strings: no token of the vocabulary can complete any of "
+                f"{quoted(stop_strings)}; "
+                "their last characters are not in it"
+            )
+        window = bucket(max(map(len, patterns)), SMALLEST_WINDOW)
+        store(self, classes=classes, table=table, window=window)
+
+    def reached(self, history: History, scores: Scores | None) -> Done:
+        ids, exists = history.last(self.window)
+        unknown = self.classes.shape[0] - 1
+        known = exists & (ids >= 0) & (ids < unknown)
+        classes = jnp.asarray(self.classes)[jnp.where(known, ids, unknown)]
+        table = jnp.asarray(self.table)
+
+        def read(code: Int[Array, " B"], column: Int[Array, " B"]) -> tuple[Array, None]:
+            return table[code // 2, column], None
+
+        # Not unrolled: XLA would fuse the chain of lookups, at exponential cost.
+        code, _ = jax.lax.scan(read, jnp.zeros_like(classes[:, 0]), classes.T)
+        return code % 2 == 1
+
+
+def _patterns(stop_strings: str | Sequence[str]) -> tuple[bytes, ...]:
+    strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
+    good = isinstance(strings, Sequence) and all(isinstance(s, str) and s for s in strings)
+    if not good or not strings:
+        raise InputError(
+            f"stop_strings: expected a non-empty string or several, found {quoted(stop_strings)}"
+        )
+    try:
+        return tuple(sorted({string.encode("utf-8") for string in strings}))
+    except UnicodeEncodeError as failure:
+        raise InputError(f"stop_strings: {failure.object!r} holds an unpaired surrogate") from None
 
 
 class MaxTimeCriteria:

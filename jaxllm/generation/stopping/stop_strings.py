@@ -1,4 +1,4 @@
-"""Stop strings: a row ends when its newest token completes one of several strings.
+"""Stop strings on the host: the automaton that compiled programs read, and the end of one sequence.
 
 An automaton of Aho and Corasick (1975) reads bytes. The effect of a token is a table column: for
 each state, the next state and whether the token completed a string. Few columns differ (a token
@@ -9,97 +9,20 @@ token and a small table with one column per class.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Bool, Int
 
-from jaxllm.common.errors import InputError, quoted
 from jaxllm.generation.inputs.values import bucket
-from jaxllm.generation.processors.base import History, Scores, store
-from jaxllm.generation.stopping.base import Done, StoppingCriteria, stopping_criterion
 from jaxllm.tokenizers import Tokenizer
 
-# Smallest buckets of states, classes and tokens: usual stop strings share one program.
-_STATES, _CLASSES, _WINDOW = 64, 128, 16
-
-
-@stopping_criterion(static=("window",))
-class StopStringCriteria(StoppingCriteria):
-    """Ends a row whose newest token completes one of ``stop_strings``, a string or several.
-
-    Follows transformers 5.23: the string ends within or at the end of the newest token, and may
-    begin in any earlier token, the prompt included. A token counts as the bytes that it has in the
-    middle of a text (``Tokenizer.token_bytes``). So the first word of a sentencepiece text has a
-    space before it, special tokens count as their own text, and a token that ends within a
-    character may complete a string. An id without a token ends every partial match. Padding is
-    ignored, unlike in transformers.
-
-    The criterion has no state: a precomputed automaton reads the last tokens of the row, as many as
-    the longest string has bytes (rounded up). Changing to stop strings of similar length does not
-    compile again.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        stop_strings: the strings.
-
-    Raises:
-        InputError: there is no string, one is empty, or no token of the vocabulary can complete
-            any of them.
-    """
-
-    classes: Int[Array, " E"]
-    table: Int[Array, "S C"]
-    window: int
-
-    def __init__(self, tokenizer: Tokenizer, stop_strings: str | Sequence[str]) -> None:
-        patterns = _patterns(stop_strings)
-        if not isinstance(tokenizer, Tokenizer):
-            raise InputError(
-                f"StopStringCriteria: `tokenizer` must be a jaxllm tokenizer, but is {tokenizer!r}"
-            )
-        classes, table = _bucketed_automaton(tokenizer, patterns)
-        if not (table % 2).any():
-            raise InputError(
-                "stop_strings: no token of the vocabulary can complete any of "
-                f"{quoted(stop_strings)}; "
-                "their last characters are not in it"
-            )
-        window = bucket(max(map(len, patterns)), _WINDOW)
-        store(self, classes=classes, table=table, window=window)
-
-    def reached(self, history: History, scores: Scores | None) -> Done:
-        ids, exists = history.last(self.window)
-        unknown = self.classes.shape[0] - 1
-        known = exists & (ids >= 0) & (ids < unknown)
-        classes = jnp.asarray(self.classes)[jnp.where(known, ids, unknown)]
-        table = jnp.asarray(self.table)
-
-        def read(code: Int[Array, " B"], column: Int[Array, " B"]) -> tuple[Array, None]:
-            return table[code // 2, column], None
-
-        # Not unrolled: XLA would fuse the chain of lookups, at exponential cost.
-        code, _ = jax.lax.scan(read, jnp.zeros_like(classes[:, 0]), classes.T)
-        return code % 2 == 1
-
-
-def _patterns(stop_strings: str | Sequence[str]) -> tuple[bytes, ...]:
-    strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
-    good = isinstance(strings, Sequence) and all(isinstance(s, str) and s for s in strings)
-    if not good or not strings:
-        raise InputError(
-            f"stop_strings: expected a non-empty string or several, found {quoted(stop_strings)}"
-        )
-    try:
-        return tuple(sorted({string.encode("utf-8") for string in strings}))
-    except UnicodeEncodeError as failure:
-        raise InputError(f"stop_strings: {failure.object!r} holds an unpaired surrogate") from None
+# Smallest buckets of states and classes: usual stop strings share one program.
+_STATES, _CLASSES = 64, 128
 
 
 @functools.lru_cache(maxsize=8)
-def _bucketed_automaton(
+def bucketed_automaton(
     tokenizer: Tokenizer, patterns: tuple[bytes, ...]
 ) -> tuple[Int[np.ndarray, " E"], Int[np.ndarray, "S C"]]:
     classes, table = token_automaton(tokenizer.token_bytes(), patterns)
@@ -193,3 +116,68 @@ def token_automaton(
     used, classes = np.unique(classes, return_inverse=True)
     table = np.stack([columns[number] for number in used], axis=1)
     return classes.astype(np.int32), table.astype(np.int32)
+
+
+class StopStringMatcher:
+    """Finds the token that completes a stop string, by the rule of `StopStringCriteria`.
+
+    The string ends within or at the end of the newest token, and may begin in any earlier one, the
+    prompt included. A token counts as its bytes in the middle of a text; an id without a token ends
+    every partial match.
+
+    Args:
+        prompt: token ids before the first new token.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, strings: Sequence[str], prompt: Iterable[int] = ()
+    ) -> None:
+        self._bytes = tokenizer.token_bytes()
+        self._patterns = [string.encode("utf-8") for string in strings]
+        self._kept = max(map(len, self._patterns)) - 1
+        self._tail = b""
+        for token in prompt:
+            self._extend(token)
+
+    def completes(self, token: int) -> bool:
+        """Adds a new token; True if it completes a stop string."""
+        before = self._tail
+        text = self._extend(token)
+        return any(text.find(p, max(len(before) - len(p) + 1, 0)) >= 0 for p in self._patterns)
+
+    def _extend(self, token: int) -> bytes:
+        """The end of the text, the token included; keeps what may be the start of a match."""
+        content = self._bytes[token] if token < len(self._bytes) else None
+        if content is None:
+            self._tail = b""
+            return b""
+        text = self._tail + content
+        self._tail = text[max(len(text) - self._kept, 0) :]
+        return text
+
+
+def stop_string_matcher(
+    tokenizer: Tokenizer | None, strings: Sequence[str] | None, prompt: Iterable[int]
+) -> StopStringMatcher | None:
+    """A matcher of these stop strings after a prompt; None without any."""
+    return StopStringMatcher(tokenizer, strings, prompt) if tokenizer and strings else None
+
+
+def sequence_end(
+    tokens: Iterable[int], eos: Collection[int], stops: StopStringMatcher | None
+) -> tuple[int, str] | None:
+    """The number of tokens up to and including the sequence's end, and what it ends with: "eos" or
+    "stop". None if it does not end within these new tokens.
+
+    What follows may be padding, which no token tells: a pad may be an EOS token or any other.
+
+    >>> sequence_end([5, 2, 2], {2}, None), sequence_end([5, 6], {2}, None)
+    ((2, 'eos'), None)
+    """
+    for count, token in enumerate(tokens, start=1):
+        completes = stops is not None and stops.completes(token)
+        if token in eos:
+            return count, "eos"
+        if completes:
+            return count, "stop"
+    return None

@@ -9,12 +9,11 @@ from typing import Any
 from jaxllm.common.errors import InputError, UnsupportedError, quoted
 from jaxllm.generation.inputs.arguments import CallArguments
 from jaxllm.generation.inputs.values import float_leaf, is_traced
-from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.generation.settings.mode import draft_options, generation_mode
+from jaxllm.generation.settings.config import GenerationConfig, draft_options, generation_mode
 from jaxllm.generation.strategies.assisted.select_draft import build_assisted
 from jaxllm.generation.strategies.beam.beam_search import BeamSearch
-from jaxllm.generation.strategies.beam.constrained_beam import ConstrainedBeamSearch
-from jaxllm.generation.strategies.beam.constraints import (
+from jaxllm.generation.strategies.beam.constrained_beam import (
+    ConstrainedBeamSearch,
     DisjunctiveConstraint,
     PhrasalConstraint,
     Tries,

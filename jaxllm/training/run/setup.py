@@ -34,7 +34,7 @@ from jaxllm.common.files import replacing
 from jaxllm.common.progress import progress_phase
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.inputs.padded_batch import PaddedBatch
-from jaxllm.generation.settings.lengths import checked_lengths
+from jaxllm.generation.settings.resolve import checked_lengths
 from jaxllm.loading import load
 from jaxllm.models.build_options import Options
 from jaxllm.models.decoder import GenerativeModel

@@ -13,7 +13,7 @@ from paths import DATA
 
 import jaxllm
 from jaxllm.common.errors import InputError, NonFiniteError
-from jaxllm.generation.scoring import score as module
+from jaxllm.generation import scoring as module
 
 REFERENCE = DATA / "reference"
 LENGTHS = ((12, 1), (1, 19), (3, 4))

@@ -16,11 +16,15 @@ import pytest
 from jaxllm.common.errors import ConfigError, InputError, MissingFileError, UnsupportedError
 from jaxllm.generation import PhrasalConstraint, WatermarkingConfig
 from jaxllm.generation.inputs.values import is_number
-from jaxllm.generation.settings.config import FIELDS, GenerationConfig
-from jaxllm.generation.settings.consistency import check_consistent, check_for_use
-from jaxllm.generation.settings.lengths import resolve_lengths
-from jaxllm.generation.settings.mode import generation_mode
-from jaxllm.generation.settings.special_tokens import checked_pad, resolve_eos, resolve_pad
+from jaxllm.generation.settings.config import FIELDS, GenerationConfig, generation_mode
+from jaxllm.generation.settings.resolve import (
+    check_consistent,
+    check_for_use,
+    checked_pad,
+    resolve_eos,
+    resolve_lengths,
+    resolve_pad,
+)
 
 
 def test_defaults_are_those_of_transformers_4_47():

@@ -1,7 +1,11 @@
 """Assisted (speculative) generation: drafts, acceptance and the strategy."""
 
 from jaxllm.generation.strategies.assisted.assisted import Assisted
-from jaxllm.generation.strategies.assisted.drafts import AssistantModel, Draft, EarlyExit
-from jaxllm.generation.strategies.assisted.lookup import PromptLookup
+from jaxllm.generation.strategies.assisted.drafts import (
+    AssistantModel,
+    Draft,
+    EarlyExit,
+    PromptLookup,
+)
 
 __all__ = ["AssistantModel", "Assisted", "Draft", "EarlyExit", "PromptLookup"]

@@ -3,36 +3,37 @@
 Like `_assisted_decoding` of transformers 5.23, but for batches: rows accept different numbers of
 drafted tokens and so have different lengths. Rejected tokens stay in the buffers beyond each row's
 length. Greedy results are those of greedy search; samples are distributed as without the draft.
+Other strategies process one column per step; here a step processes T columns of each row, from the
+row's length on.
+
+There are two rules of acceptance. `accept_matching` accepts drafted tokens while they equal the
+model's own choices. `accept_speculative` accepts them at random, such that tokens have the model's
+distribution with any draft (Leviathan et al. 2022, arXiv:2211.17192, algorithm 1; Chen et al. 2023,
+arXiv:2302.01318).
+
+B: batch size. G: columns of a draft. C = G + 1. V: vocabulary size.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxllm.generation.strategies.assisted.acceptance import (
-    DRAFT,
-    DraftTokens,
-    accept_matching,
-    accept_speculative,
-    mix_with_draft,
-    position_keys,
-)
+from jaxllm.cache.kv_cache import Cache, write_columns
 from jaxllm.generation.strategies.assisted.drafts import (
     Draft,
     DraftInputs,
+    DraftState,
+    DraftTokens,
     Proposal,
+    TokenBuffer,
     repeat_for_samples,
 )
-from jaxllm.generation.strategies.assisted.state import (
-    AssistedState,
-    append_columns,
-    process_columns,
-)
-from jaxllm.generation.strategies.records import initial_records
+from jaxllm.generation.strategies.records import Records, initial_records
 from jaxllm.generation.strategies.strategy import (
     NEVER,
     AssistedCounts,
@@ -40,11 +41,258 @@ from jaxllm.generation.strategies.strategy import (
     PrefillInputs,
     Result,
     Strategy,
+    is_eos,
+    nonfinite,
     unfinished_rows,
 )
 from jaxllm.generation.strategies.token_choice import choose_greedy, choose_sample
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.outputs import DecodeOutput
+from jaxllm.parallel.field_axes import axes
+
+# Each position has a key for each purpose, so that its draws are independent of each other.
+DRAFT, ACCEPT, RESIDUAL = range(3)
+
+
+def position_keys(
+    keys: Key[Array, " B"], positions: Int[Array, " B"], purpose: int | None = None
+) -> Key[Array, " B"]:
+    """Random keys for the new token at each row's position, for one purpose.
+
+    Without a purpose they are the keys that plain sampling uses for those tokens.
+    """
+    keys = jax.vmap(jax.random.fold_in)(keys, positions)
+    return (
+        keys if purpose is None else jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, purpose)
+    )
+
+
+def accepted_prefix(matches: Bool[Array, "B G"], count: Int[Array, " B"]) -> Int[Array, " B"]:
+    """Number of leading True values among the first `count` of each row.
+
+    >>> import jax.numpy as jnp
+    >>> accepted_prefix(jnp.array([[True, True, False, True]]), jnp.array([4])).tolist()
+    [2]
+    """
+    valid = jnp.arange(matches.shape[1]) < count[:, None]
+    return jnp.sum(jnp.cumprod(matches & valid, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+
+
+def mix_with_draft(
+    scores: Float[Array, "B C V"], drafted: DraftTokens, weight: Float[Array, ""]
+) -> Float[Array, "B C V"]:
+    """The mixture ``weight * p + (1 - weight) * q`` of model and draft, for each drafted token; p
+    for the token after them (`assistant_ensemble_weight`, arXiv:2604.07622)."""
+    assert drafted.scores is not None
+    p, q = jax.nn.softmax(scores, axis=-1), jax.nn.softmax(drafted.scores, axis=-1)
+    q = jnp.pad(q, ((0, 0), (0, 1), (0, 0)))
+    valid = jnp.arange(p.shape[1]) < drafted.size[:, None]
+    return jnp.where(valid[..., None], weight * p + (1 - weight) * q, p)
+
+
+def accept_matching(
+    selected: Int[Array, "B C"], drafted: DraftTokens
+) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
+    """The model's own choices, and the number of drafted tokens that are accepted.
+
+    If the choices are samples, this is the speculative rule for drafts of probability one: a
+    token d is accepted with probability p(d), and its replacement is drawn from the others.
+    """
+    return selected, accepted_prefix(selected[:, :-1] == drafted.tokens, drafted.size)
+
+
+def accept_speculative(
+    keys: Key[Array, " B"],
+    positions: Int[Array, " B"],
+    drafted: DraftTokens,
+    scores: Float[Array, "B C V"],
+    weight: Float[Array, ""] | None = None,
+) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
+    """Accepts a drafted token x with probability min(1, p(x) / q(x)), up to the first rejection.
+
+    The next token is drawn from norm(max(p - q, 0)), or from p if all were accepted. p and q are
+    the softmax of the model's and the draft's processed scores.
+
+    Args:
+        keys: one per row; draws depend only on it and on the new token's position.
+        positions: number of new tokens of each row so far.
+        drafted: a draft with scores.
+        scores: the model's scores, after the newest token and after each drafted one.
+        weight: weight of p; a draft is then accepted as if ``weight * p + (1 - weight) * q`` were
+            the model's distribution, and tokens are no longer distributed as the model's.
+
+    Returns:
+        The tokens, and the number of accepted ones; tokens beyond the next one are filler.
+    """
+    width = drafted.tokens.shape[1]
+    columns = jnp.arange(width, dtype=jnp.int32)
+    assert drafted.scores is not None
+    p, q = jax.nn.softmax(scores, axis=-1), jax.nn.softmax(drafted.scores, axis=-1)
+    p_draft = _probability_of(p[:, :width], drafted.tokens)
+    q_draft = _probability_of(q, drafted.tokens)
+    accept_keys = position_keys(
+        jnp.repeat(keys, width, axis=0), (positions[:, None] + columns).reshape(-1), ACCEPT
+    )
+    uniform = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(accept_keys)
+    # Not <=: a draft that the model forbids must not be accepted at a random number of exactly 0.
+    mixture = p_draft if weight is None else weight * p_draft + (1 - weight) * q_draft
+    accepted = accepted_prefix(uniform.reshape(q_draft.shape) * q_draft < mixture, drafted.size)
+
+    p_next = jnp.take_along_axis(p, accepted[:, None, None], axis=1)[:, 0]
+    q_next = jnp.take_along_axis(q, jnp.minimum(accepted, width - 1)[:, None, None], axis=1)[:, 0]
+    residual = jnp.maximum(p_next - jnp.where((accepted < drafted.size)[:, None], q_next, 0.0), 0.0)
+    # With the mixture in place of p it is the same distribution: weight * (p - q), normalised.
+    # If p = q up to rounding, no entry of p - q is positive.
+    residual = jnp.where(jnp.any(residual > 0, axis=-1, keepdims=True), residual, p_next)
+    token = choose_sample(position_keys(keys, positions + accepted, RESIDUAL), jnp.log(residual))
+    tokens = jnp.pad(drafted.tokens, ((0, 0), (0, 1)))
+    return jnp.where(jnp.arange(width + 1) == accepted[:, None], token[:, None], tokens), accepted
+
+
+def _probability_of(p: Float[Array, "B G V"], tokens: Int[Array, "B G"]) -> Float[Array, "B G"]:
+    return jnp.take_along_axis(p, tokens[..., None], axis=2)[..., 0]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AssistedState:
+    """State of assisted generation, donated to the loop. Every row has its own length."""
+
+    sequences: Int[Array, "B L"]
+    """Prompt and new tokens, pad beyond `cur_len`."""
+    mask: Bool[Array, "B L"]
+    """True at real tokens of `sequences`."""
+    cur_len: Int[Array, " B"]
+    """Columns in use, prompt included."""
+    start_len: Int[Array, ""]
+    """Columns of the prompt."""
+    is_finished: Bool[Array, " B"]
+    """True if the row is finished."""
+    keys: Key[Array, " B"]
+    """One random key per row; draws depend only on it and on the position of the token."""
+    step: Int[Array, ""]
+    """Rounds so far (not new tokens: rows accept different numbers of drafts)."""
+    first_nonfinite_step: Int[Array, " B"]
+    """The first new token without finite logits, or -1."""
+    cache: Cache
+    """The model's cache: all tokens of each row but the newest."""
+    draft: DraftState
+    """The draft's own state (`Draft.init`)."""
+    counts: AssistedCounts
+    scores: Float[Array, "B N V"] | None = None
+    """Processed scores of every new token (`output_scores`)."""
+    logits: Float[Array, "B N V"] | None = None
+    """Raw logits of every new token (`output_logits`)."""
+    records: Records | None = dataclasses.field(default=None, metadata=axes(None, "rows"))
+    """Hidden states and attentions of every new token."""
+
+    def replace(self, **changes: Any) -> Self:
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def buffer(self) -> TokenBuffer:
+        return TokenBuffer(self.sequences, self.mask, self.cur_len)
+
+
+def repeat_for_columns(buffer: TokenBuffer, width: int) -> TokenBuffer:
+    """Repeats each sequence for `width` columns from `cur_len` on; a copy ends before its column:
+    [B * width, L]."""
+    columns = buffer.cur_len[:, None] + jnp.arange(width, dtype=jnp.int32)
+    return TokenBuffer(
+        jnp.repeat(buffer.sequences, width, axis=0),
+        jnp.repeat(buffer.mask, width, axis=0),
+        columns.reshape(-1),
+    )
+
+
+def process_columns(
+    buffer: TokenBuffer,
+    logits: Float[Array, "B T V"],
+    unconditional: Float[Array, "B T V"] | None,
+    prompt_len: Int[Array, ""],
+    settings: DecodeSettings,
+) -> Float[Array, "B T V"]:
+    """Processed scores of T adjacent columns, each with the tokens before it as its history."""
+    batch, width, vocabulary = logits.shape
+    before = repeat_for_columns(buffer, width)
+    if unconditional is not None:
+        unconditional = unconditional.reshape(batch * width, vocabulary)
+    scores = settings.processors(
+        before.sequences,
+        logits.reshape(batch * width, vocabulary),
+        before.cur_len,
+        mask=before.mask,
+        prompt_len=prompt_len,
+        columns=width,
+        unconditional_logits=unconditional,
+    )
+    return scores.reshape(logits.shape)
+
+
+def stopped_columns(
+    buffer: TokenBuffer, scores: Float[Array, "B T V"], settings: DecodeSettings
+) -> Bool[Array, "B T"]:
+    """True where a stopping criterion ends a row, for T new columns written from `cur_len` on."""
+    batch, width, vocabulary = scores.shape
+    before = repeat_for_columns(buffer, width)
+    ends = settings.stops(
+        before.sequences,
+        scores.reshape(batch * width, vocabulary),
+        before.cur_len + 1,
+        mask=before.mask,
+    )
+    return ends.reshape(batch, width)
+
+
+def append_columns(
+    state: AssistedState,
+    tokens: Int[Array, "B T"],
+    usable: Int[Array, " B"],
+    logits: Float[Array, "B T V"],
+    scores: Float[Array, "B T V"],
+    settings: DecodeSettings,
+) -> tuple[AssistedState, Int[Array, " B"]]:
+    """Writes each row's first `usable` tokens, up to an end token, and pads over the others.
+
+    Args:
+        usable: accepted drafted tokens, and the model's own after them; 0 in finished rows.
+
+    Returns:
+        The state, and the number of tokens that each row got.
+    """
+    columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    is_usable = columns < usable[:, None]
+    buffer = state.buffer.put(tokens, is_usable)
+    finishes = is_eos(tokens, settings.eos) | stopped_columns(buffer, scores, settings)
+    finishes &= is_usable
+    row_finishes = finishes.any(axis=1)
+    new = jnp.where(row_finishes, jnp.argmax(finishes, axis=1).astype(jnp.int32) + 1, usable)
+    is_new = columns < new[:, None]
+    position = state.cur_len - state.start_len
+    first_nonfinite_step = state.first_nonfinite_step
+    if not settings.allow_nonfinite:
+        is_bad = nonfinite(logits, scores) & is_new
+        bad_step = position + jnp.argmax(is_bad, axis=1).astype(jnp.int32)
+        first_nonfinite_step = jnp.where(
+            is_bad.any(axis=1) & (first_nonfinite_step == NEVER), bad_step, first_nonfinite_step
+        )
+
+    def write(steps: Array | None, values: Array) -> Array | None:
+        if steps is None:
+            return None
+        return write_columns(steps, jnp.where(is_new[..., None], values, 0.0), position)
+
+    buffer = state.buffer.put(jnp.where(is_new, tokens, settings.pad), is_new)
+    after = state.replace(
+        sequences=buffer.sequences,
+        mask=buffer.mask,
+        cur_len=state.cur_len + new,
+        is_finished=state.is_finished | row_finishes,
+        first_nonfinite_step=first_nonfinite_step,
+        scores=write(state.scores, scores),
+        logits=write(state.logits, logits),
+    )
+    return after, new
 
 
 @jax.tree_util.register_dataclass

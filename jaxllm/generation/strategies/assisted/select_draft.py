@@ -8,15 +8,14 @@ from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.inputs.arguments import ModelInputs, refuse
 from jaxllm.generation.inputs.padded_batch import PaddedBatch, check_positions
 from jaxllm.generation.inputs.values import bucket, float_leaf, int_leaf
-from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.generation.settings.mode import draft_options
+from jaxllm.generation.settings.config import GenerationConfig, draft_options
 from jaxllm.generation.strategies.assisted.assisted import Assisted
 from jaxllm.generation.strategies.assisted.drafts import (
     AssistantModel,
     Draft,
     EarlyExit,
+    PromptLookup,
 )
-from jaxllm.generation.strategies.assisted.lookup import PromptLookup
 from jaxllm.models.decoder import GenerativeModel, checked_generative
 
 SMALLEST_DRAFT = 8

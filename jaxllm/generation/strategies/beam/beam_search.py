@@ -1,4 +1,6 @@
-"""Beam search and beam sampling, as transformers 4.50 and later define them (`_beam_search`).
+"""Base class of the beam strategies; beam search and beam sampling.
+
+These two are as transformers 4.50 and later define them (`_beam_search`).
 
 Each step takes the K best continuations of all N beams of a row. Those that end enter the pool of
 finished sequences if they are among the best N; the best N of the others are the next beams.
@@ -7,6 +9,7 @@ finished sequences if they are among the best N; the best N of the others are th
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,22 +17,219 @@ from jaxtyping import Array, Bool, Float
 
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.generation.strategies.beam.beam_state import (
+    WORST,
+    BeamCache,
     BeamState,
     Candidates,
+    Hypotheses,
+    S,
     advance,
     beam_scores,
     best_candidates,
     extended_mask,
-)
-from jaxllm.generation.strategies.beam.beam_strategy import BeamStrategy
-from jaxllm.generation.strategies.beam.hypotheses import (
-    WORST,
-    Hypotheses,
+    full_pool_is_final,
+    global_indices,
     length_normalized,
+    read_column,
+    result_length,
     take_per_row,
 )
-from jaxllm.generation.strategies.sample import record_step
-from jaxllm.generation.strategies.strategy import DecodeSettings, PrefillInputs
+from jaxllm.generation.strategies.records import initial_records
+from jaxllm.generation.strategies.sample import record_step, with_score_buffers
+from jaxllm.generation.strategies.strategy import (
+    NEVER,
+    DecodeSettings,
+    PrefillInputs,
+    Result,
+    ReturnedCache,
+    Strategy,
+)
+from jaxllm.models.decoder import Decoder
+from jaxllm.models.outputs import DecodeOutput
+from jaxllm.parallel.sharding import constrain
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BeamStrategy(Strategy[S]):
+    """Base class of the beam strategies, which define `initial_state` and `choose`. A row is
+    finished when its pool cannot change any more."""
+
+    length_penalty: Float[Array, ""] | Float[Array, " B"]
+    """Scores are divided by length ** length_penalty; one number per row in batch slots."""
+    num_beams: int = dataclasses.field(metadata={"static": True})
+    num_return_sequences: int = dataclasses.field(metadata={"static": True})
+    """Number of sequences returned per row, at most `num_beams`."""
+    early_stopping: bool | str = dataclasses.field(metadata={"static": True})
+    """Condition for a full pool to be final. True: at once; False: no beam of the present length
+    can enter it; "never": no beam of any length can."""
+
+    can_stream: ClassVar[bool] = False
+
+    def cache_slots(self, new_tokens: int) -> int:
+        return self.num_beams * new_tokens
+
+    def initial_state(self, inputs: PrefillInputs, cache: Cache, new_token_bucket: int) -> S:
+        """The state before the first choice, with a cache that holds the prompt."""
+        raise NotImplementedError
+
+    def choose(
+        self,
+        state: S,
+        logits: Float[Array, "BN V"],
+        unconditional: Float[Array, "BN V"] | None,
+        settings: DecodeSettings,
+    ) -> S:
+        """Chooses the next beams and updates the pool.
+
+        Args:
+            logits: raw logits of all beams.
+            unconditional: logits of their unconditional contexts; None without guidance.
+        """
+        raise NotImplementedError
+
+    def initial_fields(
+        self, inputs: PrefillInputs, cache: Cache, new_token_bucket: int, starts: Bool[Array, " N"]
+    ) -> dict[str, Any]:
+        """The fields of a state before the first choice.
+
+        Args:
+            cache: the cache after prefill.
+            starts: beams that the first choice is made from. All beams hold the same sequence so
+                far, and equal beams would give equal continuations.
+        """
+        batch = inputs.mask.shape[0]
+        return {
+            "running": Hypotheses.init(
+                inputs, self.num_beams, new_token_bucket, jnp.where(starts, 0.0, WORST)
+            ),
+            "finished": Hypotheses.init(
+                inputs, self.num_beams, new_token_bucket, jnp.full((self.num_beams,), WORST)
+            ),
+            "mask": jnp.asarray(inputs.mask),
+            "start_len": jnp.asarray(inputs.start_len),
+            "cur_len": jnp.asarray(inputs.start_len),
+            "step": jnp.zeros_like(inputs.start_len, jnp.int32),
+            "is_finished": jnp.zeros((batch,), bool),
+            "keys": inputs.keys,
+            "first_nonfinite_step": jnp.full((batch,), NEVER, jnp.int32),
+            "beam_cache": BeamCache.init(cache, batch, self.num_beams),
+        }
+
+    def init(
+        self,
+        model: Decoder,
+        inputs: PrefillInputs,
+        out: DecodeOutput,
+        settings: DecodeSettings,
+        new_token_bucket: int,
+    ) -> S:
+        state = self.initial_state(inputs, out.cache, new_token_bucket)
+        width = out.cache.capacity - (self.num_beams - 1) * new_token_bucket
+        records = initial_records(
+            out, self.num_beams, new_token_bucket, width=width, **settings.decode_options
+        )
+        logits, unconditional = jax.tree.map(
+            lambda x: jnp.repeat(x[:, 0], self.num_beams, axis=0), whole_rows(out)
+        )
+        state = with_score_buffers(state, logits, settings, new_token_bucket)
+        return self.choose(state.replace(records=records), logits, unconditional, settings)
+
+    def step(self, model: Decoder, state: S, settings: DecodeSettings) -> S:
+        newest = read_column(state.running.sequences, state.cur_len - 1)
+        out, beam_cache = state.beam_cache.decode(model, newest, **settings.decode_options)
+        if state.records is not None:
+            records = state.records.write_branches(out, state.step, beam_cache.columns)
+            state = state.replace(records=records)
+        logits, unconditional = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), whole_rows(out))
+        return self.choose(state.replace(beam_cache=beam_cache), logits, unconditional, settings)
+
+    def extend_pool(
+        self,
+        state: S,
+        running: Hypotheses,
+        pool: Hypotheses,
+        candidates: Candidates,
+        enters: Bool[Array, "B M"],
+        settings: DecodeSettings,
+        *,
+        offset: int = 0,
+    ) -> tuple[Hypotheses, Bool[Array, " B"]]:
+        """Adds the best M candidates that enter a pool of M sequences, as transformers'
+        `BeamSearchScorer` does (groups and constraints).
+
+        Args:
+            running: the beams that the candidates continue.
+            offset: index of the first of these beams among all beams of a row (groups).
+
+        Returns:
+            The pool, and the rows in which it is full and can take no further beam.
+        """
+        length, size = state.cur_len + 1 - state.start_len, enters.shape[1]
+        scores = length_normalized(candidates.value[:, :size], length, self.length_penalty)
+        new = running.extend(
+            candidates.beam[:, :size],
+            candidates.token[:, :size],
+            jnp.where(enters, scores, WORST),
+            state.cur_len,
+            state.step,
+            offset,
+        )
+        pool, _ = pool.join(new).best(size)
+        final = full_pool_is_final(
+            pool,
+            candidates.value[:, 0],
+            length,
+            settings.max_length - state.start_len,
+            self.length_penalty,
+            self.early_stopping,
+        )
+        return pool, final
+
+    def ranked(self, state: S) -> Hypotheses:
+        """Finished sequences, and unfinished ones that may be returned, best first."""
+        return state.finished
+
+    def best(self, state: S) -> Hypotheses:
+        """The sequences that are returned."""
+        return self.ranked(state).beams(slice(self.num_return_sequences))
+
+    def finish(self, state: S, settings: DecodeSettings) -> Result:
+        best = self.best(state)
+        return Result(
+            sequences=best.sequences.reshape(-1, best.sequences.shape[2]),
+            length=result_length(best.beam_indices, state.start_len),
+            steps=state.step,
+            first_nonfinite_step=state.first_nonfinite_step,
+            scores=state.scores,
+            logits=state.logits,
+            sequences_scores=best.scores.reshape(-1),
+            beam_indices=global_indices(best.beam_indices, self.num_beams),
+            records=state.records,
+        )
+
+    def returned_cache(self, state: S) -> ReturnedCache:
+        return _returned_cache(self, state)
+
+
+@jax.jit
+def _returned_cache(strategy: BeamStrategy[Any], state: BeamState) -> ReturnedCache:
+    best = strategy.best(state)
+    lengths = state.start_len + jnp.sum(best.beam_indices >= 0, axis=2)
+    written = jnp.arange(state.mask.shape[1]) < lengths[..., None]
+    mask = (state.mask[:, None] & written).reshape(-1, state.mask.shape[1])
+    sequences = best.sequences.reshape(mask.shape)
+    return ReturnedCache(state.beam_cache.sequence_cache(best.beam_indices), sequences, mask)
+
+
+def whole_rows(
+    out: DecodeOutput,
+) -> tuple[Float[Array, "B T V"], Float[Array, "B T V"] | None]:
+    """Logits and unconditional logits with the whole vocabulary on each device.
+
+    Candidates are chosen among the tokens of all beams of a row. Otherwise XLA would all-gather
+    several arrays of that size.
+    """
+    return constrain((out.logits, out.unconditional_logits), "rows")
 
 
 @jax.tree_util.register_dataclass

@@ -1,4 +1,11 @@
-"""State of the beam strategies, candidates for the next beams, and updates of the state."""
+"""State of the beam strategies: sequences, KV cache, candidates for the next beams, and updates.
+
+The beams of a row are decoded as columns of one row, not as rows of a batch. A beam attends to the
+prompt and to its own ancestors. Selecting beams therefore gathers one row of booleans per beam:
+keys and values are never copied, and those of the encoder are shared by all beams of a row. The
+cost is that a beam computes attention scores for the generated slots of all beams. With beams as
+batch rows as many slots would be read, and the prompt once per beam.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +16,243 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from jaxllm.cache.attention_view import Branches
 from jaxllm.cache.kv_cache import Cache
-from jaxllm.generation.strategies.beam.beam_cache import BeamCache
-from jaxllm.generation.strategies.beam.hypotheses import (
-    WORST,
-    Count,
-    Hypotheses,
-    largest,
-    take_per_row,
-)
 from jaxllm.generation.strategies.records import Records
-from jaxllm.generation.strategies.strategy import DecodeSettings, is_eos
+from jaxllm.generation.strategies.strategy import DecodeSettings, PrefillInputs, is_eos
 from jaxllm.generation.strategies.token_choice import draw_without_replacement
+from jaxllm.models.decoder import Decoder
+from jaxllm.models.outputs import DecodeOutput
 from jaxllm.parallel.field_axes import axes
+from jaxllm.parallel.sharding import context_mesh, partition_spec
+
+Count = Int[Array, ""] | Int[Array, " B"]
+"""int32. One number for all rows, or one per row."""
+WORST = -1e9
+"""Score in place of minus infinity, as in transformers: sums stay finite."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Hypotheses:
+    """N sequences per row, running or finished."""
+
+    sequences: Int[Array, "B N L"]
+    """int32. Prompt and new tokens."""
+    beam_indices: Int[Array, "B N T"]
+    """int32. The beam from which each new token was chosen; -1 after the end."""
+    scores: Float[Array, "B N"]
+    """float32. Sums of log-probabilities; in the pool with the length penalty applied."""
+
+    def take(self, index: Int[Array, "B M"]) -> Hypotheses:
+        return jax.tree.map(lambda x: take_per_row(x, index), self)
+
+    def beams(self, beams: slice) -> Hypotheses:
+        """The sequences of adjacent beams, such as those of a group."""
+        return jax.tree.map(lambda x: x[:, beams], self)
+
+    def extend(
+        self,
+        beam: Int[Array, "B M"],
+        token: Int[Array, "B M"],
+        scores: Float[Array, "B M"],
+        cur_len: Count,
+        step: Count,
+        offset: int = 0,
+    ) -> Hypotheses:
+        """M continuations, each of one beam with one token in column `cur_len`.
+
+        Args:
+            step: new tokens before this one.
+            offset: index of the first of these beams among all beams of a row (groups).
+        """
+        return Hypotheses(
+            sequences=write_column(take_per_row(self.sequences, beam), token, cur_len),
+            beam_indices=write_column(take_per_row(self.beam_indices, beam), beam + offset, step),
+            scores=scores,
+        )
+
+    def join(self, *others: Hypotheses) -> Hypotheses:
+        """The sequences of all, one after the other."""
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), self, *others)
+
+    def best(self, count: int) -> tuple[Hypotheses, Int[Array, "B count"]]:
+        """The `count` sequences of the highest scores, in order, and their indices."""
+        _, index = largest(self.scores, count)
+        return self.take(index), index
+
+    @staticmethod
+    def init(
+        inputs: PrefillInputs, beams: int, new_token_bucket: int, scores: Float[Array, " N"]
+    ) -> Hypotheses:
+        """The prompt without new tokens, repeated for `beams` beams."""
+        batch, length = inputs.sequences.shape
+        sequences = jnp.asarray(inputs.sequences)[:, None]
+        return Hypotheses(
+            sequences=jnp.broadcast_to(sequences, (batch, beams, length)),
+            beam_indices=jnp.full((batch, beams, new_token_bucket), -1, jnp.int32),
+            scores=jnp.broadcast_to(scores, (batch, beams)),
+        )
+
+
+def take_per_row(x: Array, index: Int[Array, "B M"]) -> Array:
+    """x[b, index[b]] for each row b."""
+    return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+
+def largest(
+    scores: Float[Array, "B M"], count: int
+) -> tuple[Float[Array, "B count"], Int[Array, "B count"]]:
+    """The `count` highest scores of each row, in order, and their indices.
+
+    On a mesh every device computes its own rows: by default XLA all-gathers the rows first.
+    """
+
+    def largest_of(scores: Float[Array, "b M"]):
+        value, index = jax.lax.top_k(scores, count)
+        return value, index
+
+    mesh = context_mesh()
+    if mesh is not None:
+        spec = partition_spec(scores.shape, ("rows",), mesh)
+        return jax.shard_map(largest_of, in_specs=spec, out_specs=(spec, spec))(scores)
+    # PERF(cpu): XLA sorts the whole row where it merges a later slice with the one inside top_k, a
+    # hundred times slower; the barrier keeps them apart; benchmarks/generate.py. Not on a mesh:
+    # there XLA's partitioner splits top_k in two and aborts at the barrier between them.
+    return jax.lax.optimization_barrier(largest_of(scores))
+
+
+def write_column(
+    x: Int[Array, "B M L"], value: Int[Array, "B M"], position: Count
+) -> Int[Array, "B M L"]:
+    """Writes one column of every sequence of a row."""
+    if position.ndim == 0:
+        return jax.lax.dynamic_update_slice_in_dim(x, value[..., None], position, axis=2)
+    put = jax.vmap(lambda x, new, i: jax.lax.dynamic_update_slice_in_dim(x, new, i, axis=1))
+    return put(x, value[..., None], position)
+
+
+def read_column(x: Int[Array, "B M L"], position: Count) -> Int[Array, "B M"]:
+    """Reads one column of every sequence of a row."""
+    if position.ndim == 0:
+        return jax.lax.dynamic_index_in_dim(x, position, 2, keepdims=False)
+    return jnp.take_along_axis(x, position[:, None, None], axis=2)[..., 0]
+
+
+def length_normalized(
+    scores: Float[Array, " *any"],
+    new_tokens: Int[Array, "*#any"],
+    length_penalty: Float[Array, "*#any"],
+) -> Float[Array, " *any"]:
+    """Sums of log-probabilities divided by ``new_tokens ** length_penalty``."""
+    return scores / new_tokens.astype(jnp.float32) ** length_penalty
+
+
+def full_pool_is_final(
+    pool: Hypotheses,
+    best: Float[Array, " B"],
+    length: Int[Array, ""],
+    max_new_tokens: Int[Array, ""],
+    length_penalty: Float[Array, ""],
+    early_stopping: bool | str,
+) -> Bool[Array, " B"]:
+    """True for rows whose pool is full and can take no further beam, as in transformers'
+    `BeamHypotheses.is_done`.
+
+    Args:
+        best: the sum of log-probabilities of the best candidate of this step.
+        length: number of new tokens of that candidate.
+    """
+    worst = pool.scores[:, -1]
+    full = worst > WORST
+    if early_stopping is True:
+        return full
+    if early_stopping == "never":
+        length = jnp.where(length_penalty > 0, max_new_tokens, length)
+    return full & (worst >= length_normalized(best, length, length_penalty))
+
+
+def result_length(beam_indices: Int[Array, "B N T"], start_len: Int[Array, ""]) -> Int[Array, ""]:
+    """Columns of the longest sequence."""
+    return start_len + jnp.max(jnp.sum(beam_indices >= 0, axis=-1))
+
+
+def global_indices(beam_indices: Int[Array, "B M T"], beams: int) -> Int[Array, "BM T"]:
+    """`beam_indices` counted over the beams of the whole batch, as transformers does."""
+    offset = jnp.arange(beam_indices.shape[0], dtype=jnp.int32)[:, None, None] * beams
+    return jnp.where(beam_indices >= 0, beam_indices + offset, -1).reshape(
+        -1, beam_indices.shape[2]
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BeamCache:
+    """KV cache with the prompt once and one slot per beam and step; immutable, like `Cache`."""
+
+    cache: Cache
+    seen: Bool[Array, "B N S"]
+    """True at the slots that each beam attends to: the prompt and its ancestors."""
+    prompt_slots: Int[Array, ""] | Int[Array, " B"]
+    """Number of slots of the prompt."""
+    prompt_len: Int[Array, ""] | Int[Array, " B"]
+    """Columns of the prompt: `prompt_slots`, or fewer in rows of a continued conversation."""
+
+    @staticmethod
+    def init(cache: Cache, batch: int, beams: int) -> BeamCache:
+        """Cache of beams after the prompt in `cache` (2 * batch rows with guidance)."""
+        aligned = cache.align_lengths()
+        seen = jnp.arange(cache.capacity) < aligned.length[..., None, None]
+        seen = jnp.broadcast_to(seen, (batch, beams, cache.capacity))
+        return BeamCache(aligned, seen, aligned.length, cache.length)
+
+    @property
+    def columns(self) -> Int[Array, " S"] | Int[Array, "B S"]:
+        """The column that each slot belongs to."""
+        slots, beams = jnp.arange(self.cache.capacity, dtype=jnp.int32), self.seen.shape[1]
+        prompt = self.prompt_slots[..., None]
+        step = jnp.maximum(slots - prompt, 0) // beams
+        return jnp.where(slots < prompt, slots, self.prompt_len[..., None] + step)
+
+    def decode(
+        self, model: Decoder, tokens: Int[Array, "B N"], **options: Any
+    ) -> tuple[DecodeOutput, BeamCache]:
+        """Runs the model on the newest token of every beam, each in a slot of its own."""
+        is_own_slot = jnp.arange(self.cache.capacity) == (
+            self.cache.length[..., None, None] + jnp.arange(tokens.shape[1])[:, None]
+        )
+        branches = Branches(seen=self.seen | is_own_slot, columns=self.columns)
+        out = model.decode(
+            tokens, jnp.ones(tokens.shape, bool), self.cache, branches=branches, **options
+        )
+        return out, dataclasses.replace(self, cache=out.cache, seen=branches.seen)
+
+    def select(self, parents: Int[Array, "B N"]) -> BeamCache:
+        """Selects the next beams: beam n continues parents[:, n]."""
+        return dataclasses.replace(self, seen=take_per_row(self.seen, parents))
+
+    def sequence_cache(self, beam_indices: Int[Array, "B R T"]) -> Cache:
+        """Plain cache with one row for each of a row's R sequences, without the other beams.
+
+        The beam that a token was chosen from (`Hypotheses.beam_indices`) is the beam of the token
+        before it, and so gives that token's slot. A sequence's last token is not in the cache.
+        """
+        batch, count, new_token_bucket = beam_indices.shape
+        beams, slots = self.seen.shape[1], jnp.arange(self.cache.capacity)
+        step, beam = jnp.divmod(slots - self.prompt_slots, beams)
+        after = jnp.pad(beam_indices[..., 1:], ((0, 0), (0, 0), (0, 1)), constant_values=-1)
+        is_own_slot = (
+            (after[..., jnp.clip(step, 0, new_token_bucket - 1)] == beam)
+            & (step >= 0)
+            & (step < new_token_bucket)
+        )
+        cache = self.cache.first_rows(batch)  # later rows are unconditional contexts
+        in_prompt = (cache.mask & (slots < self.prompt_slots))[:, None]
+        mask = (in_prompt | is_own_slot).reshape(batch * count, -1)
+        cache = cache.repeat(count)
+        token_counts = jnp.sum(mask, axis=1, dtype=jnp.int32)
+        width = self.cache.capacity - (beams - 1) * new_token_bucket
+        return cache.replace(mask=mask, next_position=token_counts).compact(width)
 
 
 @jax.tree_util.register_dataclass

@@ -15,14 +15,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.kv_cache import Cache
+from jaxllm.generation.strategies.beam.beam_search import BeamStrategy
 from jaxllm.generation.strategies.beam.beam_state import (
+    WORST,
     BeamState,
+    Hypotheses,
     advance,
     beam_scores,
     best_candidates,
+    length_normalized,
 )
-from jaxllm.generation.strategies.beam.beam_strategy import BeamStrategy
-from jaxllm.generation.strategies.beam.hypotheses import WORST, Hypotheses, length_normalized
 from jaxllm.generation.strategies.sample import record_step
 from jaxllm.generation.strategies.strategy import DecodeSettings, PrefillInputs
 

@@ -1,0 +1,282 @@
+"""Settings of a call: checks them, and finds its lengths and special tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxllm.common.errors import ConfigError, InputError, UnsupportedError, quoted, warn
+from jaxllm.generation.inputs.padded_batch import PaddedBatch, check_positions
+from jaxllm.generation.inputs.values import is_traced
+from jaxllm.generation.settings.config import FIELDS, GenerationConfig, is_contrastive
+from jaxllm.generation.settings.fields import Condition, checked_value
+from jaxllm.models.decoder import GenerativeModel
+
+
+class UnusedFieldWarning(UserWarning):
+    """A generation field that has no effect beside the other settings.
+
+    Attributes:
+        field: name of the field.
+        needs: the setting without which it has no effect; empty if no setting helps.
+    """
+
+    def __init__(self, message: str, field: str, needs: str = "") -> None:
+        super().__init__(message)
+        self.field, self.needs = field, needs
+
+
+def check_for_use(config: GenerationConfig) -> GenerationConfig:
+    """Checks that all values are implemented, and those that a file left unchecked.
+
+    As in transformers, values of a file have no effect if they only choose how results are
+    computed in ways that jaxllm lacks, or ask for outputs without ``return_dict_in_generate``.
+
+    Returns:
+        The settings without such values.
+
+    Raises:
+        UnsupportedError: a value is not implemented; the message names the field and the supported
+            values.
+        ConfigError: a sampling field of a file has an effect, but an invalid value.
+    """
+    ineffective: set[str] = set()
+    if not config.return_dict_in_generate:
+        ineffective = {name for name, field in FIELDS.items() if field.record} - config.explicit
+    for name, value in config.to_dict().items():
+        field = FIELDS[name]
+        in_use = config.do_sample or (name == "top_k" and is_contrastive(config))
+        if field.only_sampling and in_use:
+            checked_value(field, value, "the model's files", ConfigError)
+        if field.supported is None:
+            continue
+        if not isinstance(value, np.ndarray | jax.Array) and value in field.supported:
+            continue
+        if field.execution and name not in config.explicit:
+            ineffective.add(name)
+            continue
+        supported = " or ".join(map(repr, field.supported))
+        raise UnsupportedError(
+            f"`{name}`={quoted(value)} ({field.doc}) is not supported: it must be {supported}"
+        )
+    if "cache_implementation" in ineffective:
+        ineffective |= {"cache_config"} - config.explicit
+    return config.without(ineffective)
+
+
+def check_consistent(
+    config: GenerationConfig, assistant_model: GenerativeModel | None = None
+) -> None:
+    """Raises for settings that contradict each other, and warns of settings without effect.
+
+    As in transformers, it warns only of fields given in code: a checkpoint's file may set a
+    temperature and be used greedily.
+
+    Raises:
+        InputError: several results from greedy search, more results than beams, beam groups that do
+            not divide the beams, or a token that is both forced and suppressed.
+    """
+    results, beams = config.num_return_sequences, config.num_beams
+    if results > 1 and beams == 1 and not config.do_sample:
+        raise InputError(
+            f"`num_return_sequences`={results}: greedy search finds one result; set do_sample=True "
+            "or num_beams"
+        )
+    groups = config.num_beam_groups
+    if groups > 1 and (beams == 1 or beams % groups):
+        raise InputError(f"`num_beam_groups`: {groups} groups do not divide num_beams, {beams}")
+    if 1 < beams < results:
+        raise InputError(
+            f"`num_return_sequences`={results} must be at most `num_beams`={beams}, "
+            "since each beam gives one result"
+        )
+    suppressed = set(config.suppress_tokens or ())
+    for name in ("forced_bos_token_id", "forced_eos_token_id"):
+        forced = token_tuple(getattr(config, name))
+        if forced and suppressed.issuperset(forced):
+            raise InputError(
+                f"`{name}`={quoted(getattr(config, name))} is also in `suppress_tokens`, "
+                "which leaves no token to choose"
+            )
+
+    for name in sorted(config.explicit):
+        field, value = FIELDS[name], getattr(config, name)
+        if field.has_effect(value) and not _is_met(field.needs, config, assistant_model):
+            message = f"`{name}`={quoted(value)} has no effect without `{field.needs_text}`"
+            warn(UnusedFieldWarning(message, name, field.needs_text))
+
+
+def _is_met(
+    needs: str | Condition | None, config: GenerationConfig, assistant_model: GenerativeModel | None
+) -> bool:
+    if isinstance(needs, Condition):
+        return needs.holds(config, assistant_model)
+    return needs is None or FIELDS[needs].has_effect(getattr(config, needs))
+
+
+MAX_COLUMNS = 2**20
+DEFAULT_NEW_TOKENS = 256
+"""New tokens of a text or answer, where neither the caller nor the model's files set a length."""
+
+
+class Lengths(NamedTuple):
+    """Maximum and minimum length of a row, prompt included."""
+
+    max_length: int | Int[Array, ""]
+    min_length: int | Int[Array, ""]
+
+
+def resolve_lengths(
+    config: GenerationConfig, prompt_len: int, max_positions: int | None = None
+) -> Lengths:
+    """Total lengths for a prompt of ``prompt_len`` tokens, padding included, as in transformers.
+
+    ``max_new_tokens`` overrides ``max_length``. With neither, the maximum is 20 new tokens, but at
+    most ``max_positions`` in total; lengths that were set are not reduced. ``min_new_tokens``
+    overrides ``min_length``.
+
+    Raises:
+        InputError: the prompt alone reaches the maximum, or the minimum is above it.
+
+    >>> resolve_lengths(GenerationConfig(max_new_tokens=5, min_new_tokens=2), prompt_len=10)
+    Lengths(max_length=15, min_length=12)
+    """
+    settings = config.to_dict()
+    if config.max_new_tokens is not None:
+        if "max_length" in config.explicit:
+            warn("`max_length` has no effect beside `max_new_tokens`")
+        max_length = prompt_len + config.max_new_tokens
+    elif "max_length" in settings:
+        max_length = config.max_length
+    else:
+        max_length = prompt_len + config.max_length
+        max_length = max_length if max_positions is None else min(max_length, max_positions)
+    if config.min_new_tokens is not None:
+        if "min_length" in config.explicit:
+            warn("`min_length` has no effect beside `min_new_tokens`")
+        min_length = prompt_len + config.min_new_tokens
+    else:
+        min_length = config.min_length
+
+    if not is_traced(max_length):
+        if prompt_len >= max_length == max_positions and "max_length" not in settings:
+            raise InputError(
+                f"the prompt has {prompt_len} tokens, but the model's context has {max_positions}: "
+                "nothing can be generated; shorten it, or set `max_new_tokens`"
+            )
+        if prompt_len >= max_length:
+            raise InputError(
+                f"the prompt has {prompt_len} tokens, but `max_length` is {max_length}: "
+                "nothing can be generated; raise it, or set `max_new_tokens`"
+            )
+        name = "min_length" if config.min_new_tokens is None else "min_new_tokens"
+        # A minimum from a checkpoint's file does not forbid a call with a smaller maximum.
+        if name in config.explicit and not is_traced(min_length) and min_length > max_length:
+            raise InputError(
+                f"`{name}` asks for at least {min_length} tokens in all, but the maximum is "
+                f"{max_length}: lower it, or raise `max_new_tokens`"
+            )
+    return Lengths(max_length, min_length)
+
+
+def checked_lengths(
+    model: GenerativeModel, config: GenerationConfig, prompt: PaddedBatch
+) -> tuple[GenerationConfig, int]:
+    """Settings and `max_length`, checked, with lengths counted in columns of the result.
+
+    A prompt of embeddings is not part of the result, so it takes none of these columns.
+    """
+    lengths = resolve_lengths(config, prompt.start_len, model.config.context_length)
+    max_length = host_int("max_length", lengths.max_length)
+    if prompt.ids is None and "max_length" in config.to_dict() and config.max_new_tokens is None:
+        max_length -= prompt.length  # max_length counts the embedded prompt, which is not returned
+        if max_length < 1:
+            raise InputError("inputs_embeds: the prompt alone reaches max_length; raise it")
+    min_length = config.min_length
+    if prompt.ids is None and (is_traced(min_length) or min_length):  # counts the embeddings too
+        min_length = min_length - prompt.length
+        config = config.replace(
+            min_length=jnp.maximum(min_length, 0) if is_traced(min_length) else max(min_length, 0)
+        )
+    if max_length > MAX_COLUMNS:
+        raise InputError(
+            f"max_length: {max_length} tokens, but a KV cache has room for {MAX_COLUMNS} at most: "
+            "lower max_new_tokens or max_length"
+        )
+    check_positions(model, prompt, max_length - prompt.start_len)
+    return config, max_length
+
+
+def host_int(name: str, value: int | Int[Array, ""]) -> int:
+    """Converts a length to a Python int; raises InputError for a tracer, since it sizes buffers."""
+    if is_traced(value):
+        raise InputError(f"{name}: must be a Python int, since it sizes the result; found a tracer")
+    return int(value)
+
+
+def with_default_length(
+    fields: GenerationConfig,
+    model: GenerativeModel,
+    prompt_length: int,
+    new_tokens: int = DEFAULT_NEW_TOKENS,
+) -> GenerationConfig:
+    """Sets max_new_tokens to `new_tokens` (less if the context is shorter) unless a length is set.
+
+    The default of commands, batches and pipelines; that of ``generate`` is transformers' 20.
+    """
+    model_defaults = model.generation_config or GenerationConfig()
+    if {"max_length", "max_new_tokens"} & model_defaults.merge(fields).to_dict().keys():
+        return fields
+    limit = new_tokens
+    if not model.is_encoder_decoder and model.config.context_length is not None:
+        limit = max(1, min(limit, model.config.context_length - prompt_length))
+    return fields.replace(max_new_tokens=limit)
+
+
+def resolve_eos(config: GenerationConfig, default: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """End-of-sequence tokens: from the settings, else ``default`` (the model's).
+
+    ``eos_token_id=None`` given in code means no end-of-sequence token.
+    """
+    if "eos_token_id" in config.to_dict():
+        return token_tuple(config.eos_token_id)
+    return default
+
+
+def resolve_pad(config: GenerationConfig, eos: tuple[int, ...]) -> int | None:
+    """Padding token: from the settings, else the first end-of-sequence token, else None."""
+    if config.pad_token_id is not None:
+        return config.pad_token_id
+    return eos[0] if eos else None
+
+
+def token_tuple(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    """Converts None, one token id or several to a tuple."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def checked_pad(
+    model: GenerativeModel, config: GenerationConfig, eos: tuple[int, ...]
+) -> int | None:
+    """Padding token of a call: from `resolve_pad`, or else the model's config.
+
+    A token of a file that is not in the vocabulary counts as unset.
+
+    Raises:
+        InputError: the call sets a token that is not in the vocabulary.
+    """
+    size = model.config.vocab_size
+    if config.pad_token_id is not None and not 0 <= config.pad_token_id < size:
+        if "pad_token_id" in config.explicit:
+            raise InputError(
+                f"pad_token_id: {config.pad_token_id} is not in the vocabulary (0 to {size - 1})"
+            )
+        config = config.without(["pad_token_id"])
+    pad = resolve_pad(config, eos)
+    return model.config.pad_token_id if pad is None else pad
