@@ -13,8 +13,6 @@ PACKAGES += [
     "generation.settings",
     "generation.stopping",
     "generation.strategies",
-    "generation.strategies.assisted",
-    "generation.strategies.beam",
     "evaluate",
     "planning",
     "serve",

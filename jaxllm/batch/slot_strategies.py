@@ -20,7 +20,7 @@ from jaxllm.generation.loop import first_state
 from jaxllm.generation.processors.base import row_by_row
 from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.generation.stopping.criteria import for_rows
-from jaxllm.generation.strategies.beam.beam_search import BeamSearch, BeamSearchState
+from jaxllm.generation.strategies.beam_search import BeamSearch, BeamSearchState
 from jaxllm.generation.strategies.sample import Sample, SampleState
 from jaxllm.generation.strategies.strategy import (
     NEVER,

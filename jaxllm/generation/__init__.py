@@ -15,7 +15,7 @@ from jaxllm.generation.registration import (
 )
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.stopping import *  # noqa: F403
-from jaxllm.generation.strategies.beam.constrained_beam import (
+from jaxllm.generation.strategies.constrained_beam import (
     DisjunctiveConstraint,
     PhrasalConstraint,
 )

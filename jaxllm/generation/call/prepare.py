@@ -37,9 +37,12 @@ from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.resolve import checked_lengths, checked_pad
 from jaxllm.generation.stopping import MaxTimeCriteria
 from jaxllm.generation.stopping.criteria import build_criteria
-from jaxllm.generation.strategies.assisted.select_draft import check_assistant_inputs
 from jaxllm.generation.strategies.guidance import NegativePrompt, negative_prompt
-from jaxllm.generation.strategies.select_strategy import Call, select_strategy
+from jaxllm.generation.strategies.select_strategy import (
+    Call,
+    check_assistant_inputs,
+    select_strategy,
+)
 from jaxllm.generation.strategies.strategy import (
     AnyStrategy,
     DecodeSettings,

@@ -1,4 +1,4 @@
-"""Selects the decoding strategy of a call from its generation settings."""
+"""Selects and builds the decoding strategy of a call from its generation settings, on the host."""
 
 from __future__ import annotations
 
@@ -6,25 +6,37 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from jaxllm.common.errors import InputError, UnsupportedError, quoted
-from jaxllm.generation.inputs.arguments import CallArguments
-from jaxllm.generation.inputs.values import float_leaf, is_traced
+from jaxllm.generation.inputs.arguments import CallArguments, ModelInputs, refuse
+from jaxllm.generation.inputs.padded_batch import PaddedBatch, check_positions
+from jaxllm.generation.inputs.values import bucket, float_leaf, int_leaf, is_traced
 from jaxllm.generation.settings.config import GenerationConfig, draft_options, generation_mode
-from jaxllm.generation.strategies.assisted.select_draft import build_assisted
-from jaxllm.generation.strategies.beam.beam_search import BeamSearch
-from jaxllm.generation.strategies.beam.constrained_beam import (
+from jaxllm.generation.strategies.assisted import Assisted
+from jaxllm.generation.strategies.beam_search import BeamSearch
+from jaxllm.generation.strategies.constrained_beam import (
     ConstrainedBeamSearch,
     DisjunctiveConstraint,
     PhrasalConstraint,
     Tries,
     force_words,
 )
-from jaxllm.generation.strategies.beam.group_beam import GroupBeamSearch
 from jaxllm.generation.strategies.contrastive import Contrastive
 from jaxllm.generation.strategies.dola import DoLa, layers_to_contrast
+from jaxllm.generation.strategies.drafts import (
+    AssistantModel,
+    Draft,
+    EarlyExit,
+    PromptLookup,
+)
+from jaxllm.generation.strategies.group_beam import GroupBeamSearch
 from jaxllm.generation.strategies.sample import Sample
 from jaxllm.generation.strategies.strategy import AnyStrategy
-from jaxllm.models.decoder import GenerativeModel
+from jaxllm.models.decoder import GenerativeModel, checked_generative
+
+SMALLEST_DRAFT = 8
+DEFAULT_NGRAM_SIZE = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,16 +80,6 @@ REGISTERED_STRATEGIES: dict[str, RegisteredStrategy] = {}
 def _sample(call: Call) -> AnyStrategy:
     config = call.config
     return Sample(sampling=bool(config.do_sample), num_return_sequences=config.num_return_sequences)
-
-
-def _assisted(call: Call) -> AnyStrategy:
-    return build_assisted(
-        call.model,
-        call.config,
-        call.arguments.assistant_model,
-        max_new_tokens=call.max_new_tokens,
-        max_length=call.max_length,
-    )
 
 
 def _contrastive(call: Call) -> AnyStrategy:
@@ -180,6 +182,140 @@ def _constrained_beam_search(call: Call) -> AnyStrategy:
                 f"`force_words_ids` names token {token}, but the vocabulary has {vocabulary} tokens"
             )
     return ConstrainedBeamSearch(**_beam_fields(call), tries=Tries.of(constraints))
+
+
+def _assisted(call: Call) -> AnyStrategy:
+    config, model, assistant_model = call.config, call.model, call.arguments.assistant_model
+    options = draft_options(config, assistant_model)
+    if len(options) > 1:
+        raise InputError(f"{', '.join(options)}: give one of them; a call has one draft")
+    if config.dola_layers is not None:
+        raise UnsupportedError(
+            f"{options[0]}: DoLa (dola_layers) takes no draft; drop one of the two"
+        )
+    check_rotary(model, options[0], call.max_length)
+    weight = config.assistant_ensemble_weight
+    if options[0] == "prompt_lookup_num_tokens":
+        if weight is not None:
+            raise UnsupportedError(
+                "assistant_ensemble_weight: mixes the model with its draft's distribution, which a "
+                "prompt lookup does not have; drop one of the two"
+            )
+        assert config.prompt_lookup_num_tokens is not None
+        num_tokens, grows = config.prompt_lookup_num_tokens, False
+        size = config.max_matching_ngram_size
+        size = DEFAULT_NGRAM_SIZE if size is None else size
+        draft: Draft = PromptLookup(
+            int_leaf("generate()", "max_matching_ngram_size", size, least=1)
+        )
+    else:
+        settings = assistant_settings(config, assistant_model)
+        num_tokens = settings.num_assistant_tokens
+        grows = settings.num_assistant_tokens_schedule in ("heuristic", "heuristic_transient")
+        draft = network_draft(model, settings, assistant_model)
+    longest = bucket(2 * num_tokens if grows else num_tokens, SMALLEST_DRAFT)
+    return Assisted(
+        draft=draft,
+        num_assistant_tokens=int_leaf("generate()", "num_assistant_tokens", num_tokens),
+        grows=np.bool_(grows),  # pyright: ignore[reportArgumentType]
+        sampling=bool(config.do_sample),
+        max_draft=min(longest, bucket(call.max_new_tokens, SMALLEST_DRAFT)),
+        num_return_sequences=config.num_return_sequences,
+        ensemble_weight=None
+        if weight is None
+        else float_leaf("generate()", "assistant_ensemble_weight", weight, "(0, 1)"),
+    )
+
+
+def network_draft(
+    model: GenerativeModel, settings: GenerationConfig, assistant_model: GenerativeModel | None
+) -> Draft:
+    """The draft of an assistant model, or of the model's own first layers."""
+    threshold = float_leaf(
+        "generate()",
+        "assistant_confidence_threshold",
+        settings.assistant_confidence_threshold,
+        "[0, 1]",
+    )
+    if assistant_model is not None:
+        check_assistant(model, assistant_model)
+        return AssistantModel(assistant_model, threshold)
+    assert settings.assistant_early_exit is not None
+    model.early_exit(settings.assistant_early_exit)  # raises if there are fewer layers
+    return EarlyExit(settings.assistant_early_exit, threshold)
+
+
+def assistant_settings(
+    config: GenerationConfig, assistant_model: GenerativeModel | None
+) -> GenerationConfig:
+    """Length, schedule and threshold of drafts: the call's, or else the assistant's own.
+
+    transformers reads all three from the assistant's generation_config alone.
+    """
+    assistant_config = getattr(assistant_model, "generation_config", None)
+    names = (
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "assistant_confidence_threshold",
+    )
+    if assistant_config is None:
+        return config
+    assistants = {n: getattr(assistant_config, n) for n in names if n not in config.explicit}
+    return config.replace(**assistants)
+
+
+def check_assistant(model: GenerativeModel, assistant: GenerativeModel) -> None:
+    """Raises UnsupportedError if the assistant's vocabulary or inputs differ from the model's."""
+    assistant = checked_generative(assistant, "assistant_model")
+    if assistant.is_encoder_decoder != model.is_encoder_decoder:
+        raise UnsupportedError(
+            f"assistant_model: {type(assistant).__name__} does not read what "
+            f"{type(model).__name__} reads: one of them is an encoder-decoder"
+        )
+    sizes = assistant.config.vocab_size, model.config.vocab_size
+    if sizes[0] != sizes[1]:
+        raise UnsupportedError(
+            f"assistant_model: its vocabulary has {sizes[0]} tokens and the model's {sizes[1]}; "
+            "both need the same (assistant_tokenizer is not supported)"
+        )
+
+
+def check_assistant_inputs(
+    assistant: GenerativeModel,
+    model: GenerativeModel,
+    prompt: PaddedBatch,
+    inputs: ModelInputs,
+    new: int,
+) -> None:
+    """Raises InputError for inputs that the assistant cannot take.
+
+    Args:
+        inputs: the inputs of the call, before the checks.
+        new: limit of new tokens.
+    """
+    if type(assistant) is not type(model):
+        only_ours = {
+            "token_type_ids": inputs.token_type_ids,
+            "encoder_hidden_states": inputs.encoder_hidden_states,
+        }
+        refuse(only_ours, "cannot be combined with an assistant_model of another family")
+    check_positions(assistant, prompt, new, whose="assistant_model")
+
+
+def check_rotary(model: GenerativeModel, option: str, max_length: int) -> None:
+    """Raises UnsupportedError if the model's RoPE depends on the length so far, which would count
+    drafted tokens that are rejected later."""
+    rope = getattr(model.config, "rotary", None)
+    limits = {"dynamic": "max_positions", "longrope": "original_positions"}
+    if rope is None or rope.rope_type not in limits:
+        return
+    limit = getattr(rope, limits[rope.rope_type])
+    if max_length > limit:
+        raise UnsupportedError(
+            f"{option}: beyond {limit} positions this model's RoPE ({rope.rope_type}) depends on "
+            f"the length so far, rejected drafts included; lower max_length ({max_length}), or "
+            "drop the draft"
+        )
 
 
 BUILDERS: Mapping[str, Callable[[Call], AnyStrategy]] = {

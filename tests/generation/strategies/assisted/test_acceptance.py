@@ -19,8 +19,8 @@ from jaxllm.generation.processors import (
     TemperatureLogitsWarper,
     TopPLogitsWarper,
 )
-from jaxllm.generation.strategies.assisted.assisted import DRAFT, accept_speculative, position_keys
-from jaxllm.generation.strategies.assisted.drafts import DraftTokens
+from jaxllm.generation.strategies.assisted import DRAFT, accept_speculative, position_keys
+from jaxllm.generation.strategies.drafts import DraftTokens
 from jaxllm.generation.strategies.token_choice import choose_sample
 
 

@@ -11,7 +11,7 @@ from generation_tools import drafts, repeating_prompts
 
 import jaxllm
 from jaxllm.common.errors import NonFiniteError, UnsupportedError
-from jaxllm.generation.strategies.assisted.drafts import draft_from, earlier_match
+from jaxllm.generation.strategies.drafts import draft_from, earlier_match
 
 
 @pytest.mark.ci

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.kv_cache import Cache
-from jaxllm.generation.strategies.beam.beam_search import BeamStrategy
-from jaxllm.generation.strategies.beam.beam_state import (
+from jaxllm.generation.strategies.beam_search import BeamStrategy
+from jaxllm.generation.strategies.beam_state import (
     WORST,
     BeamState,
     Hypotheses,

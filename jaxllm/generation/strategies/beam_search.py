@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxllm.cache.kv_cache import Cache
-from jaxllm.generation.strategies.beam.beam_state import (
+from jaxllm.generation.strategies.beam_state import (
     WORST,
     BeamCache,
     BeamState,

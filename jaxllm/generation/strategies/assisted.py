@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxllm.cache.kv_cache import Cache, write_columns
-from jaxllm.generation.strategies.assisted.drafts import (
+from jaxllm.generation.strategies.drafts import (
     Draft,
     DraftInputs,
     DraftState,

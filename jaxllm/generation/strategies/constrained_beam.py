@@ -31,8 +31,8 @@ from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import InputError, quoted
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.generation.settings.field_checks import BadValueError, words
-from jaxllm.generation.strategies.beam.beam_search import BeamStrategy
-from jaxllm.generation.strategies.beam.beam_state import (
+from jaxllm.generation.strategies.beam_search import BeamStrategy
+from jaxllm.generation.strategies.beam_state import (
     WORST,
     BeamState,
     Hypotheses,
