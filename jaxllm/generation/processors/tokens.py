@@ -23,7 +23,6 @@ from jaxllm.generation.inputs.values import (
     float_leaf,
     id_table,
     int_leaf,
-    is_integer,
 )
 from jaxllm.generation.processors.base import (
     History,
@@ -36,7 +35,7 @@ from jaxllm.generation.processors.base import (
     logits_processor,
     store,
 )
-from jaxllm.generation.settings.field_checks import MAX_BIASED_TOKENS
+from jaxllm.generation.settings.field_checks import MAX_BIASED_TOKENS, biases, checked, words
 
 
 @logits_processor()
@@ -153,12 +152,10 @@ class SequenceBiasLogitsProcessor(LogitsProcessor):
 
     def __init__(self, sequence_bias: Mapping[tuple[int, ...], float] | Sequence[Any]) -> None:
         owner = type(self).__name__
-        words, biases = zip(*_pairs(owner, sequence_bias), strict=True)
-        table = word_table(owner, "sequence_bias", words)
+        pairs = checked(owner, "sequence_bias", biases, sequence_bias)
+        table = word_table([word for word, _ in pairs])
         bias = np.zeros(table.shape[0], np.float32)
-        bias[: len(biases)] = [
-            float_leaf(owner, "sequence_bias", value, "[-inf, inf]") for value in biases
-        ]
+        bias[: len(pairs)] = [value for _, value in pairs]
         store(self, words=table, bias=bias)
 
     def process(self, history: History, scores: Scores) -> Scores:
@@ -179,18 +176,11 @@ class NoBadWordsLogitsProcessor(LogitsProcessor):
         self, bad_words_ids: Sequence[Sequence[int]], eos_token_id: TokenIds | None = None
     ) -> None:
         owner = type(self).__name__
-        if isinstance(bad_words_ids, str) or not isinstance(bad_words_ids, Sequence):
-            raise InputError(
-                f"{owner}: `bad_words_ids` must be a list, but is {quoted(bad_words_ids)}"
-            )
-        if not bad_words_ids:
-            raise InputError(f"{owner}: `bad_words_ids` is empty")
+        ends = [] if eos_token_id is None else eos_token_id
         store(
             self,
-            words=word_table(owner, "bad_words_ids", bad_words_ids),
-            eos_token_id=id_table(
-                owner, "eos_token_id", [] if eos_token_id is None else eos_token_id
-            ),
+            words=word_table(checked(owner, "bad_words_ids", words, bad_words_ids)),
+            eos_token_id=id_table(owner, "eos_token_id", ends),
         )
 
     def process(self, history: History, scores: Scores) -> Scores:
@@ -216,10 +206,8 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
     def __init__(self, logit_bias: Mapping[int, float]) -> None:
         tokens = np.zeros(MAX_BIASED_TOKENS, np.int32)
         bias = np.zeros(MAX_BIASED_TOKENS, np.float32)
-        tokens[: len(logit_bias)], bias[: len(logit_bias)] = (
-            list(logit_bias.keys()),
-            list(logit_bias.values()),
-        )
+        tokens[: len(logit_bias)] = list(logit_bias.keys())
+        bias[: len(logit_bias)] = list(logit_bias.values())
         store(self, tokens=tokens, bias=bias)
 
     def is_neutral(self) -> Bool[Array, ""]:
@@ -229,42 +217,17 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
         return scores.at[:, self.tokens].add(self.bias, mode="drop")
 
 
-def word_table(owner: str, name: str, words: Sequence[Sequence[int]]) -> Int[Array, "N M"]:
+def word_table(words: Sequence[tuple[int, ...]]) -> Int[Array, "N M"]:
     """Packs sequences of ids into int32 rows, right-aligned and padded with ``NO_TOKEN``.
 
     Both dimensions are padded to powers of two, so that adding a few sequences or tokens does not
     compile again.
-
-    Raises:
-        InputError: a sequence is empty or holds something other than token ids.
     """
-    for word in words:
-        if isinstance(word, str) or not isinstance(word, Sequence) or not word:
-            raise InputError(
-                f"{owner}: `{name}` needs non-empty lists of ids, but has {quoted(word)}"
-            )
-        for item in word:
-            if not is_integer(item) or not 0 <= item <= np.iinfo(np.int32).max:
-                raise InputError(f"{owner}: `{name}` must hold token ids, but holds {quoted(item)}")
     shape = bucket(len(words), 8), bucket(max(map(len, words)), 4)
     table = np.full(shape, NO_TOKEN, np.int32)
     for row, word in zip(table, words, strict=False):
         row[-len(word) :] = word
     return table  # pyright: ignore[reportReturnType]
-
-
-def _pairs(owner: str, sequence_bias: Any) -> list[tuple[tuple[int, ...], float]]:
-    try:
-        items = sequence_bias.items() if isinstance(sequence_bias, Mapping) else sequence_bias
-        pairs = {tuple(ids): bias for ids, bias in items}
-    except (TypeError, ValueError):
-        pairs = {}
-    if not pairs:
-        raise InputError(
-            f"{owner}: `sequence_bias` must map tuples of ids to numbers, or list [ids, number] "
-            f"pairs, and not be empty, but is {quoted(sequence_bias)}"
-        )
-    return list(pairs.items())
 
 
 def _biased(

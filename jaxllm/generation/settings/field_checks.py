@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Array
 
-from jaxllm.common.errors import InputError
+from jaxllm.common.errors import InputError, JaxLLMError, quoted
 from jaxllm.generation.inputs.values import (
     Number,
     id_list,
@@ -20,12 +20,28 @@ from jaxllm.generation.inputs.values import (
     to_scalar,
 )
 
+T = TypeVar("T")
 MAX_BIASED_TOKENS = 512
 """Most tokens of one `logit_bias`."""
 
 
 class BadValueError(ValueError):
     """Error with the expected value as message; the caller adds the field's name and value."""
+
+
+def checked(
+    where: str,
+    name: str,
+    check: Callable[[Any], T],
+    value: Any,
+    error: type[JaxLLMError] = InputError,
+    hint: str = "",
+) -> T:
+    """The value as ``check`` returns it; raises ``error`` with ``where`` and the field's name."""
+    try:
+        return check(value)
+    except BadValueError as bad:
+        raise error(f"{where}: `{name}` must be {bad}, but is {quoted(value)}{hint}") from None
 
 
 def number(interval: str) -> Callable[[Number | None], float]:

@@ -23,7 +23,7 @@ from jaxllm.common.files import make_folder, write_json
 from jaxllm.common.strict_json import read_json
 from jaxllm.generation.inputs.arguments import GENERATE_ARGUMENTS
 from jaxllm.generation.inputs.values import is_number, is_traced
-from jaxllm.generation.settings.field_checks import BadValueError
+from jaxllm.generation.settings.field_checks import checked
 
 C = TypeVar("C", bound=type)
 
@@ -368,13 +368,8 @@ def checked_value(field: Field, value: object, where: str, error: type[JaxLLMErr
     """Checks a field's value; returns it as stored, or raises ``error`` with ``where``."""
     if value is None:
         return None
-    try:
-        return field.check(value)
-    except BadValueError as bad:
-        hint = "; for greedy decoding set do_sample=False" if field.name == "temperature" else ""
-        raise error(
-            f"{where}: `{field.name}` must be {bad}, but is {quoted(value)}{hint}"
-        ) from None
+    hint = "; for greedy decoding set do_sample=False" if field.name == "temperature" else ""
+    return checked(where, field.name, field.check, value, error, hint)
 
 
 def _hashable(value: object) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.generation.strategies.beam_state import (
@@ -27,11 +27,8 @@ from jaxllm.generation.strategies.beam_state import (
     beam_scores,
     best_candidates,
     extended_mask,
-    full_pool_is_final,
-    global_indices,
     length_normalized,
     read_column,
-    result_length,
     take_per_row,
 )
 from jaxllm.generation.strategies.records import initial_records
@@ -155,7 +152,7 @@ class BeamStrategy(Strategy[S]):
         offset: int = 0,
     ) -> tuple[Hypotheses, Bool[Array, " B"]]:
         """Adds the best M candidates that enter a pool of M sequences, as transformers'
-        `BeamSearchScorer` does (groups and constraints).
+        `BeamSearchScorer` and `BeamHypotheses.is_done` do (groups and constraints).
 
         Args:
             running: the beams that the candidates continue.
@@ -175,15 +172,15 @@ class BeamStrategy(Strategy[S]):
             offset,
         )
         pool, _ = pool.join(new).best(size)
-        final = full_pool_is_final(
-            pool,
-            candidates.value[:, 0],
-            length,
-            settings.max_length - state.start_len,
-            self.length_penalty,
-            self.early_stopping,
-        )
-        return pool, final
+        best, max_new_tokens = candidates.value[:, 0], settings.max_length - state.start_len
+        worst = pool.scores[:, -1]
+        is_full = worst > WORST
+        if self.early_stopping is True:
+            return pool, is_full
+        if self.early_stopping == "never":
+            length = jnp.where(self.length_penalty > 0, max_new_tokens, length)
+        best = length_normalized(best, length, self.length_penalty)
+        return pool, is_full & (worst >= best)
 
     def ranked(self, state: S) -> Hypotheses:
         """Finished sequences, and unfinished ones that may be returned, best first."""
@@ -195,15 +192,23 @@ class BeamStrategy(Strategy[S]):
 
     def finish(self, state: S, settings: DecodeSettings) -> Result:
         best = self.best(state)
+        indices = best.beam_indices
+
+        def in_batch(indices: Int[Array, "B M T"]) -> Int[Array, "BM T"]:
+            """Counts beams over the whole batch, as transformers does."""
+            first = jnp.arange(indices.shape[0], dtype=jnp.int32)[:, None, None] * self.num_beams
+            counted = jnp.where(indices >= 0, indices + first, -1)
+            return counted.reshape(-1, indices.shape[2])
+
         return Result(
             sequences=best.sequences.reshape(-1, best.sequences.shape[2]),
-            length=result_length(best.beam_indices, state.start_len),
+            length=state.start_len + jnp.max(jnp.sum(indices >= 0, axis=-1)),
             steps=state.step,
             first_nonfinite_step=state.first_nonfinite_step,
             scores=state.scores,
             logits=state.logits,
             sequences_scores=best.scores.reshape(-1),
-            beam_indices=global_indices(best.beam_indices, self.num_beams),
+            beam_indices=in_batch(indices),
             records=state.records,
         )
 

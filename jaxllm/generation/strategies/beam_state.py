@@ -148,43 +148,6 @@ def length_normalized(
     return scores / new_tokens.astype(jnp.float32) ** length_penalty
 
 
-def full_pool_is_final(
-    pool: Hypotheses,
-    best: Float[Array, " B"],
-    length: Int[Array, ""],
-    max_new_tokens: Int[Array, ""],
-    length_penalty: Float[Array, ""],
-    early_stopping: bool | str,
-) -> Bool[Array, " B"]:
-    """True for rows whose pool is full and can take no further beam, as in transformers'
-    `BeamHypotheses.is_done`.
-
-    Args:
-        best: the sum of log-probabilities of the best candidate of this step.
-        length: number of new tokens of that candidate.
-    """
-    worst = pool.scores[:, -1]
-    full = worst > WORST
-    if early_stopping is True:
-        return full
-    if early_stopping == "never":
-        length = jnp.where(length_penalty > 0, max_new_tokens, length)
-    return full & (worst >= length_normalized(best, length, length_penalty))
-
-
-def result_length(beam_indices: Int[Array, "B N T"], start_len: Int[Array, ""]) -> Int[Array, ""]:
-    """Columns of the longest sequence."""
-    return start_len + jnp.max(jnp.sum(beam_indices >= 0, axis=-1))
-
-
-def global_indices(beam_indices: Int[Array, "B M T"], beams: int) -> Int[Array, "BM T"]:
-    """`beam_indices` counted over the beams of the whole batch, as transformers does."""
-    offset = jnp.arange(beam_indices.shape[0], dtype=jnp.int32)[:, None, None] * beams
-    return jnp.where(beam_indices >= 0, beam_indices + offset, -1).reshape(
-        -1, beam_indices.shape[2]
-    )
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BeamCache:

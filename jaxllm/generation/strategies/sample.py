@@ -19,7 +19,7 @@ from jaxllm.generation.strategies.strategy import (
     S,
     Strategy,
     is_eos,
-    note_nonfinite,
+    nonfinite,
     unconditional,
 )
 from jaxllm.generation.strategies.token_choice import choose_greedy, choose_sample
@@ -235,9 +235,9 @@ def record_step(
     first_nonfinite_step = state.first_nonfinite_step
     if not settings.allow_nonfinite:
         rows = (unfinished.shape[0], -1)
-        first_nonfinite_step = note_nonfinite(
-            first_nonfinite_step, state.step, unfinished, logits.reshape(rows), scores.reshape(rows)
-        )
+        is_bad = nonfinite(logits.reshape(rows), scores.reshape(rows))
+        is_first = is_bad & unfinished & (first_nonfinite_step == NEVER)
+        first_nonfinite_step = jnp.where(is_first, state.step, first_nonfinite_step)
     return state.replace(
         scores=write_step(state.scores, scores, state.step),
         logits=write_step(state.logits, logits, state.step),

@@ -278,21 +278,6 @@ def unfinished_rows(
     return ~state.is_finished & (state.cur_len < max_length)
 
 
-def note_nonfinite(
-    first_nonfinite_step: Int[Array, " B"],
-    step: Int[Array, ""] | Int[Array, " B"],
-    unfinished: Bool[Array, " B"],
-    logits: Float[Array, "B V"],
-    scores: Float[Array, "B V"],
-) -> Int[Array, " B"]:
-    """`first_nonfinite_step` after this step."""
-    return jnp.where(
-        nonfinite(logits, scores) & unfinished & (first_nonfinite_step == NEVER),
-        step,
-        first_nonfinite_step,
-    )
-
-
 def nonfinite(logits: Float[Array, "... V"], scores: Float[Array, "... V"]) -> Bool[Array, " ..."]:
     """True where logits are NaN or infinite, or every token is forbidden.
 
