@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -123,27 +121,20 @@ DEFAULT_NEW_TOKENS = 256
 """New tokens of a text or answer, where neither the caller nor the model's files set a length."""
 
 
-class Lengths(NamedTuple):
-    """Maximum and minimum length of a row, prompt included."""
-
-    max_length: int | Int[Array, ""]
-    min_length: int | Int[Array, ""]
-
-
-def resolve_lengths(
+def resolve_max_length(
     config: GenerationConfig, prompt_len: int, max_positions: int | None = None
-) -> Lengths:
-    """Total lengths for a prompt of ``prompt_len`` tokens, padding included, as in transformers.
+) -> int | Int[Array, ""]:
+    """Maximum length of a row with a prompt of ``prompt_len`` tokens, padding included.
 
-    ``max_new_tokens`` overrides ``max_length``. With neither, the maximum is 20 new tokens, but at
-    most ``max_positions`` in total; lengths that were set are not reduced. ``min_new_tokens``
-    overrides ``min_length``.
+    As in transformers ``max_new_tokens`` overrides ``max_length``. With neither, the maximum is 20
+    new tokens, but at most ``max_positions`` in total; lengths that were set are not reduced. The
+    minimum, ``min_new_tokens`` or else ``min_length``, is only compared with the maximum.
 
     Raises:
         InputError: the prompt alone reaches the maximum, or the minimum is above it.
 
-    >>> resolve_lengths(GenerationConfig(max_new_tokens=5, min_new_tokens=2), prompt_len=10)
-    Lengths(max_length=15, min_length=12)
+    >>> resolve_max_length(GenerationConfig(max_new_tokens=5), prompt_len=10)
+    15
     """
     settings = config.to_dict()
     if config.max_new_tokens is not None:
@@ -180,7 +171,7 @@ def resolve_lengths(
                 f"`{name}` asks for at least {min_length} tokens in all, but the maximum is "
                 f"{max_length}: lower it, or raise `max_new_tokens`"
             )
-    return Lengths(max_length, min_length)
+    return max_length
 
 
 def checked_lengths(
@@ -190,8 +181,12 @@ def checked_lengths(
 
     A prompt of embeddings is not part of the result, so it takes none of these columns.
     """
-    lengths = resolve_lengths(config, prompt.start_len, model.config.context_length)
-    max_length = host_int("max_length", lengths.max_length)
+    max_length = resolve_max_length(config, prompt.start_len, model.config.context_length)
+    if is_traced(max_length):  # it sizes buffers
+        raise InputError(
+            "max_length: must be a Python int, since it sizes the result; found a tracer"
+        )
+    max_length = int(max_length)
     if prompt.ids is None and "max_length" in config.to_dict() and config.max_new_tokens is None:
         max_length -= prompt.length  # max_length counts the embedded prompt, which is not returned
         if max_length < 1:
@@ -209,13 +204,6 @@ def checked_lengths(
         )
     check_positions(model, prompt, max_length - prompt.start_len)
     return config, max_length
-
-
-def host_int(name: str, value: int | Int[Array, ""]) -> int:
-    """Converts a length to a Python int; raises InputError for a tracer, since it sizes buffers."""
-    if is_traced(value):
-        raise InputError(f"{name}: must be a Python int, since it sizes the result; found a tracer")
-    return int(value)
 
 
 def with_default_length(

@@ -22,7 +22,7 @@ from jaxllm.generation.settings.resolve import (
     check_for_use,
     checked_pad,
     resolve_eos,
-    resolve_lengths,
+    resolve_max_length,
     resolve_pad,
 )
 
@@ -143,9 +143,10 @@ def test_numbers_may_be_tracers():
         config = GenerationConfig(temperature=temperature, min_new_tokens=min_new_tokens)
         assert generation_mode(config) == "greedy_search"
         check_for_use(config)
-        return config.temperature * 2, resolve_lengths(config, 3).min_length
+        resolve_max_length(config, 3)
+        return config.temperature * 2, config.min_new_tokens
 
-    assert [float(x) for x in step(0.5, 4)] == [1.0, 7.0]
+    assert [float(x) for x in step(0.5, 4)] == [1.0, 4.0]
     with pytest.raises(InputError, match="do_sample"):
         jax.jit(lambda flag: GenerationConfig(do_sample=flag).top_k)(True)
 
@@ -433,41 +434,41 @@ def test_neutral_values_do_not_warn():
 @pytest.mark.parametrize(
     ("fields", "prompt", "positions", "expected"),
     [
-        ({}, 7, None, (27, 0)),
-        ({}, 7, 1024, (27, 0)),
-        ({}, 1010, 1024, (1024, 0)),
-        ({"max_length": 20}, 7, None, (20, 0)),
-        ({"max_length": 50}, 7, 32, (50, 0)),
-        ({"max_new_tokens": 5}, 7, 8, (12, 0)),
-        ({"max_new_tokens": 5, "min_length": 9}, 7, None, (12, 9)),
-        ({"max_new_tokens": 5, "min_new_tokens": 2}, 7, None, (12, 9)),
-        ({"max_new_tokens": 5, "min_new_tokens": 5}, 7, None, (12, 12)),
+        ({}, 7, None, 27),
+        ({}, 7, 1024, 27),
+        ({}, 1010, 1024, 1024),
+        ({"max_length": 20}, 7, None, 20),
+        ({"max_length": 50}, 7, 32, 50),
+        ({"max_new_tokens": 5}, 7, 8, 12),
+        ({"max_new_tokens": 5, "min_length": 9}, 7, None, 12),
+        ({"max_new_tokens": 5, "min_new_tokens": 2}, 7, None, 12),
+        ({"max_new_tokens": 5, "min_new_tokens": 5}, 7, None, 12),
     ],
 )
 def test_lengths(fields, prompt, positions, expected):
-    assert resolve_lengths(GenerationConfig(**fields), prompt, positions) == expected
-    assert resolve_lengths(GenerationConfig.from_dict(fields), prompt, positions) == expected
+    assert resolve_max_length(GenerationConfig(**fields), prompt, positions) == expected
+    assert resolve_max_length(GenerationConfig.from_dict(fields), prompt, positions) == expected
 
 
 def test_lengths_that_leave_no_room_raise():
     with pytest.raises(InputError, match="prompt has 20 tokens"):
-        resolve_lengths(GenerationConfig(max_length=20), 20)
+        resolve_max_length(GenerationConfig(max_length=20), 20)
     with pytest.raises(InputError, match="prompt has 32 tokens"):
-        resolve_lengths(GenerationConfig(), 32, max_positions=32)
+        resolve_max_length(GenerationConfig(), 32, max_positions=32)
     with pytest.raises(InputError, match="`min_length` asks for at least 30"):
-        resolve_lengths(GenerationConfig(max_length=20, min_length=30), 5)
+        resolve_max_length(GenerationConfig(max_length=20, min_length=30), 5)
     with pytest.raises(InputError, match="`min_new_tokens` asks for at least 15"):
-        resolve_lengths(GenerationConfig(max_new_tokens=5, min_new_tokens=10), 5)
+        resolve_max_length(GenerationConfig(max_new_tokens=5, min_new_tokens=10), 5)
 
 
 def test_both_lengths_in_code_warn():
     both = GenerationConfig(max_length=30, max_new_tokens=5)
     with pytest.warns(UserWarning, match="no effect beside"):
-        assert resolve_lengths(both, 7).max_length == 12
+        assert resolve_max_length(both, 7) == 12
     file = GenerationConfig.from_dict({"max_length": 30}).replace(max_new_tokens=5)
-    assert resolve_lengths(file, 7).max_length == 12
+    assert resolve_max_length(file, 7) == 12
 
 
 def test_a_minimum_beside_that_of_new_tokens_warns():
     with pytest.warns(UserWarning, match="`min_length` has no effect beside"):
-        resolve_lengths(GenerationConfig(min_length=9, min_new_tokens=2), prompt_len=3)
+        resolve_max_length(GenerationConfig(min_length=9, min_new_tokens=2), prompt_len=3)
