@@ -12,7 +12,6 @@ PACKAGES += [
     "generation.processors",
     "generation.settings",
     "generation.stopping",
-    "generation.strategies",
     "evaluate",
     "planning",
     "serve",
