@@ -28,6 +28,7 @@ Scores = Float[Array, "B V"]
 CurLen: TypeAlias = Int[Array, " ..."] | int | None
 """Number of columns in use: one number, or one per row ``[B]``; None: all columns."""
 C = TypeVar("C", bound=type)
+T = TypeVar("T")
 
 
 class History(NamedTuple):
@@ -324,9 +325,6 @@ def prompt_length(processor: Any, from_call: Int[Array, ""] | int | None) -> Int
             "give it to the processor when it is made"
         )
     return prompt_len
-
-
-T = TypeVar("T")
 
 
 def signature(processors: LogitsProcessorList) -> Hashable:

@@ -53,6 +53,11 @@ _FAILURES: OrderedDict[int, Exception] = OrderedDict()
 _NUMBERS = itertools.count()
 _FAILURE_NUMBER = re.compile(r"\(host failure (\d+)\)")
 _LOGGER = logging.getLogger("jax._src.callback")  # prints each failed callback's traceback
+WORD_BITS = 32
+_UNKNOWN = -1
+_RULES: dict[int, Rule] = {}
+AllowedTokens: TypeAlias = Callable[[int, np.ndarray], Iterable[int]]
+HostFunction = Callable[[np.ndarray, np.ndarray], Any]
 
 
 class HostError(Exception):
@@ -131,11 +136,6 @@ def reraise_failures() -> Generator[None]:
 
 def _is_not_ours(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], HostError))
-
-
-WORD_BITS = 32
-_UNKNOWN = -1
-_RULES: dict[int, Rule] = {}
 
 
 class HostRow(NamedTuple):
@@ -241,9 +241,6 @@ def unpack_bits(words: UInt32[Array, "B W"], vocab_size: int) -> Bool[Array, "B 
     """The booleans that `pack_bits` packed."""
     bits = words[:, :, None] >> jnp.arange(WORD_BITS, dtype=jnp.uint32)
     return (bits & 1).astype(bool).reshape(words.shape[0], -1)[:, :vocab_size]
-
-
-AllowedTokens: TypeAlias = Callable[[int, np.ndarray], Iterable[int]]
 
 
 @logits_processor(static=("num_beams",))
@@ -355,9 +352,6 @@ def _allowed_rows(
             )
         allowed[number, tokens] = True
     return pack_bits(allowed)
-
-
-HostFunction = Callable[[np.ndarray, np.ndarray], Any]
 
 
 @logits_processor(static=("fn",))

@@ -37,6 +37,8 @@ from jaxllm.generation.processors.base import (
 )
 from jaxllm.generation.settings.field_checks import MAX_BIASED_TOKENS, biases, checked, words
 
+_HUGE = 1e30
+
 
 @logits_processor()
 class ForcedBOSTokenLogitsProcessor(LogitsProcessor):
@@ -241,9 +243,6 @@ def _biased(
     last = jnp.where(last == NO_TOKEN, vocab_size, last)
     added = jnp.zeros_like(scores).at[:, last].add(jnp.where(completes, bias, 0.0), mode="drop")
     return scores + added
-
-
-_HUGE = 1e30
 
 
 @logits_processor()

@@ -40,6 +40,8 @@ from jaxllm.generation.processors.top_k_top_p import (
     unnormalised,
 )
 
+NEG_INF = -float("inf")
+
 
 @logits_processor()
 class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
@@ -95,9 +97,6 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
         guided = jnp.where(jnp.isneginf(c), -jnp.inf, self.guidance_scale * (c - u) + u)
         # A scale of 1 returns raw logits, not log-probabilities, as in transformers.
         return jnp.where(self.guidance_scale == 1, scores, guided)
-
-
-NEG_INF = -float("inf")
 
 
 @logits_processor()

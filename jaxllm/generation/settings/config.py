@@ -43,6 +43,8 @@ SLOT_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 """Modes that the slots of the batch engine have; rows of other modes run in static batches."""
 INDEPENDENT_MODES = ("beam_search", "beam_sample", "group_beam_search")
 """Modes whose rows do not depend on the other rows of a static batch."""
+_WATERMARK = "jaxllm.contrib.watermark"
+_OTHER_VOCABULARY = "for assistants of another vocabulary, which are not supported"
 
 
 def generation_mode(
@@ -111,10 +113,6 @@ ASSISTANT = Condition(
 )
 DRAFT = Condition("a draft", lambda config, assistant: bool(draft_options(config, assistant)))
 OTHER_VOCABULARY = Condition("assistant_tokenizer", lambda config, assistant: False)
-
-
-_WATERMARK = "jaxllm.contrib.watermark"
-_OTHER_VOCABULARY = "for assistants of another vocabulary, which are not supported"
 
 
 @with_fields

@@ -14,6 +14,10 @@ from jaxllm.generation.settings.config import FIELDS, GenerationConfig, is_contr
 from jaxllm.generation.settings.fields import Condition, checked_value
 from jaxllm.models.decoder import GenerativeModel
 
+MAX_COLUMNS = 2**20
+DEFAULT_NEW_TOKENS = 256
+"""New tokens of a text or answer, where neither the caller nor the model's files set a length."""
+
 
 class UnusedFieldWarning(UserWarning):
     """A generation field that has no effect beside the other settings.
@@ -114,11 +118,6 @@ def _is_met(
     if isinstance(needs, Condition):
         return needs.holds(config, assistant_model)
     return needs is None or FIELDS[needs].has_effect(getattr(config, needs))
-
-
-MAX_COLUMNS = 2**20
-DEFAULT_NEW_TOKENS = 256
-"""New tokens of a text or answer, where neither the caller nor the model's files set a length."""
 
 
 def resolve_max_length(

@@ -50,6 +50,10 @@ SMALLEST_TABLE = 8
 """Smallest bucket of edges and of constraints."""
 NO_NODE = -1
 """Value of `ConstraintProgress.node` while no constraint is in progress."""
+FORBIDDEN = float(np.finfo(np.float32).min)
+"""Score in place of minus infinity of a continuation, as `remove_invalid_values` has it."""
+BANK_WEIGHT = 100.0
+"""Weight of a bank against a log-probability when candidates are sorted."""
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -270,12 +274,6 @@ class ConstraintProgress:
 
 def _where(condition: Array, a: Array, b: Array) -> Array:
     return jnp.where(condition.reshape(*condition.shape, *(1,) * (a.ndim - condition.ndim)), a, b)
-
-
-FORBIDDEN = float(np.finfo(np.float32).min)
-"""Score in place of minus infinity of a continuation, as `remove_invalid_values` has it."""
-BANK_WEIGHT = 100.0
-"""Weight of a bank against a log-probability when candidates are sorted."""
 
 
 @jax.tree_util.register_dataclass

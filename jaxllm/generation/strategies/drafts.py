@@ -40,6 +40,8 @@ DraftState: TypeAlias = Any
 """State that a draft keeps between rounds, a pytree: the cache of an assistant, or None."""
 Choose = Callable[[Float[Array, "B V"], Int[Array, " B"]], Int[Array, " B"]]
 """`(processed scores, columns) -> tokens`: each row's token for its column."""
+SCORE_DEPENDENT = (Filter, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+"""Processors that depend on the scores, which a lookup does not have."""
 
 
 @jax.tree_util.register_dataclass
@@ -326,10 +328,6 @@ def repeat_for_samples(
     """Repeats column counts, one for all rows or one per row, for each sample of each row."""
     columns = jnp.asarray(columns, jnp.int32).reshape(-1)
     return jnp.repeat(columns, rows // columns.shape[0])
-
-
-SCORE_DEPENDENT = (Filter, UnbatchedClassifierFreeGuidanceLogitsProcessor)
-"""Processors that depend on the scores, which a lookup does not have."""
 
 
 @jax.tree_util.register_dataclass
