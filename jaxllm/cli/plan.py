@@ -125,11 +125,11 @@ def _run(arguments: argparse.Namespace) -> int:
         "quantize": arguments.quantize,
         "lora_rank": arguments.lora_rank,
     }
-    compiles = not arguments.bounds
+    compiles, mesh = not arguments.bounds, arguments.mesh
     if arguments.bounds and arguments.mesh != "auto":
         raise InputError("--bounds compares all meshes; leave out --mesh")
     if arguments.bounds or (arguments.mesh == "auto" and chip.memory_bytes is not None):
-        decision = decide(arguments.model, arguments.topology, **common)
+        mesh = decision = decide(arguments.model, arguments.topology, **common)
         found["decision"] = decision.to_dict()
         if not arguments.json:
             for line in decision_lines(decision):
@@ -145,7 +145,7 @@ def _run(arguments: argparse.Namespace) -> int:
         result = plan(
             arguments.model,
             arguments.topology,
-            mesh=arguments.mesh,
+            mesh=mesh,
             slots=arguments.slots,
             program=arguments.program,
             attn_implementation=arguments.attn_implementation,
