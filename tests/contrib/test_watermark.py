@@ -14,13 +14,13 @@ from paths import DATA
 
 import jaxllm
 from jaxllm.common.errors import InputError
-from jaxllm.contrib.watermark.config import (
+from jaxllm.contrib.watermark import (
     SynthIDTextWatermarkingConfig,
+    WatermarkDetector,
     WatermarkingConfig,
+    WatermarkLogitsProcessor,
     watermarking_config,
 )
-from jaxllm.contrib.watermark.detector import WatermarkDetector
-from jaxllm.contrib.watermark.green_list import WatermarkLogitsProcessor
 from jaxllm.contrib.watermark.synthid import (
     SynthIDTextWatermarkLogitsProcessor,
     mean_score,
