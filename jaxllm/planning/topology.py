@@ -29,8 +29,14 @@ from jaxllm.models.expert_use import used_shares
 from jaxllm.models.model import Model
 from jaxllm.parallel.placement import mesh_of, put_everywhere
 from jaxllm.parallel.sharding import DATA, use_mesh
-from jaxllm.planning.abstract import device_bytes, on_device, shapes_of
-from jaxllm.planning.weight_reads import is_used, read_shares, with_experts
+from jaxllm.planning.abstract import (
+    device_bytes,
+    is_used,
+    on_device,
+    read_shares,
+    shapes_of,
+    with_experts,
+)
 
 GIB = 2**30
 KNOWN = (
