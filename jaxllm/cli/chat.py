@@ -19,17 +19,15 @@ from jaxtyping import Array, Int
 
 from jaxllm import GenerationConfig, generate
 from jaxllm.cli.options import (
-    add_compile_cache_flags,
     add_field_flags,
     add_model,
     add_model_flags,
     check_seed,
     generation_fields,
-    keep_programs,
     load_named,
     parse_value,
 )
-from jaxllm.cli.process import Parser, one_line, run_parsed, signals
+from jaxllm.cli.process import Parser, command, one_line, signals
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.common.progress import Reporter, set_progress
@@ -55,11 +53,6 @@ Ctrl-C stops an answer, or clears the line."""
 Message = dict[str, str]
 
 
-def main(argv: Sequence[str] | None = None, program: str = "jaxllm chat") -> int:
-    """Entry point; returns the exit code."""
-    return run_parsed(_parser(program), _run, argv)
-
-
 def _parser(program: str) -> Parser:
     parser = Parser(
         program,
@@ -74,7 +67,6 @@ def _parser(program: str) -> Parser:
         "--quiet", action="store_true", help="print only answers, and errors to stderr"
     )
     add_model_flags(parser)
-    add_compile_cache_flags(parser)
     add_field_flags(parser)
     return parser
 
@@ -84,7 +76,6 @@ def _run(arguments: argparse.Namespace) -> int:
     fields = GenerationConfig(**generation_fields(arguments))
     check_for_use(fields)  # before loading, which takes minutes
     reporter = Reporter(quiet=arguments.quiet)
-    keep_programs(arguments, reporter)
     path = arguments.model
     model, tokenizer = load_named(arguments, None, reporter)
     model = checked_generative(model, path)
@@ -395,3 +386,6 @@ def begins_with(ids: list[int], past: PastKeyValues) -> bool:
 def answer_fields(name: str, value: Any, fields: GenerationConfig) -> GenerationConfig:
     """The fields with one more; raises InputError or UnsupportedError for a bad one."""
     return fields.merge(GenerationConfig(**{name: value}))
+
+
+main = command(_parser, _run, "jaxllm chat")

@@ -32,9 +32,8 @@ DEFAULT_RESOURCES: Mapping[str, float] = {"CPU": 1}
 """What a worker or actor takes of a cluster by default."""
 
 
-def add_device_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--mesh`` and the options of `add_process_flags`."""
-    add_process_flags(parser)
+def add_mesh_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--mesh``."""
     group = parser.add_argument_group("devices")
     group.add_argument(
         "--mesh",
@@ -222,17 +221,15 @@ def mesh_from_arguments(arguments: argparse.Namespace) -> Mesh | None:
 
     Unnamed axes have size 1, except that ``data`` takes the remaining devices.
     """
-    if arguments.mesh is None:
-        return make_mesh() if jax.process_count() > 1 else None
-    return make_mesh(**arguments.mesh)
+    sizes = {} if jax.process_count() > 1 and arguments.mesh is None else arguments.mesh
+    return None if sizes is None else make_mesh(**sizes)
 
 
 def local_mesh(arguments: argparse.Namespace) -> Mesh | None:
     """Mesh of ``--mesh`` for a command of one process; by default all devices on ``data`` if there
     are several, else None."""
-    if arguments.mesh is None:
-        return make_mesh() if jax.local_device_count() > 1 else None
-    return make_mesh(**arguments.mesh)
+    sizes = {} if jax.local_device_count() > 1 and arguments.mesh is None else arguments.mesh
+    return None if sizes is None else make_mesh(**sizes)
 
 
 def is_main_process() -> bool:

@@ -8,19 +8,16 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-from jaxllm.cli.devices import local_mesh, mesh_sizes
+from jaxllm.cli.devices import add_mesh_flag, local_mesh
 from jaxllm.cli.options import (
-    add_compile_cache_flags,
     add_model,
     add_model_flags,
-    keep_programs,
     load_named,
 )
-from jaxllm.cli.process import Parser, run_parsed
-from jaxllm.common.errors import InputError, RunError, UnsupportedError, naming_file
+from jaxllm.cli.process import Parser, command
+from jaxllm.common.errors import InputError, RunError, naming_file
 from jaxllm.common.files import expanded, read_text, write_whole
 from jaxllm.common.progress import Reporter
 from jaxllm.evaluate import perplexity
@@ -42,11 +39,6 @@ _TASK_OPTIONS = (
     "output",
     "seed",
 )
-
-
-def main(argv: Sequence[str] | None = None, program: str = "jaxllm eval") -> int:
-    """Entry point; returns the exit code."""
-    return run_parsed(_parser(program), _run, argv)
 
 
 def _parser(program: str) -> Parser:
@@ -114,14 +106,8 @@ def _parser(program: str) -> Parser:
     )
     tasks.add_argument("--seed", type=int, metavar="N", help="the seed of sampling (0)")
     add_model_flags(parser)
-    parser.add_argument(
-        "--mesh",
-        type=mesh_sizes,
-        metavar="SIZES",
-        help="shard the model over the devices, such as data=2,tensor=4",
-    )
+    add_mesh_flag(parser)
     parser.add_argument("--quiet", action="store_true", help="print only errors to stderr")
-    add_compile_cache_flags(parser)
     return parser
 
 
@@ -223,8 +209,9 @@ def _check_output(path: Path) -> None:
 
 
 def _load(arguments: argparse.Namespace, reporter: Reporter) -> tuple[GenerativeModel, Tokenizer]:
-    keep_programs(arguments, reporter)
-    model, tokenizer = load_named(arguments, local_mesh(arguments), reporter)
-    if tokenizer is None:
-        raise UnsupportedError(f"{arguments.model}: has no tokenizer files, which a text needs")
+    mesh = local_mesh(arguments)
+    model, tokenizer = load_named(arguments, mesh, reporter, needs_tokenizer="a text")
     return checked_generative(model, arguments.model), tokenizer
+
+
+main = command(_parser, _run, "jaxllm eval")

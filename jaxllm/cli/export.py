@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
-from jaxllm.cli.process import Parser, run_parsed
+from jaxllm.cli.process import Parser, command
 from jaxllm.common.errors import InputError, quoted
 from jaxllm.common.files import expanded
 
 WHICH = ("best", "last")
 MAX_DIGITS = 18
 """Of a step's number."""
-
-
-def main(argv: Sequence[str] | None = None, program: str = "jaxllm export") -> int:
-    """Entry point; returns the exit code."""
-    return run_parsed(_parser(program), _run, argv)
 
 
 def _parser(program: str) -> Parser:
@@ -62,3 +56,6 @@ def _run(options: argparse.Namespace) -> int:
     what = "adapter" if options.adapter else "model"
     print(f"{options.out}: the {what} of step {found.step}")
     return 0
+
+
+main = command(_parser, _run, "jaxllm export")

@@ -14,7 +14,7 @@ import secrets
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from jax.sharding import Mesh
 from jaxllm import generate, load, stream
 from jaxllm.cli.devices import (
     PROCESS_OPTIONS,
-    add_device_flags,
+    add_mesh_flag,
+    add_process_flags,
     add_ray_flags,
     check_ray_flags,
     is_main_process,
@@ -34,17 +35,15 @@ from jaxllm.cli.devices import (
 )
 from jaxllm.cli.options import (
     STREAM,
-    add_compile_cache_flags,
     add_field_flags,
     add_model,
     add_model_flags,
     check_seed,
     generation_fields,
     int_list,
-    keep_programs,
     load_named,
 )
-from jaxllm.cli.process import Parser, reject, run_parsed
+from jaxllm.cli.process import Parser, command, reject
 from jaxllm.common.arguments import names_in
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import InputError
@@ -79,11 +78,6 @@ _BATCH = (
     *("score", "embed", "schema", "regex", "grammar"),
     *("engine", "address", "actors", "actor_resources"),
 )
-
-
-def main(argv: Sequence[str] | None = None, program: str = "jaxllm generate") -> int:
-    """Entry point; returns the exit code."""
-    return run_parsed(_parser(program), _run, argv)
 
 
 def _parser(program: str) -> Parser:
@@ -131,10 +125,10 @@ def _parser(program: str) -> Parser:
         "--show-special-tokens", action="store_true", help="print special tokens too"
     )
     parser.add_argument("--quiet", action="store_true", help="print only errors to stderr")
-    add_compile_cache_flags(parser)
     add_batch_flags(parser)
     add_ray_flags(parser, "actor")
-    add_device_flags(parser)
+    add_process_flags(parser)
+    add_mesh_flag(parser)
     add_field_flags(parser)
     return parser
 
@@ -273,7 +267,6 @@ def _run(arguments: argparse.Namespace) -> int:
     check_for_use(fields)  # before loading, which takes minutes
     if arguments.input is not None:
         reporter = Reporter(quiet=arguments.quiet)
-        keep_programs(arguments, reporter)
         from jaxllm.cli.batch import run_batch  # with pydantic, the job and the batch engine
 
         return run_batch(arguments, reporter)
@@ -282,7 +275,6 @@ def _run(arguments: argparse.Namespace) -> int:
     if prompt == "":
         raise InputError(f"the prompt is empty: {_GIVE_ONE}")
     reporter = Reporter(quiet=arguments.quiet or not is_main_process())
-    keep_programs(arguments, reporter)
     _generate(arguments, fields, prompt, reporter)
     return 0
 
@@ -533,3 +525,6 @@ def _write(text: str) -> None:
     if is_main_process():
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+main = command(_parser, _run, "jaxllm generate")

@@ -13,7 +13,7 @@ from jaxllm import load
 from jaxllm.checkpoint.hub import BUNDLED, resolve
 from jaxllm.checkpoint.load import compute_dtype_of
 from jaxllm.common.compiling import enable_compile_cache
-from jaxllm.common.errors import InputError, RunError, quoted
+from jaxllm.common.errors import InputError, RunError, UnsupportedError, quoted
 from jaxllm.common.files import expanded
 from jaxllm.common.hardware import device_report
 from jaxllm.common.precision import PRECISIONS
@@ -22,7 +22,6 @@ from jaxllm.generation.settings.config import FIELDS
 from jaxllm.generation.settings.field_checks import boolean
 from jaxllm.generation.settings.fields import Field
 from jaxllm.models.quantize import FORMATS, KEEP
-from jaxllm.tokenizers.tokenizer import Tokenizer
 
 STREAM = "-"
 """Name of stdin and of stdout."""
@@ -122,7 +121,7 @@ def add_adapter_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that say how a model is read, for `load_named`."""
+    """Adds the options that say how a model is read and where its programs are kept."""
     add_adapter_flag(parser)
     parser.add_argument(
         "--dtype",
@@ -166,6 +165,19 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="a value for a field of config.json; null removes the field. May be repeated",
     )
+    cache = parser.add_mutually_exclusive_group()
+    cache.add_argument(
+        "--compile-cache",
+        type=expanded,
+        metavar="FOLDER",
+        help="the folder that keeps compiled programs for the next start",
+    )
+    cache.add_argument(
+        "--no-compile-cache",
+        dest="keep_compiled",
+        action="store_false",
+        help="do not keep compiled programs",
+    )
 
 
 def check_seed(seed: int | None) -> None:
@@ -198,17 +210,31 @@ def model_options(arguments: argparse.Namespace, platform: str) -> dict[str, Any
 
 
 def load_named(
-    arguments: argparse.Namespace, mesh: Mesh | None, reporter: Reporter
-) -> tuple[Any, Tokenizer | None]:
-    """Loads the model of `add_model` as the options of `add_model_flags` say.
+    arguments: argparse.Namespace,
+    mesh: Mesh | None,
+    reporter: Reporter,
+    *,
+    needs_tokenizer: str | None = None,
+) -> tuple[Any, Any]:
+    """Loads the model of `add_model` and its tokenizer as the options of `add_model_flags` say.
+
+    Compiled programs are kept, unless the options say otherwise or the folder is not writable.
+
+    Args:
+        needs_tokenizer: what needs the tokenizer, such as "a server". None: there may be none.
 
     Raises:
         JaxLLMError: as `jaxllm.load`.
     """
+    if arguments.keep_compiled:
+        try:
+            enable_compile_cache(arguments.compile_cache)
+        except RunError as problem:
+            reporter.say(str(problem))
     if not arguments.quantize_embeddings and arguments.quantize is None:
         raise InputError("--float-embeddings has no effect without --quantize")
     with reporter.phase(f"loading {Path(arguments.model).absolute().name}") as update:
-        loaded = load(
+        model, tokenizer = load(
             arguments.model,
             adapter=arguments.adapter,
             dtype=arguments.dtype,
@@ -223,7 +249,11 @@ def load_named(
         )
     for line in device_report():
         reporter.say(line)
-    return loaded
+    if needs_tokenizer is not None and tokenizer is None:
+        raise UnsupportedError(
+            f"{arguments.model}: has no tokenizer files, which {needs_tokenizer} needs"
+        )
+    return model, tokenizer
 
 
 def config_field(text: str) -> tuple[str, Any]:
@@ -235,29 +265,3 @@ def config_field(text: str) -> tuple[str, Any]:
         return key, json.loads(value)
     except ValueError:
         return key, value
-
-
-def add_compile_cache_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `keep_programs`."""
-    cache = parser.add_mutually_exclusive_group()
-    cache.add_argument(
-        "--compile-cache",
-        type=expanded,
-        metavar="FOLDER",
-        help="the folder that keeps compiled programs for the next start",
-    )
-    cache.add_argument(
-        "--no-compile-cache",
-        dest="keep_compiled",
-        action="store_false",
-        help="do not keep compiled programs",
-    )
-
-
-def keep_programs(arguments: argparse.Namespace, reporter: Reporter) -> None:
-    """Keeps compiled programs, unless the options say otherwise or the folder is not writable."""
-    if arguments.keep_compiled:
-        try:
-            enable_compile_cache(arguments.compile_cache)
-        except RunError as problem:
-            reporter.say(str(problem))

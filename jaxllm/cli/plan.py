@@ -16,7 +16,7 @@ from rich.table import Column, Table
 
 from jaxllm.cli.devices import mesh_sizes
 from jaxllm.cli.options import DTYPE_NAMES, add_model
-from jaxllm.cli.process import Parser, run_parsed
+from jaxllm.cli.process import Parser, command
 from jaxllm.common.errors import InputError
 from jaxllm.common.progress import Reporter
 from jaxllm.models.quantize import FORMATS
@@ -31,11 +31,6 @@ examples:
   jaxllm plan ~/models/llama --topology v5e:2x4 --mesh tensor=8 --program decode
   jaxllm plan ~/models/gpt2 --topology h100 --batch 8 --prompt 1024 --program train --json
 """
-
-
-def main(argv: Sequence[str] | None = None, program: str = "jaxllm plan") -> int:
-    """Entry point; returns the exit code."""
-    return run_parsed(_parser(program), _run, argv)
 
 
 def _parser(program: str) -> Parser:
@@ -314,3 +309,6 @@ _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("compile_seconds", "compiled in, s", lambda seconds: f"{seconds:.1f}"),
 )
 """Fields of `ProgramPlan`, and how the table shows them. Bytes are those of one device."""
+
+
+main = command(_parser, _run, "jaxllm plan")

@@ -8,23 +8,20 @@ import contextlib
 import math
 import re
 import socket
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from jaxllm.cli.devices import local_mesh, mesh_sizes
+from jaxllm.cli.devices import add_mesh_flag, local_mesh
 from jaxllm.cli.options import (
-    add_compile_cache_flags,
     add_field_flags,
     add_model,
     add_model_flags,
     generation_fields,
-    keep_programs,
     load_named,
 )
-from jaxllm.cli.process import Parser, run_parsed, signals
+from jaxllm.cli.process import Parser, command, signals
 from jaxllm.common.compiling import CompileClock
-from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError, quoted
+from jaxllm.common.errors import InputError, MissingFileError, quoted
 from jaxllm.common.files import expanded, read_text
 from jaxllm.common.optional_packages import require
 from jaxllm.common.progress import PLAIN_SECONDS, Reporter
@@ -44,11 +41,6 @@ examples:
 """
 
 
-def main(argv: Sequence[str] | None = None, program: str = "jaxllm serve") -> int:
-    """Entry point; returns the exit code."""
-    return run_parsed(_parser(program), _run, argv)
-
-
 def _parser(program: str) -> Parser:
     parser = Parser(
         program,
@@ -61,12 +53,7 @@ def _parser(program: str) -> Parser:
         "--served-model-name", metavar="NAME", help="the name of the model in requests"
     )
     add_model_flags(parser)
-    parser.add_argument(
-        "--mesh",
-        type=mesh_sizes,
-        metavar="SIZES",
-        help="shard the model over the devices, such as data=2,tensor=4",
-    )
+    add_mesh_flag(parser)
     engine = parser.add_argument_group("engine")
     engine.add_argument(
         "--slots",
@@ -109,7 +96,6 @@ def _parser(program: str) -> Parser:
     )
     _add_http_flags(parser)
     add_field_flags(parser, in_server=True)
-    add_compile_cache_flags(parser)
     return parser
 
 
@@ -274,8 +260,8 @@ def _state(arguments: argparse.Namespace, keys: tuple[bytes, ...] | None) -> Ser
     from jaxllm.serve.text_worker import TextWorker
 
     reporter = Reporter()
-    keep_programs(arguments, reporter)
-    model, tokenizer = _load(arguments, reporter)
+    mesh = local_mesh(arguments)
+    model, tokenizer = load_named(arguments, mesh, reporter, needs_tokenizer="a server")
     engine = AsyncEngine(
         model,
         tokenizer,
@@ -307,8 +293,4 @@ def _state(arguments: argparse.Namespace, keys: tuple[bytes, ...] | None) -> Ser
     )
 
 
-def _load(arguments: argparse.Namespace, reporter: Reporter) -> tuple[Any, Any]:
-    model, tokenizer = load_named(arguments, local_mesh(arguments), reporter)
-    if tokenizer is None:
-        raise UnsupportedError(f"{arguments.model}: has no tokenizer files, which a server needs")
-    return model, tokenizer
+main = command(_parser, _run, "jaxllm serve")
