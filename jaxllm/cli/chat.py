@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
 from importlib import import_module
-from typing import Any
 
 import jax
 import numpy as np
@@ -178,8 +177,8 @@ class Session:
                 if not value:
                     raise InputError(f"/set {field}: give a value, such as: /set temperature 0.7")
                 field = field.lstrip("-").replace("-", "_")  # as an option of the command line
-                fields = answer_fields(field, parse_value(value[0]), chat.fields)
-                chat.fields = check_for_use(fields)
+                changed = GenerationConfig(**{field: parse_value(value[0])})
+                chat.fields = check_for_use(chat.fields.merge(changed))
             case "/unset":
                 if argument not in chat.fields.to_dict():
                     raise InputError(f"/unset: {argument or 'no field'} is not set")
@@ -283,7 +282,11 @@ class Conversation:
             )
         config = with_default_length(self.fields, self._model, len(prompt))
         streamer = _Streamer(self._tokenizer, show, stopped)
-        past = self.past if self.past is not None and begins_with(prompt, self.past) else None
+        past = self.past
+        if past is not None:
+            [cached] = past.tokens()
+            is_prefix = len(cached) < len(prompt) and prompt[: len(cached)] == cached.tolist()
+            past = past if is_prefix else None
         try:
             output: GenerateOutput = generate(
                 self._model,
@@ -375,17 +378,6 @@ def continued_ids(
     if ids[-1] in ends:  # the model closed its answer itself
         closing = closing[1:]
     return [*ids, *closing, *whole[len(earlier) :]]
-
-
-def begins_with(ids: list[int], past: PastKeyValues) -> bool:
-    """True if the tokens in the cache are the first of `ids`, and not all of them."""
-    [cached] = past.tokens()
-    return len(cached) < len(ids) and ids[: len(cached)] == cached.tolist()
-
-
-def answer_fields(name: str, value: Any, fields: GenerationConfig) -> GenerationConfig:
-    """The fields with one more; raises InputError or UnsupportedError for a bad one."""
-    return fields.merge(GenerationConfig(**{name: value}))
 
 
 main = command(_parser, _run, "jaxllm chat")

@@ -21,7 +21,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxllm.common.errors import InputError, JaxLLMError
@@ -37,6 +37,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a write to a full disk, or beyond a quota or limit."""
 _NAMED = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS)
 """Errors of a file name that is too long, or of missing permissions."""
+Flags = Mapping[str, str | Mapping[str, Any]]
+TYPES = {"N": int, "TOKENS": int, "BYTES": int, "S": float, "PRICE": float}
+"""Types of options by the name of their value; others are texts."""
 _SHOW_CURSOR = "\r\x1b[2K\x1b[?25h"
 """Clears the line of a progress bar, which hides the cursor of a terminal."""
 
@@ -78,6 +81,36 @@ class Parser(argparse.ArgumentParser):
         message = str(JaxLLMError(one_line(message)))  # of at most 500 characters
         print(f"{self.prog}: error: {message} (see --help)", file=sys.stderr)
         sys.exit(USAGE_ERROR)
+
+
+def add_flags(
+    parser: argparse._ActionsContainer,  # pyright: ignore[reportPrivateUsage]
+    flags: Flags,
+) -> None:
+    """Adds options to a parser, or to a group of one.
+
+    Args:
+        flags: options as the help shows them, such as ``--split NAME``, with their help, or with
+            arguments of `add_argument`. An option without a value is a switch. Those with N,
+            TOKENS or BYTES take an integer, those with S or PRICE a number, others a text.
+    """
+    for flag, given in flags.items():
+        name, _, metavar = flag.partition(" ")
+        options: dict[str, Any] = {"help": given} if isinstance(given, str) else dict(given)
+        if metavar:
+            options = {"metavar": metavar, "type": TYPES.get(metavar, str), **options}
+        elif options.keys() == {"help"}:
+            options["action"] = "store_true"
+        parser.add_argument(name, **options)
+
+
+def dests(flags: Iterable[str]) -> list[str]:
+    """Names of the parsed values of `add_flags`.
+
+    >>> dests(["--dry-run", "--split NAME"])
+    ['dry_run', 'split']
+    """
+    return [flag.split()[0].removeprefix("--").replace("-", "_") for flag in flags]
 
 
 def reject(arguments: argparse.Namespace, names: Sequence[str], reason: str) -> None:

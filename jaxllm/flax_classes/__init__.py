@@ -51,77 +51,59 @@ from jaxllm.models.model import base_output
 from jaxllm.models.outputs import BaseOutput
 
 
-class FlaxGPT2Model(FlaxPreTrainedModel):
-    model_class = models.GPT2Model
+class FlaxGPT2Model(FlaxPreTrainedModel): ...
 
 
-class FlaxGPT2LMHeadModel(FlaxPreTrainedModel):
-    model_class = models.GPT2LMHeadModel
+class FlaxGPT2LMHeadModel(FlaxPreTrainedModel): ...
 
 
-class FlaxLlamaModel(FlaxPreTrainedModel):
-    model_class = models.LlamaModel
+class FlaxLlamaModel(FlaxPreTrainedModel): ...
 
 
-class FlaxLlamaForCausalLM(FlaxPreTrainedModel):
-    model_class = models.LlamaForCausalLM
+class FlaxLlamaForCausalLM(FlaxPreTrainedModel): ...
 
 
-class FlaxMistralModel(FlaxPreTrainedModel):
-    model_class = models.MistralModel
+class FlaxMistralModel(FlaxPreTrainedModel): ...
 
 
-class FlaxMistralForCausalLM(FlaxPreTrainedModel):
-    model_class = models.MistralForCausalLM
+class FlaxMistralForCausalLM(FlaxPreTrainedModel): ...
 
 
-class FlaxGemmaModel(FlaxPreTrainedModel):
-    model_class = models.GemmaModel
+class FlaxGemmaModel(FlaxPreTrainedModel): ...
 
 
-class FlaxGemmaForCausalLM(FlaxPreTrainedModel):
-    model_class = models.GemmaForCausalLM
+class FlaxGemmaForCausalLM(FlaxPreTrainedModel): ...
 
 
-class FlaxOPTModel(FlaxPreTrainedModel):
-    model_class = models.OPTModel
+class FlaxOPTModel(FlaxPreTrainedModel): ...
 
 
-class FlaxOPTForCausalLM(FlaxPreTrainedModel):
-    model_class = models.OPTForCausalLM
+class FlaxOPTForCausalLM(FlaxPreTrainedModel): ...
 
 
-class FlaxGPTNeoModel(FlaxPreTrainedModel):
-    model_class = models.GPTNeoModel
+class FlaxGPTNeoModel(FlaxPreTrainedModel): ...
 
 
-class FlaxGPTNeoForCausalLM(FlaxPreTrainedModel):
-    model_class = models.GPTNeoForCausalLM
+class FlaxGPTNeoForCausalLM(FlaxPreTrainedModel): ...
 
 
-class FlaxGPTJModel(FlaxPreTrainedModel):
-    model_class = models.GPTJModel
+class FlaxGPTJModel(FlaxPreTrainedModel): ...
 
 
-class FlaxGPTJForCausalLM(FlaxPreTrainedModel):
-    model_class = models.GPTJForCausalLM
+class FlaxGPTJForCausalLM(FlaxPreTrainedModel): ...
 
 
-class FlaxBloomModel(FlaxPreTrainedModel):
-    model_class = models.BloomModel
+class FlaxBloomModel(FlaxPreTrainedModel): ...
 
 
-class FlaxBloomForCausalLM(FlaxPreTrainedModel):
-    model_class = models.BloomForCausalLM
+class FlaxBloomForCausalLM(FlaxPreTrainedModel): ...
 
 
 class FlaxT5EncoderModel(FlaxPreTrainedModel):
-    model_class = models.T5EncoderModel
     _positional = ("input_ids", "attention_mask")
 
 
 class FlaxT5ForConditionalGeneration(FlaxPreTrainedModel):
-    model_class = models.T5ForConditionalGeneration
     _positional = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
 
     def encode(
@@ -160,28 +142,22 @@ class FlaxT5ForConditionalGeneration(FlaxPreTrainedModel):
         )
 
 
-class FlaxBartForConditionalGeneration(FlaxT5ForConditionalGeneration):
-    model_class = models.BartForConditionalGeneration
+class FlaxBartForConditionalGeneration(FlaxT5ForConditionalGeneration): ...
 
 
-class FlaxMarianMTModel(FlaxT5ForConditionalGeneration):
-    model_class = models.MarianMTModel
+class FlaxMarianMTModel(FlaxT5ForConditionalGeneration): ...
 
 
-class FlaxMBartForConditionalGeneration(FlaxT5ForConditionalGeneration):
-    model_class = models.MBartForConditionalGeneration
+class FlaxMBartForConditionalGeneration(FlaxT5ForConditionalGeneration): ...
 
 
-class FlaxPegasusForConditionalGeneration(FlaxT5ForConditionalGeneration):
-    model_class = models.PegasusForConditionalGeneration
+class FlaxPegasusForConditionalGeneration(FlaxT5ForConditionalGeneration): ...
 
 
-class FlaxXGLMModel(FlaxPreTrainedModel):
-    model_class = models.XGLMModel
+class FlaxXGLMModel(FlaxPreTrainedModel): ...
 
 
-class FlaxXGLMForCausalLM(FlaxPreTrainedModel):
-    model_class = models.XGLMForCausalLM
+class FlaxXGLMForCausalLM(FlaxPreTrainedModel): ...
 
 
 class _FlaxAuto:

@@ -22,6 +22,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
+from jaxllm import models
 from jaxllm.common.errors import InputError, quoted
 from jaxllm.generation.call.output import GenerateOutput
 from jaxllm.generation.settings.config import GenerationConfig
@@ -59,6 +60,8 @@ class FlaxBeamSearchOutput(ModelOutput):
 class FlaxPreTrainedModel:
     """A model, and its parameters beside it; base of the Flax classes.
 
+    A class is named ``Flax`` and the name of the class of `jaxllm.models` that it wraps.
+
     Args:
         config: the family's config.
         input_shape: not needed, since parameters do not depend on it.
@@ -71,6 +74,11 @@ class FlaxPreTrainedModel:
     main_input_name: ClassVar[str] = "input_ids"
     _positional: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask", "position_ids")
     """Names of the positional arguments of a call."""
+
+    def __init_subclass__(cls) -> None:
+        wrapped = cls.__name__.removeprefix("Flax")
+        if wrapped in models.__all__:  # a script's own subclass keeps that of its base
+            cls.model_class = getattr(models, wrapped)
 
     def __init__(
         self,

@@ -34,19 +34,11 @@ from jaxllm.models.quantize import layer_formats, quantized_shapes
 from jaxllm.parallel.placement import mesh_of, put_tree
 from jaxllm.parallel.sharding import check_heads, check_mesh
 
-PARTS = frozenset(("gather", "dynamic_slice", "slice"))
+PARTS = ("gather", "dynamic_slice", "slice")
 """Operations that read as many elements of their first operand as they return."""
-VIEWS = frozenset(
-    (
-        "convert_element_type",
-        "copy",
-        "expand_dims",
-        "optimization_barrier",
-        "reshape",
-        "sharding_constraint",
-        "squeeze",
-        "transpose",
-    )
+VIEWS = (
+    *("convert_element_type", "copy", "expand_dims", "optimization_barrier", "reshape"),
+    *("sharding_constraint", "squeeze", "transpose"),
 )
 """Operations whose results are read in place of their operands."""
 

@@ -33,43 +33,19 @@ _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
 HLO_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8"}
 """HLO's names of the dtypes that a KV cache can have."""
 COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "ragged-all-to-all",
-    "reduce-scatter",
+    *("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute"),
+    *("ragged-all-to-all", "reduce-scatter"),
 )
-NO_KERNEL = frozenset(
-    (
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "bitcast",
-        "after-all",
-        "opt-barrier",
-        "partition-id",
-        "replica-id",
-        "while",
-        "conditional",
-        "call",
-    )
+NO_KERNEL = (
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
+    *("opt-barrier", "partition-id", "replica-id", "while", "conditional", "call"),
 )
 """Operations that launch nothing by themselves. Neither do those that end in ``-done``."""
 UNCOSTED = ("custom-call", "scatter", "sort", "topk")
-NO_WORK = frozenset(
-    (
-        "AllocateBuffer",
-        "AssumeGatherIndicesInBound",
-        "AsyncCollectiveDone",
-        "AsyncCollectiveStart",
-        "ConcatBitcast",
-        "GatherScatterIndicesBitpacked",
-        "Sharding",
-        "ZeroCrop",
-    )
+NO_WORK = (
+    *("AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone"),
+    *("AsyncCollectiveStart", "ConcatBitcast", "GatherScatterIndicesBitpacked", "Sharding"),
+    "ZeroCrop",
 )
 """Custom calls that compute nothing, or are counted as collectives."""
 RELAYOUTS = ("copy", "transpose", "copy-start")
