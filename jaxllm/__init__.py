@@ -8,8 +8,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.common.public_names import set_lookup
-
 if TYPE_CHECKING:
     from jaxllm.batch import BatchGenerator
     from jaxllm.batch.texts import generate_texts
@@ -104,6 +102,3 @@ def _successor(name: str) -> str:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-set_lookup(__getattr__)

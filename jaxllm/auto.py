@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.checkpoint.load import gguf_in, named_spec, open_checkpoint, read_config_file, read_spec
-from jaxllm.common.arguments import checked
-from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError
-from jaxllm.common.renamed_arguments import (
+from jaxllm.common.arguments import (
     FROM_PRETRAINED,
     TOKENIZER_FROM_PRETRAINED,
+    checked,
     drop_renamed,
 )
+from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError
 from jaxllm.loading import tokenizer_of
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder_only import CausalLM, SequenceClassifier

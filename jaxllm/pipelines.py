@@ -9,9 +9,8 @@ from os import PathLike
 from typing import Any
 
 from jaxllm.auto import AutoTokenizer
-from jaxllm.common.arguments import checked, checked_list
+from jaxllm.common.arguments import PIPELINE, checked, checked_list, drop_renamed
 from jaxllm.common.errors import InputError, UnsupportedError, quoted
-from jaxllm.common.renamed_arguments import PIPELINE, drop_renamed
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.loading import load
 from jaxllm.models.model import Model

@@ -122,7 +122,7 @@ def test_the_rule_can_fail() -> None:
     assert upward("jaxllm.generation.call.prepare", "jaxllm.generation.loop")
     assert not upward("jaxllm.generation.loop", "jaxllm.generation.strategies.sample")
     assert not upward("jaxllm.cli.generate", "jaxllm.load")
-    assert not upward("jaxllm.generation.settings.config", "jaxllm.common.strict_json.read_json")
+    assert not upward("jaxllm.generation.settings.config", "jaxllm.common.files.read_json")
     assert imported(ast.parse("import importlib\nimportlib.import_module('torch')"))[-1] == "torch"
     assert imported(ast.parse("setting(provider='jaxllm.contrib')")) == ["jaxllm.contrib"]
     assert upward("jaxllm.generation.settings.fields", "jaxllm.contrib")

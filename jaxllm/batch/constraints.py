@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.common.errors import InputError, JaxLLMError, quoted
-from jaxllm.common.files import names_file, read_text
-from jaxllm.common.strict_json import parse_json
+from jaxllm.common.files import names_file, parse_json, read_text
 from jaxllm.generation.processors.base import logits_processor, store
 from jaxllm.generation.processors.grammar import (
     GrammarLogitsProcessor,

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import jax
 
 from jaxllm.common.errors import InputError
+from jaxllm.common.hardware import format_bytes, host_memory, own_memory
 from jaxllm.generation.inputs.values import is_integer
-from jaxllm.parallel.device_memory import format_bytes, host_memory, own_memory
 
 SHARE_OF_DEVICE = 0.9
 SHARE_OF_HOST = 0.5

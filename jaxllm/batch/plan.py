@@ -23,10 +23,10 @@ from jaxllm.batch.sizes import Sizes, sizes_for
 from jaxllm.batch.slot_placement import slot_shapes
 from jaxllm.batch.slots import PrefillBatch, Slots
 from jaxllm.common.errors import InputError
+from jaxllm.common.hardware import format_bytes, nbytes
 from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.models.decoder import Decoder
 from jaxllm.nn.platform.decoding import steps_between_checks
-from jaxllm.parallel.device_memory import format_bytes, nbytes
 from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.parallel.sharding import row_shards, use_mesh
 from jaxllm.tokenizers.tokenizer import Tokenizer

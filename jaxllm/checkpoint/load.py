@@ -34,7 +34,7 @@ from jaxllm.common.errors import (
     UnsupportedError,
     listed,
 )
-from jaxllm.common.strict_json import read_json
+from jaxllm.common.files import read_json
 from jaxllm.models.build_options import Options
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.model import Card, Model, Origin, model_shapes

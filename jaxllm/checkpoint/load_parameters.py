@@ -29,10 +29,10 @@ from jaxllm.checkpoint.source import (
     find_nonfinite,
 )
 from jaxllm.common.errors import CheckpointError, InputError, NonFiniteError
+from jaxllm.common.hardware import format_bytes, total_memory
 from jaxllm.models.quantize import BLOCK_FORMATS, FORMATS
 from jaxllm.models.weights import Entry, tensors_of
 from jaxllm.nn.quantized import BlockMatrix, QuantizedMatrix
-from jaxllm.parallel.device_memory import format_bytes, total_memory
 from jaxllm.parallel.sharding import parameter_path, parameter_sharding, part_axes
 
 Bounds = tuple[tuple[int, int], ...]

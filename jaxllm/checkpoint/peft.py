@@ -39,8 +39,7 @@ from jaxllm.common.errors import (
     listed,
     quoted,
 )
-from jaxllm.common.files import expanded, make_folder, write_json
-from jaxllm.common.strict_json import read_json
+from jaxllm.common.files import expanded, make_folder, read_json, write_json
 from jaxllm.models.config_checks import check_rate, check_size, coerce
 from jaxllm.models.decoder_only import CausalLM, SequenceClassifier
 from jaxllm.models.lora import (

@@ -44,8 +44,7 @@ from jaxllm.common.errors import (
     naming_file,
     quoted,
 )
-from jaxllm.common.files import is_there, replacing, write_json
-from jaxllm.common.strict_json import parse_json, read_json
+from jaxllm.common.files import is_there, parse_json, read_json, replacing, write_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -10,25 +10,28 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import jax
 from jax.sharding import Mesh
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, RenderableColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from jaxllm.batch import BatchGenerator
 from jaxllm.batch.constraints import CONSTRAINT_KEYS, constraint_source, only_one
 from jaxllm.batch.embedded_rows import EMBED_KEYS, EMBED_RESULTS, RowEmbedder
+from jaxllm.batch.generator import RowPlan
 from jaxllm.batch.job.file_digests import checkpoint_digests
 from jaxllm.batch.job.job import Job, RowEngine
 from jaxllm.batch.job.job_files import ENVIRONMENT, check_output, check_paths, started_elsewhere
 from jaxllm.batch.job.ray_engine import RayEngine
 from jaxllm.batch.job.report import explained
 from jaxllm.batch.job.streamed_job import StreamedJob
+from jaxllm.batch.rows import BatchOutput
 from jaxllm.batch.scored_rows import SCORE_KEYS, SCORE_RESULTS, RowScorer
 from jaxllm.batch.tables import ColumnChoice, Source, read_source
 from jaxllm.batch.tables.columns import generation_keys
@@ -37,26 +40,34 @@ from jaxllm.batch.tables.outputs import output_writer
 from jaxllm.batch.tables.read import RESULTS
 from jaxllm.batch.tables.templates import row_template
 from jaxllm.checkpoint.hub import resolve
+from jaxllm.checkpoint.load import open_checkpoint
 from jaxllm.cli.devices import DEFAULT_RESOURCES, RAY, local_mesh
 from jaxllm.cli.options import (
     STREAM,
     generation_fields,
-    keep_programs,
     load_named,
     model_options,
 )
-from jaxllm.cli.process import signals
+from jaxllm.cli.process import reject, signals
 from jaxllm.common.compiling import CompileClock
-from jaxllm.common.errors import InputError
+from jaxllm.common.errors import InputError, shortened
 from jaxllm.common.progress import PLAIN_SECONDS, Reporter, duration
 from jaxllm.generation.processors.grammar import llguidance
 from jaxllm.generation.settings.resolve import DEFAULT_NEW_TOKENS
+from jaxllm.loading import read_generation_config, tokenizer_of, with_settings
 from jaxllm.models.decoder import checked_generative
 from jaxllm.parallel.environment import devices, jax_settings, versions
 from jaxllm.serve.http.batch_requests import BatchRequests
 
 NO_SUCCESS = 1
 """Exit code of a job in which no row succeeded."""
+CALIBRATION_SECONDS = 10.0
+"""Seconds of decoding by which the time of a job is estimated; compiling comes on top."""
+SHOWN_ERRORS = 10
+SHOWN_CHARACTERS = 2000
+"""Of the first prompt."""
+BAR = 40
+"""Characters of the longest bar of a histogram."""
 
 
 def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
@@ -154,29 +165,140 @@ def checked_source(arguments: argparse.Namespace) -> Source:
 
 
 def dry_run(arguments: argparse.Namespace, mesh: Mesh | None, reporter: Reporter) -> int:
-    """Prints what the job would do; see `run_dry`."""
-    from jaxllm.cli.dry_run import run_dry  # with the planner
+    """Prints what the job would do, without doing it.
 
-    for name in ("resume", "retry_errors", "quiet"):
-        if getattr(arguments, name):
-            flag = "--" + name.replace("_", "-")
-            raise InputError(f"--dry-run cannot be combined with {flag}; remove one")
+    Returns:
+        The exit code: 1 if no row can run.
+    """
+    reject(
+        arguments,
+        ("resume", "retry_errors", "quiet"),
+        "cannot be combined with --dry-run; remove one",
+    )
     if arguments.output not in (None, STREAM):
         output_writer(Path(arguments.output))
         check_paths(Path(arguments.output))
     source = checked_source(arguments)
     if arguments.score or arguments.embed or isinstance(source, OpenAIRequests):
         raise InputError("--dry-run: only for rows that generate")
+    price = arguments.price_per_hour
+    if price is not None and not arguments.calibrate:
+        raise InputError("--price-per-hour has no effect without --calibrate")
+    if price is not None and not price >= 0:
+        raise InputError(f"--price-per-hour: expected 0 or more, found {price}")
     options = generator_options(arguments, reporter, constraint(arguments))
     del options["announce"]  # the plan says it
-    return run_dry(
-        arguments,
-        source,
-        mesh,
-        reporter,
-        partial(BatchGenerator, **options),
-        partial(load_named, arguments, mesh, reporter),
-    )
+    if arguments.calibrate:
+        model, tokenizer = load_named(arguments, mesh, reporter)
+    else:
+        model, tokenizer = without_weights(arguments, mesh)
+    engine = BatchGenerator(model, tokenizer, **options)
+    plan = engine.plan(map(source.row, range(len(source))))
+    reporter.table([("rows", f"{len(source):,}"), ("rows that can run", f"{len(plan.rows):,}")])
+    for line in histogram([len(row.input_ids) for row in plan.rows]):
+        reporter.say(line)
+    if plan.rows:
+        longest = max(plan.rows, key=lambda row: len(row.input_ids))
+        where = f"{source.unit} {source.number(longest.index)}"
+        reporter.say(f"the longest prompt: {len(longest.input_ids):,} tokens, {where}")
+        first = plan.rows[0].input_ids
+        text = str(first.tolist()) if tokenizer is None else tokenizer.decode(first.tolist())
+        reporter.say(f"the first prompt: {shortened(text, SHOWN_CHARACTERS)}")
+    context = model.config.context_length
+    if count := sum(row.max_length > context for row in plan.rows if context is not None):
+        reporter.say(f"rows that may exceed the model's context of {context:,} tokens: {count:,}")
+    for line in refused(source, plan.errors):
+        reporter.say(line)
+    reporter.table([("memory", str(memory)) for memory in plan.memory])
+    if arguments.calibrate and plan.rows:
+        reporter.table(estimate(engine, source, plan, price))
+    return 0 if plan.rows else 1
+
+
+def without_weights(arguments: argparse.Namespace, mesh: Mesh | None) -> tuple[Any, Any]:
+    """The model without weights, and its tokenizer."""
+    from jaxllm.planning.abstract import abstract_model  # with the planner, which takes a second
+
+    if arguments.architecture is not None:
+        raise InputError("--architecture cannot be combined with --dry-run; add --calibrate")
+    if arguments.adapter is not None:
+        raise InputError("--adapter cannot be combined with --dry-run; add --calibrate")
+    path = resolve(arguments.model)
+    platform = None if mesh is None else mesh.devices.flat[0].platform
+    dtype = model_options(arguments, platform or "cpu")["--dtype"]
+    checkpoint = open_checkpoint(path)
+    with checkpoint.weights:
+        tokenizer = tokenizer_of(checkpoint)
+        fields: Mapping[str, Any] = {**checkpoint.config, **dict(arguments.config)}
+        model = abstract_model(fields, mesh=mesh, dtype=dtype, quantize=arguments.quantize)
+        return with_settings(model, read_generation_config(checkpoint), tokenizer), tokenizer
+
+
+def histogram(lengths: Sequence[int]) -> list[str]:
+    """Numbers of prompts by their tokens, as lines of text.
+
+    >>> for line in histogram([5, 20, 25, 40]):
+    ...     print(line)
+    prompt tokens
+         1 to 16     1  ####################
+        17 to 32     2  ########################################
+        33 to 64     1  ####################
+    """
+    classes = Counter(max(16, 1 << (length - 1).bit_length()) for length in lengths)
+    if not classes:
+        return []
+    most, width = max(classes.values()), len(f"{max(classes.values()):,}")
+    lines = ["prompt tokens"]
+    for end, count in sorted(classes.items()):
+        start = 1 if end == 16 else end // 2 + 1
+        bar = "#" * max(1, round(BAR * count / most))
+        lines.append(f"{start:6,} to {end:<6,} {count:{width},}  {bar}")
+    return lines
+
+
+def refused(source: Source, errors: Sequence[BatchOutput]) -> list[str]:
+    """The rows that would have an error, one per line, as far as `SHOWN_ERRORS`."""
+    if not errors:
+        return []
+    ordered = sorted(errors, key=lambda output: output.index)
+    lines = [f"  {source.result(output)['error']}" for output in ordered[:SHOWN_ERRORS]]
+    more = len(ordered) - SHOWN_ERRORS
+    shown = [f"rows that would have an error: {len(ordered):,}", *lines]
+    return [*shown, f"  and {more:,} more"] if more > 0 else shown
+
+
+def estimate(
+    engine: BatchGenerator, source: Source, plan: RowPlan, price: float | None
+) -> list[tuple[str, str]]:
+    """The time of the job, by the speed at which some of its rows are answered."""
+    at_once = max((memory.slots for memory in plan.memory), default=1)
+    sample = plan.rows[:: max(1, len(plan.rows) // (2 * at_once))]
+    limits = {row.index: row.max_new_tokens for row in sample}
+    tokens, used, allowed = 0, 0, 0
+    with contextlib.closing(CompileClock()) as clock:
+        start, seconds = time.monotonic(), 0.0
+        while seconds < CALIBRATION_SECONDS:
+            for output in engine.answer(source.row(row.index) for row in sample):
+                used += sum(output.new_lengths)
+                allowed += limits[output.index] * len(output.new_lengths)
+                seconds = time.monotonic() - start - clock.seconds
+                if seconds >= CALIBRATION_SECONDS and allowed:
+                    break
+            tokens += engine.counts.tokens
+            if not allowed:  # every row of the sample failed
+                return [("expected time", "unknown: no row of a sample could be answered")]
+    share = used / allowed
+    work = share * sum(row.max_new_tokens * row.samples for row in plan.rows)
+    expected = work / (tokens / seconds)
+    lines = [
+        ("speed", f"{tokens / seconds:.0f} new tokens/s"),
+        ("new tokens", f"about {work:,.0f}: rows used {share:.0%} of their limits"),
+        ("expected time", f"about {duration(expected)}, compiling not counted"),
+    ]
+    if price is not None:
+        amount = f"about {price * expected / 3600:.2f}, at {price:g} an hour"
+        lines.append(("expected price", amount))
+    return lines
 
 
 def resume_options(arguments: argparse.Namespace) -> dict[str, bool]:
@@ -380,7 +502,6 @@ def load_in_actor(
 ) -> Callable[[], RowEngine]:
     """`load_engine` in an actor, on all devices that Ray lets it see."""
     reporter = Reporter(quiet=True)
-    keep_programs(arguments, reporter)
     if arguments.matmul_precision is not None:
         jax.config.update("jax_default_matmul_precision", arguments.matmul_precision)
     return load_engine(arguments, constraint, are_requests, local_mesh(arguments), reporter)
@@ -397,7 +518,7 @@ class BatchProgress:
         self._reporter, self._job, self._clock = reporter, job, clock
         self._is_terminal = reporter.console.is_terminal
         self._bar = Progress(
-            _StatusColumn(self),
+            RenderableColumn(self),  # drawn by `__rich__`
             BarColumn(),
             TextColumn("{task.completed}/{task.total} rows"),
             TimeElapsedColumn(),
@@ -437,6 +558,9 @@ class BatchProgress:
             done, total = self._rows()
             self._reporter.say(f"{done} of {total} rows, {self.status()}")
 
+    def __rich__(self) -> Text:
+        return Text(self.status())
+
     def status(self) -> str:
         """What runs, speeds and the remaining time; compiling does not count as time."""
         counts = self._job.engine.counts
@@ -461,17 +585,6 @@ class BatchProgress:
         if errors := counts.errors.total():
             parts.append(f"{errors} errors")
         return ", ".join(parts)
-
-
-class _StatusColumn(ProgressColumn):
-    """The status, rendered whenever the bar is drawn."""
-
-    def __init__(self, progress: BatchProgress) -> None:
-        super().__init__()
-        self._progress = progress
-
-    def render(self, task: Task) -> Text:
-        return Text(self._progress.status())
 
 
 def left(seconds: float, tokens_done: int, tokens: int) -> str:

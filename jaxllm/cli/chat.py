@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
 from importlib import import_module
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,17 +18,15 @@ from jaxtyping import Array, Int
 
 from jaxllm import GenerationConfig, generate
 from jaxllm.cli.options import (
-    add_compile_cache_flags,
     add_field_flags,
     add_model,
     add_model_flags,
     check_seed,
     generation_fields,
-    keep_programs,
     load_named,
     parse_value,
 )
-from jaxllm.cli.process import Parser, one_line, run_parsed, signals
+from jaxllm.cli.process import Parser, command, one_line, signals
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.common.progress import Reporter, set_progress
@@ -54,11 +51,6 @@ Ctrl-C stops an answer, or clears the line."""
 Message = dict[str, str]
 
 
-def main(argv: Sequence[str] | None = None, program: str = "jaxllm chat") -> int:
-    """Entry point; returns the exit code."""
-    return run_parsed(_parser(program), _run, argv)
-
-
 def _parser(program: str) -> Parser:
     parser = Parser(
         program,
@@ -73,7 +65,6 @@ def _parser(program: str) -> Parser:
         "--quiet", action="store_true", help="print only answers, and errors to stderr"
     )
     add_model_flags(parser)
-    add_compile_cache_flags(parser)
     add_field_flags(parser)
     return parser
 
@@ -83,7 +74,6 @@ def _run(arguments: argparse.Namespace) -> int:
     fields = GenerationConfig(**generation_fields(arguments))
     check_for_use(fields)  # before loading, which takes minutes
     reporter = Reporter(quiet=arguments.quiet)
-    keep_programs(arguments, reporter)
     path = arguments.model
     model, tokenizer = load_named(arguments, None, reporter)
     model = checked_generative(model, path)
@@ -186,8 +176,8 @@ class Session:
                 if not value:
                     raise InputError(f"/set {field}: give a value, such as: /set temperature 0.7")
                 field = field.lstrip("-").replace("-", "_")  # as an option of the command line
-                fields = answer_fields(field, parse_value(value[0]), chat.fields)
-                chat.fields = check_for_use(fields)
+                changed = GenerationConfig(**{field: parse_value(value[0])})
+                chat.fields = check_for_use(chat.fields.merge(changed))
             case "/unset":
                 if argument not in chat.fields.to_dict():
                     raise InputError(f"/unset: {argument or 'no field'} is not set")
@@ -291,7 +281,11 @@ class Conversation:
             )
         config = with_default_length(self.fields, self._model, len(prompt))
         streamer = _Streamer(self._tokenizer, show, stopped)
-        past = self.past if self.past is not None and begins_with(prompt, self.past) else None
+        past = self.past
+        if past is not None:
+            [cached] = past.tokens()
+            is_prefix = len(cached) < len(prompt) and prompt[: len(cached)] == cached.tolist()
+            past = past if is_prefix else None
         try:
             output: GenerateOutput = generate(
                 self._model,
@@ -385,12 +379,4 @@ def continued_ids(
     return [*ids, *closing, *whole[len(earlier) :]]
 
 
-def begins_with(ids: list[int], past: PastKeyValues) -> bool:
-    """True if the tokens in the cache are the first of `ids`, and not all of them."""
-    [cached] = past.tokens()
-    return len(cached) < len(ids) and ids[: len(cached)] == cached.tolist()
-
-
-def answer_fields(name: str, value: Any, fields: GenerationConfig) -> GenerationConfig:
-    """The fields with one more; raises InputError or UnsupportedError for a bad one."""
-    return fields.merge(GenerationConfig(**{name: value}))
+main = command(_parser, _run, "jaxllm chat")

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxllm.cli.process import USAGE_ERROR, reject, signals
+from jaxllm.cli.process import USAGE_ERROR, add_flags, reject, signals
 from jaxllm.common.errors import InputError
 from jaxllm.parallel.sharding import AXES, make_mesh
 
@@ -32,9 +32,8 @@ DEFAULT_RESOURCES: Mapping[str, float] = {"CPU": 1}
 """What a worker or actor takes of a cluster by default."""
 
 
-def add_device_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--mesh`` and the options of `add_process_flags`."""
-    add_process_flags(parser)
+def add_mesh_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--mesh``."""
     group = parser.add_argument_group("devices")
     group.add_argument(
         "--mesh",
@@ -47,22 +46,14 @@ def add_device_flags(parser: argparse.ArgumentParser) -> None:
 def add_process_flags(parser: argparse.ArgumentParser) -> None:
     """Adds ``--coordinator``, ``--num-processes``, ``--process-id`` and ``--distributed``."""
     group = parser.add_argument_group("several processes")
-    group.add_argument(
-        "--coordinator",
-        metavar="HOST:PORT",
-        help="the address of process 0, the same in all processes",
-    )
-    group.add_argument(
-        "--num-processes", type=int, metavar="N", help="the number of processes, with --coordinator"
-    )
-    group.add_argument(
-        "--process-id", type=int, metavar="I", help="the index of this process, from 0 to N - 1"
-    )
-    group.add_argument(
-        "--distributed",
-        action="store_true",
-        help="take address and index from the cluster: SLURM, MPI, a TPU pod or Kubernetes",
-    )
+    flags = {
+        "--coordinator HOST:PORT": "the address of process 0, the same in all processes",
+        "--num-processes N": "the number of processes, with --coordinator",
+        "--process-id I": {"type": int, "help": "the index of this process, from 0 to N - 1"},
+        "--distributed": "take address and index from the cluster: SLURM, MPI, a TPU pod or "
+        "Kubernetes",
+    }
+    add_flags(group, flags)
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
@@ -140,28 +131,18 @@ def connect(coordinator: str, count: int, index: int) -> None:
         socket.getaddrinfo(host.strip("[]"), port)
     except OSError as failure:
         raise InputError(f"--coordinator: {host}: {failure.strerror}") from None
-    if index == 0:
-        check_free(int(port))
+    if index == 0:  # the coordinator; JAX crashes where the port is taken
+        try:
+            socket.create_server(("", int(port))).close()
+        except OSError as failure:
+            raise InputError(
+                f"--coordinator: port {port} of this host cannot be used ({failure.strerror}); "
+                "give all processes another one"
+            ) from None
     with connect_limit(f"{coordinator} (process {index} of {count})"):
         # JAX aborts the process at its own limit.
         limit = CONNECT_SECONDS + 60
         jax.distributed.initialize(coordinator, count, index, initialization_timeout=limit)
-
-
-def check_free(port: int) -> None:
-    """Checks that process 0 can be the coordinator; JAX crashes where the port is taken.
-
-    Raises:
-        InputError: the port cannot be used.
-    """
-    try:
-        with socket.create_server(("", port)):
-            pass
-    except OSError as failure:
-        raise InputError(
-            f"--coordinator: port {port} of this host cannot be used ({failure.strerror}); give "
-            "all processes another one"
-        ) from None
 
 
 @contextlib.contextmanager
@@ -222,17 +203,15 @@ def mesh_from_arguments(arguments: argparse.Namespace) -> Mesh | None:
 
     Unnamed axes have size 1, except that ``data`` takes the remaining devices.
     """
-    if arguments.mesh is None:
-        return make_mesh() if jax.process_count() > 1 else None
-    return make_mesh(**arguments.mesh)
+    sizes = {} if jax.process_count() > 1 and arguments.mesh is None else arguments.mesh
+    return None if sizes is None else make_mesh(**sizes)
 
 
 def local_mesh(arguments: argparse.Namespace) -> Mesh | None:
     """Mesh of ``--mesh`` for a command of one process; by default all devices on ``data`` if there
     are several, else None."""
-    if arguments.mesh is None:
-        return make_mesh() if jax.local_device_count() > 1 else None
-    return make_mesh(**arguments.mesh)
+    sizes = {} if jax.local_device_count() > 1 and arguments.mesh is None else arguments.mesh
+    return None if sizes is None else make_mesh(**sizes)
 
 
 def is_main_process() -> bool:
@@ -247,19 +226,17 @@ def add_ray_flags(parser: argparse.ArgumentParser, worker: str) -> None:
         worker: what the cluster runs, "actor" or "worker"; part of the options' names.
     """
     group = parser.add_argument_group("a Ray cluster")
-    group.add_argument("--engine", choices=(RAY,), help=f"run in {worker}s of a Ray cluster")
-    group.add_argument(
-        "--address",
-        metavar="HOST:PORT",
-        help="of the cluster; auto: the one of this node (default: RAY_ADDRESS, or a new one here)",
-    )
-    group.add_argument(f"--{worker}s", type=int, metavar="N", help=f"number of {worker}s")
-    group.add_argument(
-        f"--{worker}-resources",
-        type=amounts,
-        metavar="AMOUNTS",
-        help=f"what each {worker} takes, such as GPU=1 or TPU=4 (default: CPU=1)",
-    )
+    flags = {
+        "--engine": {"choices": (RAY,), "help": f"run in {worker}s of a Ray cluster"},
+        "--address HOST:PORT": "of the cluster; auto: the one of this node (default: RAY_ADDRESS, "
+        "or a new one here)",
+        f"--{worker}s N": f"number of {worker}s",
+        f"--{worker}-resources AMOUNTS": {
+            "type": amounts,
+            "help": f"what each {worker} takes, such as GPU=1 or TPU=4 (default: CPU=1)",
+        },
+    }
+    add_flags(group, flags)
 
 
 def amounts(text: str) -> dict[str, float]:

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import psutil
 
 import jaxllm
-from jaxllm.cli.process import Parser, backend_failure, one_line, run_parsed
+from jaxllm.cli.process import Parser, backend_failure, command, one_line
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers")
 EXTRAS = {
@@ -36,11 +35,6 @@ EXTRAS = {
 """Extra -> a package that it installs, and what the extra is for."""
 
 Section = dict[str, str]
-
-
-def main(argv: Sequence[str] | None = None, program: str = "jaxllm doctor") -> int:
-    """Entry point; returns 1 if JAX cannot start."""
-    return run_parsed(_parser(program), _run, argv)
 
 
 def _parser(program: str) -> Parser:
@@ -172,3 +166,7 @@ def _extras() -> Section:
         state = "missing, pip install " + f"'jaxllm[{extra}]'" if version is None else "installed"
         rows[extra] = f"{state}: {purpose}"
     return rows
+
+
+main = command(_parser, _run, "jaxllm doctor")
+"""Returns 1 if JAX cannot start."""

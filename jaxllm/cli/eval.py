@@ -8,19 +8,16 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-from jaxllm.cli.devices import local_mesh, mesh_sizes
+from jaxllm.cli.devices import add_mesh_flag, local_mesh
 from jaxllm.cli.options import (
-    add_compile_cache_flags,
     add_model,
     add_model_flags,
-    keep_programs,
     load_named,
 )
-from jaxllm.cli.process import Parser, run_parsed
-from jaxllm.common.errors import InputError, RunError, UnsupportedError, naming_file
+from jaxllm.cli.process import Flags, Parser, add_flags, command, dests, reject
+from jaxllm.common.errors import InputError, RunError, naming_file
 from jaxllm.common.files import expanded, read_text, write_whole
 from jaxllm.common.progress import Reporter
 from jaxllm.evaluate import perplexity
@@ -33,20 +30,27 @@ examples:
   jaxllm eval path/to/model --perplexity book.txt --context 1024 --stride 512
   jaxllm eval path/to/model --tasks arc_easy,gsm8k --limit 100 --output results.json
 """
-_TASK_OPTIONS = (
-    "include_path",
-    "num_fewshot",
-    "limit",
-    "apply_chat_template",
-    "system",
-    "output",
-    "seed",
-)
-
-
-def main(argv: Sequence[str] | None = None, program: str = "jaxllm eval") -> int:
-    """Entry point; returns the exit code."""
-    return run_parsed(_parser(program), _run, argv)
+_WINDOW_FLAGS: Flags = {
+    "--context TOKENS": "the tokens of a window (default for a text: at most 2048)",
+    "--batch-size N": "the windows or requests that are computed at once",
+    "--stride TOKENS": "the tokens between the starts of two windows (half the context)",
+}
+_TASK_FLAGS: Flags = {
+    "--include-path FOLDER": {
+        "type": expanded,
+        "help": "a folder with further tasks (YAML files)",
+    },
+    "--num-fewshot N": "the examples before each question",
+    "--limit N": {
+        "type": float,
+        "help": "the number of examples of each task; below 1, the fraction",
+    },
+    "--apply-chat-template": "send the prompts as chat messages",
+    "--system TEXT": "the system message of the prompts",
+    "--output FILE": {"type": expanded, "help": "the JSON file for all results"},
+    "--seed N": "the seed of sampling (0)",
+}
+"""Options of ``--tasks``, for `add_flags`."""
 
 
 def _parser(program: str) -> Parser:
@@ -68,60 +72,11 @@ def _parser(program: str) -> Parser:
         metavar="NAMES",
         help="run tasks, groups or tags of lm-evaluation-harness, separated by commas",
     )
-    parser.add_argument(
-        "--context",
-        type=int,
-        metavar="TOKENS",
-        help="the tokens of a window (default for a text: at most 2048)",
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=int,
-        metavar="N",
-        help="the windows or requests that are computed at once",
-    )
-    parser.add_argument(
-        "--stride",
-        type=int,
-        metavar="TOKENS",
-        help="the tokens between the starts of two windows (half the context)",
-    )
-    tasks = parser.add_argument_group("tasks")
-    tasks.add_argument(
-        "--include-path",
-        type=expanded,
-        metavar="FOLDER",
-        help="a folder with further tasks (YAML files)",
-    )
-    tasks.add_argument(
-        "--num-fewshot", type=int, metavar="N", help="the examples before each question"
-    )
-    tasks.add_argument(
-        "--limit",
-        type=float,
-        metavar="N",
-        help="the number of examples of each task; below 1, the fraction",
-    )
-    tasks.add_argument(
-        "--apply-chat-template",
-        action="store_true",
-        default=None,
-        help="send the prompts as chat messages",
-    )
-    tasks.add_argument("--system", metavar="TEXT", help="the system message of the prompts")
-    tasks.add_argument(
-        "--output", type=expanded, metavar="FILE", help="the JSON file for all results"
-    )
-    tasks.add_argument("--seed", type=int, metavar="N", help="the seed of sampling (0)")
+    add_flags(parser, _WINDOW_FLAGS)
+    add_flags(parser.add_argument_group("tasks"), _TASK_FLAGS)
     add_model_flags(parser)
-    parser.add_argument(
-        "--mesh",
-        type=mesh_sizes,
-        metavar="SIZES",
-        help="shard the model over the devices, such as data=2,tensor=4",
-    )
+    add_mesh_flag(parser)
     parser.add_argument("--quiet", action="store_true", help="print only errors to stderr")
-    add_compile_cache_flags(parser)
     return parser
 
 
@@ -134,10 +89,10 @@ def _names(text: str) -> list[str]:
 
 def _run(arguments: argparse.Namespace) -> int:
     is_text = arguments.tasks is None
-    other, job = (_TASK_OPTIONS, "--tasks") if is_text else (("stride",), "--perplexity")
-    for name in other:
-        if getattr(arguments, name) is not None:
-            raise InputError(f"--{name.replace('_', '-')} needs {job}")
+    if is_text:
+        reject(arguments, dests(_TASK_FLAGS), "needs --tasks")
+    else:
+        reject(arguments, ["stride"], "needs --perplexity")
     reporter = Reporter(quiet=arguments.quiet)
     if arguments.tasks is not None:
         if not arguments.quiet:
@@ -223,8 +178,9 @@ def _check_output(path: Path) -> None:
 
 
 def _load(arguments: argparse.Namespace, reporter: Reporter) -> tuple[GenerativeModel, Tokenizer]:
-    keep_programs(arguments, reporter)
-    model, tokenizer = load_named(arguments, local_mesh(arguments), reporter)
-    if tokenizer is None:
-        raise UnsupportedError(f"{arguments.model}: has no tokenizer files, which a text needs")
+    mesh = local_mesh(arguments)
+    model, tokenizer = load_named(arguments, mesh, reporter, needs_tokenizer="a text")
     return checked_generative(model, arguments.model), tokenizer
+
+
+main = command(_parser, _run, "jaxllm eval")

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
-from jaxllm.cli.process import Parser, run_parsed
+from jaxllm.cli.process import Parser, add_flags, command
 from jaxllm.common.errors import InputError, quoted
 from jaxllm.common.files import expanded
 
 WHICH = ("best", "last")
 MAX_DIGITS = 18
 """Of a step's number."""
-
-
-def main(argv: Sequence[str] | None = None, program: str = "jaxllm export") -> int:
-    """Entry point; returns the exit code."""
-    return run_parsed(_parser(program), _run, argv)
 
 
 def _parser(program: str) -> Parser:
@@ -26,19 +20,15 @@ def _parser(program: str) -> Parser:
     )
     parser.add_argument("run", type=expanded, help="the output_dir of a run")
     parser.add_argument("out", type=expanded, help="the new folder")
-    parser.add_argument(
-        "--step",
-        help="the number of a step, best or last (default: best if the run was "
+    flags = {
+        "--step STEP": "the number of a step, best or last (default: best if the run was "
         "evaluated, else last)",
-    )
-    parser.add_argument(
-        "--adapter", action="store_true", help="write only the LoRA, as PEFT's files"
-    )
-    parser.add_argument("--dtype", help="dtype of the weights: float32, bfloat16 or float16")
-    parser.add_argument(
-        "--no-average", action="store_true", help="the last weights rather than their average"
-    )
-    parser.add_argument("--model", help="path of the model that the run started from, if it moved")
+        "--adapter": "write only the LoRA, as PEFT's files",
+        "--dtype DTYPE": "dtype of the weights: float32, bfloat16 or float16",
+        "--no-average": "the last weights rather than their average",
+        "--model MODEL": "path of the model that the run started from, if it moved",
+    }
+    add_flags(parser, flags)
     return parser
 
 
@@ -62,3 +52,6 @@ def _run(options: argparse.Namespace) -> int:
     what = "adapter" if options.adapter else "model"
     print(f"{options.out}: the {what} of step {found.step}")
     return 0
+
+
+main = command(_parser, _run, "jaxllm export")

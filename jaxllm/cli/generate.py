@@ -14,7 +14,7 @@ import secrets
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from jax.sharding import Mesh
 from jaxllm import generate, load, stream
 from jaxllm.cli.devices import (
     PROCESS_OPTIONS,
-    add_device_flags,
+    add_mesh_flag,
+    add_process_flags,
     add_ray_flags,
     check_ray_flags,
     is_main_process,
@@ -34,17 +35,15 @@ from jaxllm.cli.devices import (
 )
 from jaxllm.cli.options import (
     STREAM,
-    add_compile_cache_flags,
     add_field_flags,
     add_model,
     add_model_flags,
     check_seed,
     generation_fields,
     int_list,
-    keep_programs,
     load_named,
 )
-from jaxllm.cli.process import Parser, reject, run_parsed
+from jaxllm.cli.process import Flags, Parser, add_flags, command, dests, reject
 from jaxllm.common.arguments import names_in
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import InputError
@@ -74,19 +73,86 @@ examples:
 
 _GIVE_ONE = 'give one, such as "Once upon a time", or - for stdin'
 _ONE_PROMPT = ("text", "prompt", "input_ids", "assistant_model", "src_lang", "tgt_lang")
-_BATCH = (
-    *("output", "resume", "retry_errors", "slots", "memory", "whole_digest"),
-    *("prompt_column", "completion_column", "dataset_name", "split", "context"),
-    *("template", "system_template", "keep", "keep_prefix"),
-    *("dry_run", "calibrate", "price_per_hour"),
-    *("score", "embed", "schema", "regex", "grammar"),
-    *("engine", "address", "actors", "actor_resources"),
-)
+_RAY = ("engine", "address", "actors", "actor_resources")
 
 
-def main(argv: Sequence[str] | None = None, program: str = "jaxllm generate") -> int:
-    """Entry point; returns the exit code."""
-    return run_parsed(_parser(program), _run, argv)
+def _token_ids(text: str) -> list[int]:
+    try:
+        return int_list(text)
+    except ValueError:
+        message = f"expected comma separated integers, found {text!r}"
+        raise argparse.ArgumentTypeError(message) from None
+
+
+_PROMPT_FLAGS: Flags = {
+    "--prompt PROMPT": "the prompt, given as an option",
+    "--input-ids IDS": {
+        "type": _token_ids,
+        "help": "token ids in place of a prompt, such as 1,2,3",
+    },
+    "--chat": "send the prompt as a chat message",
+    "--system SYSTEM": "the system message, with --chat",
+    "--src-lang CODE": "the language of the prompt of a translation model, such as eng_Latn (in "
+    "the rows of --input: src_lang)",
+    "--tgt-lang CODE": "the language to translate into (in the rows of --input: tgt_lang)",
+}
+_ANSWER_FLAGS: Flags = {
+    "--assistant-model MODEL": "a smaller model with the same vocabulary, which drafts",
+    "--seed N": "the seed of --do-sample (default: random)",
+    "--no-stream": {
+        "dest": "stream",
+        "action": "store_false",
+        "help": "print the text only when it is complete",
+    },
+    "--show-special-tokens": "print special tokens too",
+    "--quiet": "print only errors to stderr",
+}
+_BATCH_FLAGS: Flags = {
+    "--input ROWS": "the rows to answer: a file (.jsonl, .csv, .tsv, .parquet, also with .gz), - "
+    "for stdin, datasets:NAME, or the folder of a data set",
+    "--output OUTPUT": {
+        "type": os.path.expanduser,
+        "help": "the file of the results, in the order of the rows: .jsonl, .csv, .tsv, .parquet, "
+        "or - for stdout",
+    },
+    "--prompt-column NAME": "the column that holds the prompts (prompt)",
+    "--template TEXT": "write each prompt from the columns of its row: a Jinja template such as "
+    "'Context: {{ context }} Question: {{ question }}', or a file that holds one",
+    "--system-template TEXT": "write each system message from the columns of its row, with --chat",
+    "--keep COLUMNS": {
+        "type": names_in,
+        "help": "copy these columns of the input to the output: all, or names such as "
+        "question,lang",
+    },
+    "--keep-prefix TEXT": "put this before the names of the copied columns",
+    "--score": "write the log-likelihood of each row's completion, and generate nothing",
+    "--completion-column NAME": "the column that holds the completions, for --score",
+    "--embed": {
+        "nargs": "?",
+        "const": "mean",
+        "choices": ("mean", "last"),
+        "help": "write an embedding of each row, and generate nothing: the mean over all tokens, "
+        "or the last token's",
+    },
+    "--schema JSON": "a JSON schema that every answer must match, or its file",
+    "--regex PATTERN": "a regular expression that every answer must match",
+    "--grammar FILE": "the file or the text of a Lark grammar that every answer must match",
+    "--dataset-name NAME": "the configuration of the data set",
+    "--split NAME": "the split of the data set (train)",
+    "--resume": "continue a job that was stopped",
+    "--dry-run": "read the rows and the tokenizer, and print lengths, wrong rows and memory; "
+    "generate nothing",
+    "--calibrate": "with --dry-run: load the model, generate for some rows (10 seconds or more), "
+    "and print the expected time of the job",
+    "--price-per-hour PRICE": "with --calibrate: print the expected price of the job",
+    "--retry-errors": "try the rows with errors of a job again, and go on with the others; "
+    "--max-new-tokens and --max-length may be changed",
+    "--slots N": "the number of rows that are decoded at once (default: chosen by memory)",
+    "--context TOKENS": "the tokens of an OpenAI request and its answer (2048)",
+    "--memory MEMORY": "the memory to use in all, such as 12GB",
+    "--whole-digest": "let --resume compare all bytes of the weights instead of samples",
+}
+"""Options of batches, for `add_flags`."""
 
 
 def _parser(program: str) -> Parser:
@@ -99,175 +165,16 @@ def _parser(program: str) -> Parser:
     parser.add_argument(
         "text", nargs="?", metavar="PROMPT", help="the prompt; - reads it from stdin"
     )
-    parser.add_argument("--prompt", help="the prompt, given as an option")
-    parser.add_argument(
-        "--input-ids", type=_token_ids, help="token ids in place of a prompt, such as 1,2,3"
-    )
-    parser.add_argument("--chat", action="store_true", help="send the prompt as a chat message")
-    parser.add_argument("--system", help="the system message, with --chat")
-    parser.add_argument(
-        "--src-lang",
-        metavar="CODE",
-        help="the language of the prompt of a translation model, such as eng_Latn (in the rows of "
-        "--input: src_lang)",
-    )
-    parser.add_argument(
-        "--tgt-lang",
-        metavar="CODE",
-        help="the language to translate into (in the rows of --input: tgt_lang)",
-    )
+    add_flags(parser, _PROMPT_FLAGS)
     add_model(parser, "--model")
-    parser.add_argument(
-        "--assistant-model",
-        metavar="MODEL",
-        help="a smaller model with the same vocabulary, which drafts",
-    )
     add_model_flags(parser)
-    parser.add_argument("--seed", type=int, help="the seed of --do-sample (default: random)")
-    parser.add_argument(
-        "--no-stream",
-        dest="stream",
-        action="store_false",
-        help="print the text only when it is complete",
-    )
-    parser.add_argument(
-        "--show-special-tokens", action="store_true", help="print special tokens too"
-    )
-    parser.add_argument("--quiet", action="store_true", help="print only errors to stderr")
-    add_compile_cache_flags(parser)
-    add_batch_flags(parser)
+    add_flags(parser, _ANSWER_FLAGS)
+    add_flags(parser.add_argument_group("many prompts"), _BATCH_FLAGS)
     add_ray_flags(parser, "actor")
-    add_device_flags(parser)
+    add_process_flags(parser)
+    add_mesh_flag(parser)
     add_field_flags(parser)
     return parser
-
-
-def add_batch_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--input`` and the other options of batches."""
-    group = parser.add_argument_group("many prompts")
-    group.add_argument(
-        "--input",
-        metavar="ROWS",
-        help="the rows to answer: a file (.jsonl, .csv, .tsv, .parquet, also with .gz), - for "
-        "stdin, datasets:NAME, or the folder of a data set",
-    )
-    group.add_argument(
-        "--output",
-        type=os.path.expanduser,
-        help="the file of the results, in the order of the rows: .jsonl, .csv, .tsv, .parquet, or "
-        "- for stdout",
-    )
-    group.add_argument(
-        "--prompt-column", metavar="NAME", help="the column that holds the prompts (prompt)"
-    )
-    group.add_argument(
-        "--template",
-        metavar="TEXT",
-        help="write each prompt from the columns of its row: a Jinja template such as 'Context: "
-        "{{ context }} Question: {{ question }}', or a file that holds one",
-    )
-    group.add_argument(
-        "--system-template",
-        metavar="TEXT",
-        help="write each system message from the columns of its row, with --chat",
-    )
-    group.add_argument(
-        "--keep",
-        metavar="COLUMNS",
-        type=names_in,
-        help="copy these columns of the input to the output: all, or names such as question,lang",
-    )
-    group.add_argument(
-        "--keep-prefix", metavar="TEXT", help="put this before the names of the copied columns"
-    )
-    group.add_argument(
-        "--score",
-        action="store_true",
-        default=None,
-        help="write the log-likelihood of each row's completion, and generate nothing",
-    )
-    group.add_argument(
-        "--completion-column",
-        metavar="NAME",
-        help="the column that holds the completions, for --score",
-    )
-    group.add_argument(
-        "--embed",
-        nargs="?",
-        const="mean",
-        choices=("mean", "last"),
-        help="write an embedding of each row, and generate nothing: the mean over all tokens, or "
-        "the last token's",
-    )
-    group.add_argument(
-        "--schema", metavar="JSON", help="a JSON schema that every answer must match, or its file"
-    )
-    group.add_argument(
-        "--regex", metavar="PATTERN", help="a regular expression that every answer must match"
-    )
-    group.add_argument(
-        "--grammar",
-        metavar="FILE",
-        help="the file or the text of a Lark grammar that every answer must match",
-    )
-    group.add_argument("--dataset-name", metavar="NAME", help="the configuration of the data set")
-    group.add_argument("--split", metavar="NAME", help="the split of the data set (train)")
-    group.add_argument(
-        "--resume", action="store_true", default=None, help="continue a job that was stopped"
-    )
-    group.add_argument(
-        "--dry-run",
-        action="store_true",
-        default=None,
-        help="read the rows and the tokenizer, and print lengths, wrong rows and memory; generate "
-        "nothing",
-    )
-    group.add_argument(
-        "--calibrate",
-        action="store_true",
-        default=None,
-        help="with --dry-run: load the model, generate for some rows (10 seconds or more), and "
-        "print the expected time of the job",
-    )
-    group.add_argument(
-        "--price-per-hour",
-        type=float,
-        metavar="PRICE",
-        help="with --calibrate: print the expected price of the job",
-    )
-    group.add_argument(
-        "--retry-errors",
-        action="store_true",
-        default=None,
-        help="try the rows with errors of a job again, and go on with the others; "
-        "--max-new-tokens and --max-length may be changed",
-    )
-    group.add_argument(
-        "--slots",
-        type=int,
-        help="the number of rows that are decoded at once (default: chosen by memory)",
-    )
-    group.add_argument(
-        "--context",
-        type=int,
-        metavar="TOKENS",
-        help="the tokens of an OpenAI request and its answer (2048)",
-    )
-    group.add_argument("--memory", help="the memory to use in all, such as 12GB")
-    group.add_argument(
-        "--whole-digest",
-        action="store_true",
-        default=None,
-        help="let --resume compare all bytes of the weights instead of samples",
-    )
-
-
-def _token_ids(text: str) -> list[int]:
-    try:
-        return int_list(text)
-    except ValueError:
-        message = f"expected comma separated integers, found {text!r}"
-        raise argparse.ArgumentTypeError(message) from None
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -276,7 +183,6 @@ def _run(arguments: argparse.Namespace) -> int:
     check_for_use(fields)  # before loading, which takes minutes
     if arguments.input is not None:
         reporter = Reporter(quiet=arguments.quiet)
-        keep_programs(arguments, reporter)
         from jaxllm.cli.batch import run_batch  # with pydantic, the job and the batch engine
 
         return run_batch(arguments, reporter)
@@ -285,7 +191,6 @@ def _run(arguments: argparse.Namespace) -> int:
     if prompt == "":
         raise InputError(f"the prompt is empty: {_GIVE_ONE}")
     reporter = Reporter(quiet=arguments.quiet or not is_main_process())
-    keep_programs(arguments, reporter)
     _generate(arguments, fields, prompt, reporter)
     return 0
 
@@ -312,7 +217,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def check_flags(arguments: argparse.Namespace) -> None:
     """Raises InputError where options of one prompt and of many are mixed."""
     if arguments.input is None:
-        return reject(arguments, _BATCH, "has no effect without --input")
+        return reject(arguments, (*dests(_BATCH_FLAGS), *_RAY), "has no effect without --input")
     reject(arguments, _ONE_PROMPT, "cannot be combined with --input")
     if not arguments.dry_run:
         reject(arguments, ["calibrate"], "has no effect without --dry-run")
@@ -536,3 +441,6 @@ def _write(text: str) -> None:
     if is_main_process():
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+main = command(_parser, _run, "jaxllm generate")

@@ -12,8 +12,9 @@ from jax.sharding import Mesh
 from jaxllm import load
 from jaxllm.checkpoint.hub import BUNDLED, resolve
 from jaxllm.checkpoint.load import compute_dtype_of
+from jaxllm.cli.process import Flags, add_flags
 from jaxllm.common.compiling import enable_compile_cache
-from jaxllm.common.errors import InputError, RunError, quoted
+from jaxllm.common.errors import InputError, RunError, UnsupportedError, quoted
 from jaxllm.common.files import expanded
 from jaxllm.common.hardware import device_report
 from jaxllm.common.precision import PRECISIONS
@@ -22,11 +23,55 @@ from jaxllm.generation.settings.config import FIELDS
 from jaxllm.generation.settings.field_checks import boolean
 from jaxllm.generation.settings.fields import Field
 from jaxllm.models.quantize import FORMATS, KEEP
-from jaxllm.tokenizers.tokenizer import Tokenizer
 
 STREAM = "-"
 """Name of stdin and of stdout."""
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
+
+
+def config_field(text: str) -> tuple[str, Any]:
+    """Parses KEY=VALUE; the value is JSON, or else a string."""
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, found {text!r}")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+_MODEL_FLAGS: Flags = {
+    "--dtype": {
+        "choices": DTYPE_NAMES,
+        "help": "dtype of the computation (default: the checkpoint's, float32 on a CPU)",
+    },
+    "--param-dtype": {
+        "choices": DTYPE_NAMES,
+        "help": "dtype of the weights (default: the checkpoint's)",
+    },
+    "--matmul-precision": {
+        "choices": PRECISIONS,
+        "help": "precision of matrix products in float32 on a TPU or GPU (default: highest)",
+    },
+    "--quantize": {
+        "choices": (*FORMATS, KEEP),
+        "help": "keep the weights as integers, which need less memory",
+    },
+    "--float-embeddings": {
+        "dest": "quantize_embeddings",
+        "action": "store_false",
+        "help": "leave the token embedding and the LM head as floats, with --quantize",
+    },
+    "--allow-nonfinite": "accept weights that are NaN or infinite",
+    "--architecture NAME": "the class that reads the model, such as T5EncoderModel",
+    "--config KEY=VALUE": {
+        "type": config_field,
+        "action": "append",
+        "default": [],
+        "help": "a value for a field of config.json; null removes the field. May be repeated",
+    },
+}
+"""Options that say how a model is read, for `add_flags`."""
 
 
 def add_field_flags(parser: argparse.ArgumentParser, *, in_server: bool = False) -> None:
@@ -40,8 +85,22 @@ def add_field_flags(parser: argparse.ArgumentParser, *, in_server: bool = False)
         "Hugging Face's names. Lists are JSON or comma separated; `none` switches a field off.",
     )
     for field in FIELDS.values():
-        if not field.metadata:
-            _add_flag(group, field, hidden=not _is_usable(field, in_server))
+        if field.metadata:
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        # generate()'s default of max_length is not that of commands.
+        has_default = field.default not in (None, False, ()) and field.name != "max_length"
+        text = f"{field.doc} ({field.default})" if has_default else field.doc
+        is_shown = _is_usable(field, in_server)
+        options: dict[str, Any] = {
+            "dest": field.name,
+            "default": argparse.SUPPRESS,
+            "help": text.replace("%", "%%") if is_shown else argparse.SUPPRESS,
+        }
+        if field.check is boolean:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+        else:
+            group.add_argument(flag, type=parse_value, metavar="VALUE", **options)
 
 
 def _is_usable(field: Field, in_server: bool) -> bool:
@@ -56,26 +115,6 @@ def _is_usable(field: Field, in_server: bool) -> bool:
 def generation_fields(arguments: argparse.Namespace) -> dict[str, Any]:
     """Generation fields set on the command line."""
     return {name: value for name, value in vars(arguments).items() if name in FIELDS}
-
-
-def _add_flag(
-    group: argparse._ArgumentGroup,  # pyright: ignore[reportPrivateUsage]
-    field: Field,
-    hidden: bool,
-) -> None:
-    flag = "--" + field.name.replace("_", "-")
-    # generate()'s default of max_length is not that of commands.
-    has_default = field.default not in (None, False, ()) and field.name != "max_length"
-    text = f"{field.doc} ({field.default})" if has_default else field.doc
-    options: dict[str, Any] = {
-        "dest": field.name,
-        "default": argparse.SUPPRESS,
-        "help": argparse.SUPPRESS if hidden else text.replace("%", "%%"),
-    }
-    if field.check is boolean:
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
-    else:
-        group.add_argument(flag, type=parse_value, metavar="VALUE", **options)
 
 
 def parse_value(text: str) -> Any:
@@ -122,49 +161,21 @@ def add_adapter_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that say how a model is read, for `load_named`."""
+    """Adds the options that say how a model is read and where its programs are kept."""
     add_adapter_flag(parser)
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPE_NAMES,
-        help="dtype of the computation (default: the checkpoint's, float32 on a CPU)",
+    add_flags(parser, _MODEL_FLAGS)
+    cache = parser.add_mutually_exclusive_group()
+    cache.add_argument(
+        "--compile-cache",
+        type=expanded,
+        metavar="FOLDER",
+        help="the folder that keeps compiled programs for the next start",
     )
-    parser.add_argument(
-        "--param-dtype",
-        choices=DTYPE_NAMES,
-        help="dtype of the weights (default: the checkpoint's)",
-    )
-    parser.add_argument(
-        "--matmul-precision",
-        choices=PRECISIONS,
-        help="precision of matrix products in float32 on a TPU or GPU (default: highest)",
-    )
-    parser.add_argument(
-        "--quantize",
-        choices=(*FORMATS, KEEP),
-        help="keep the weights as integers, which need less memory",
-    )
-    parser.add_argument(
-        "--float-embeddings",
-        dest="quantize_embeddings",
+    cache.add_argument(
+        "--no-compile-cache",
+        dest="keep_compiled",
         action="store_false",
-        help="leave the token embedding and the LM head as floats, with --quantize",
-    )
-    parser.add_argument(
-        "--allow-nonfinite", action="store_true", help="accept weights that are NaN or infinite"
-    )
-    parser.add_argument(
-        "--architecture",
-        metavar="NAME",
-        help="the class that reads the model, such as T5EncoderModel",
-    )
-    parser.add_argument(
-        "--config",
-        metavar="KEY=VALUE",
-        type=config_field,
-        action="append",
-        default=[],
-        help="a value for a field of config.json; null removes the field. May be repeated",
+        help="do not keep compiled programs",
     )
 
 
@@ -198,17 +209,31 @@ def model_options(arguments: argparse.Namespace, platform: str) -> dict[str, Any
 
 
 def load_named(
-    arguments: argparse.Namespace, mesh: Mesh | None, reporter: Reporter
-) -> tuple[Any, Tokenizer | None]:
-    """Loads the model of `add_model` as the options of `add_model_flags` say.
+    arguments: argparse.Namespace,
+    mesh: Mesh | None,
+    reporter: Reporter,
+    *,
+    needs_tokenizer: str | None = None,
+) -> tuple[Any, Any]:
+    """Loads the model of `add_model` and its tokenizer as the options of `add_model_flags` say.
+
+    Compiled programs are kept, unless the options say otherwise or the folder is not writable.
+
+    Args:
+        needs_tokenizer: what needs the tokenizer, such as "a server". None: there may be none.
 
     Raises:
         JaxLLMError: as `jaxllm.load`.
     """
+    if arguments.keep_compiled:
+        try:
+            enable_compile_cache(arguments.compile_cache)
+        except RunError as problem:
+            reporter.say(str(problem))
     if not arguments.quantize_embeddings and arguments.quantize is None:
         raise InputError("--float-embeddings has no effect without --quantize")
     with reporter.phase(f"loading {Path(arguments.model).absolute().name}") as update:
-        loaded = load(
+        model, tokenizer = load(
             arguments.model,
             adapter=arguments.adapter,
             dtype=arguments.dtype,
@@ -223,41 +248,8 @@ def load_named(
         )
     for line in device_report():
         reporter.say(line)
-    return loaded
-
-
-def config_field(text: str) -> tuple[str, Any]:
-    """Parses KEY=VALUE; the value is JSON, or else a string."""
-    key, equals, value = text.partition("=")
-    if not (key and equals):
-        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, found {text!r}")
-    try:
-        return key, json.loads(value)
-    except ValueError:
-        return key, value
-
-
-def add_compile_cache_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `keep_programs`."""
-    cache = parser.add_mutually_exclusive_group()
-    cache.add_argument(
-        "--compile-cache",
-        type=expanded,
-        metavar="FOLDER",
-        help="the folder that keeps compiled programs for the next start",
-    )
-    cache.add_argument(
-        "--no-compile-cache",
-        dest="keep_compiled",
-        action="store_false",
-        help="do not keep compiled programs",
-    )
-
-
-def keep_programs(arguments: argparse.Namespace, reporter: Reporter) -> None:
-    """Keeps compiled programs, unless the options say otherwise or the folder is not writable."""
-    if arguments.keep_compiled:
-        try:
-            enable_compile_cache(arguments.compile_cache)
-        except RunError as problem:
-            reporter.say(str(problem))
+    if needs_tokenizer is not None and tokenizer is None:
+        raise UnsupportedError(
+            f"{arguments.model}: has no tokenizer files, which {needs_tokenizer} needs"
+        )
+    return model, tokenizer

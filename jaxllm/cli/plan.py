@@ -16,7 +16,7 @@ from rich.table import Column, Table
 
 from jaxllm.cli.devices import mesh_sizes
 from jaxllm.cli.options import DTYPE_NAMES, add_model
-from jaxllm.cli.process import Parser, run_parsed
+from jaxllm.cli.process import Parser, add_flags, command
 from jaxllm.common.errors import InputError
 from jaxllm.common.progress import Reporter
 from jaxllm.models.quantize import FORMATS
@@ -33,9 +33,12 @@ examples:
 """
 
 
-def main(argv: Sequence[str] | None = None, program: str = "jaxllm plan") -> int:
-    """Entry point; returns the exit code."""
-    return run_parsed(_parser(program), _run, argv)
+_SIZES = (
+    ("--batch N", 8, "rows of prefill, decode loop and training step (default: 8)"),
+    ("--prompt N", 512, "tokens of a prompt, or of a row of the training step (default: 512)"),
+    ("--new N", 128, "new tokens of a row (default: 128)"),
+    ("--slots N", 64, "slots of the batch engine (default: 64)"),
+)
 
 
 def _parser(program: str) -> Parser:
@@ -63,16 +66,7 @@ def _parser(program: str) -> Parser:
     parser.add_argument(
         "--bounds", action="store_true", help="compare meshes only, and compile nothing"
     )
-    sizes = (
-        ("--batch", 8, "rows of prefill, decode loop and training step"),
-        ("--prompt", 512, "tokens of a prompt, or of a row of the training step"),
-        ("--new", 128, "new tokens of a row"),
-        ("--slots", 64, "slots of the batch engine"),
-    )
-    for flag, default, text in sizes:
-        parser.add_argument(
-            flag, type=int, metavar="N", default=default, help=f"{text} (default: {default})"
-        )
+    add_flags(parser, {flag: {"default": n, "help": text} for flag, n, text in _SIZES})
     parser.add_argument(
         "--dtype",
         choices=DTYPE_NAMES,
@@ -125,11 +119,11 @@ def _run(arguments: argparse.Namespace) -> int:
         "quantize": arguments.quantize,
         "lora_rank": arguments.lora_rank,
     }
-    compiles = not arguments.bounds
+    compiles, mesh = not arguments.bounds, arguments.mesh
     if arguments.bounds and arguments.mesh != "auto":
         raise InputError("--bounds compares all meshes; leave out --mesh")
     if arguments.bounds or (arguments.mesh == "auto" and chip.memory_bytes is not None):
-        decision = decide(arguments.model, arguments.topology, **common)
+        mesh = decision = decide(arguments.model, arguments.topology, **common)
         found["decision"] = decision.to_dict()
         if not arguments.json:
             for line in decision_lines(decision):
@@ -145,7 +139,7 @@ def _run(arguments: argparse.Namespace) -> int:
         result = plan(
             arguments.model,
             arguments.topology,
-            mesh=arguments.mesh,
+            mesh=mesh,
             slots=arguments.slots,
             program=arguments.program,
             attn_implementation=arguments.attn_implementation,
@@ -227,11 +221,13 @@ def meshes_table(decision: Decision) -> Table:
     """A table of the meshes for generation, the best mesh first, with the bytes of one device."""
     table = Table("mesh", *(Column(axes_text(x.mesh), justify="right") for x in decision.meshes))
     for field, label, divisor, decimals in _MESH_ROWS:
-        values = (getattr(x, field) / divisor for x in decision.meshes)
-        cells = [f"{value:,.{decimals}f}" for value in values]
-        has_room = [x.rows > 0 or field in ("weight_bytes", "rows") for x in decision.meshes]
-        shown = (cell if fits else "-" for cell, fits in zip(cells, has_room, strict=True))
-        table.add_row(label, *shown)
+        cells = [
+            f"{getattr(x, field) / divisor:,.{decimals}f}"
+            if x.rows > 0 or field in ("weight_bytes", "rows")
+            else "-"
+            for x in decision.meshes
+        ]
+        table.add_row(label, *cells)
     return table
 
 
@@ -247,31 +243,18 @@ def title_of(plan: Plan) -> str:
 def plan_table(plan: Plan) -> Table:
     """The plan as a table with one column for each program."""
     table = Table("", *(Column(program.name, justify="right") for program in plan.programs))
-    for field, label, format_value in _ROWS:
-        table.add_row(
-            label, *(_cell(getattr(program, field), format_value) for program in plan.programs)
-        )
+    for field, label, shown in _ROWS:
+        values = (getattr(program, field) for program in plan.programs)
+        table.add_row(label, *("-" if value is None else shown(value) for value in values))
     return table
-
-
-def _cell(value: object, format_value: Callable[[Any], str]) -> str:
-    return "-" if value is None else format_value(value)
 
 
 def _mib(count: int) -> str:
     return f"{count / 2**20:,.1f}"
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}%"
-
-
 def _branches(found: Sequence[Sequence[float]]) -> str:
-    return "; ".join(" or ".join(map(_number, branches)) for branches in found) or "none"
+    return "; ".join(" or ".join(map(_NUMBER, branches)) for branches in found) or "none"
 
 
 def _counts(found: Mapping[str, Uncosted]) -> str:
@@ -288,29 +271,33 @@ _MESH_ROWS = (
     ("requests_per_s", "requests/s", 1, 1),
 )
 """Fields of `MeshBounds`, their labels, units and decimals."""
+_NUMBER: Callable[[float], str] = "{:,.0f}".format
 _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("mesh", "mesh", axes_text),
-    ("rows", "sequences", _number),
+    ("rows", "sequences", _NUMBER),
     ("weight_bytes", "weights, MiB", _mib),
     ("cache_bytes", "KV cache, MiB", _mib),
     ("argument_bytes", "arguments, MiB", _mib),
     ("temp_bytes", "temporary, MiB", _mib),
     ("peak_bytes", "peak, MiB", _mib),
     ("fits", "fits", lambda fits: "yes" if fits else "NO"),
-    ("estimated_step_us", "step, estimated us", _number),
-    ("floor_step_us", "step, at least us", _number),
-    ("inner_loops", "loops in a step", _number),
-    ("cache_copies", "copies of the cache", _number),
-    ("kernels", "kernels of a step", _number),
-    ("collectives", "collectives of a step", _number),
+    ("estimated_step_us", "step, estimated us", _NUMBER),
+    ("floor_step_us", "step, at least us", _NUMBER),
+    ("inner_loops", "loops in a step", _NUMBER),
+    ("cache_copies", "copies of the cache", _NUMBER),
+    ("kernels", "kernels of a step", _NUMBER),
+    ("collectives", "collectives of a step", _NUMBER),
     ("collective_bytes", "they send, MiB", _mib),
-    ("collective_us", "collectives, us", _number),
-    ("series_step_us", "step in series, us", _number),
-    ("overlapped_step_us", "step overlapped, us", _number),
-    ("mfu", "MFU in series", _percent),
-    ("overlapped_mfu", "MFU overlapped", _percent),
+    ("collective_us", "collectives, us", _NUMBER),
+    ("series_step_us", "step in series, us", _NUMBER),
+    ("overlapped_step_us", "step overlapped, us", _NUMBER),
+    ("mfu", "MFU in series", "{:.1%}".format),
+    ("overlapped_mfu", "MFU overlapped", "{:.1%}".format),
     ("uncosted", "not in the estimate", _counts),
     ("branch_us", "branches, us", _branches),
-    ("compile_seconds", "compiled in, s", lambda seconds: f"{seconds:.1f}"),
+    ("compile_seconds", "compiled in, s", "{:.1f}".format),
 )
 """Fields of `ProgramPlan`, and how the table shows them. Bytes are those of one device."""
+
+
+main = command(_parser, _run, "jaxllm plan")

@@ -21,8 +21,8 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, NoReturn, TextIO
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 from jaxllm.common.errors import InputError, JaxLLMError
 
@@ -37,6 +37,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a write to a full disk, or beyond a quota or limit."""
 _NAMED = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS)
 """Errors of a file name that is too long, or of missing permissions."""
+Flags = Mapping[str, str | Mapping[str, Any]]
+TYPES = {"N": int, "TOKENS": int, "BYTES": int, "S": float, "PRICE": float}
+"""Types of options by the name of their value; others are texts."""
 _SHOW_CURSOR = "\r\x1b[2K\x1b[?25h"
 """Clears the line of a progress bar, which hides the cursor of a terminal."""
 
@@ -80,6 +83,36 @@ class Parser(argparse.ArgumentParser):
         sys.exit(USAGE_ERROR)
 
 
+def add_flags(
+    parser: argparse._ActionsContainer,  # pyright: ignore[reportPrivateUsage]
+    flags: Flags,
+) -> None:
+    """Adds options to a parser, or to a group of one.
+
+    Args:
+        flags: options as the help shows them, such as ``--split NAME``, with their help, or with
+            arguments of `add_argument`. An option without a value is a switch. Those with N,
+            TOKENS or BYTES take an integer, those with S or PRICE a number, others a text.
+    """
+    for flag, given in flags.items():
+        name, _, metavar = flag.partition(" ")
+        options: dict[str, Any] = {"help": given} if isinstance(given, str) else dict(given)
+        if metavar:
+            options = {"metavar": metavar, "type": TYPES.get(metavar, str), **options}
+        elif options.keys() == {"help"}:
+            options["action"] = "store_true"
+        parser.add_argument(name, **options)
+
+
+def dests(flags: Iterable[str]) -> list[str]:
+    """Names of the parsed values of `add_flags`.
+
+    >>> dests(["--dry-run", "--split NAME"])
+    ['dry_run', 'split']
+    """
+    return [flag.split()[0].removeprefix("--").replace("-", "_") for flag in flags]
+
+
 def reject(arguments: argparse.Namespace, names: Sequence[str], reason: str) -> None:
     """Raises InputError if one of some options is given."""
     for name in names:
@@ -106,74 +139,81 @@ def run_command(
     return code if number is None else 128 + number
 
 
-def run_parsed(
-    parser: Parser, run: Callable[[argparse.Namespace], int], argv: Sequence[str] | None
-) -> int:
-    """Runs a command (see `run_command`) on the arguments that its parser reads."""
+def command(
+    make_parser: Callable[[str], Parser], run: Callable[[argparse.Namespace], int], name: str
+) -> Callable[..., int]:
+    """Makes the entry point of a command, ``main(argv=None, program=name)``; see `run_command`.
 
-    def parsed(arguments: list[str]) -> int:
-        namespace = parser.parse(arguments)
-        # For messages that repeat the command.
-        namespace.command = shlex.join([*parser.prog.split(), *arguments])
-        # Its import takes as long as JAX's.
-        from jaxllm.common.precision import matmul_precision
+    Args:
+        make_parser: makes the parser of a program of this name.
+        run: runs the command on the arguments that the parser reads.
+    """
 
-        with matmul_precision(getattr(namespace, "matmul_precision", None)):
-            return run(namespace)
+    def main(argv: Sequence[str] | None = None, program: str = name) -> int:
+        parser = make_parser(program)
 
-    return run_command(parsed, parser.prog, argv)
+        def parsed(arguments: list[str]) -> int:
+            namespace = parser.parse(arguments)
+            # For messages that repeat the command.
+            namespace.command = shlex.join([*program.split(), *arguments])
+            # Its import takes as long as JAX's.
+            from jaxllm.common.precision import matmul_precision
+
+            with matmul_precision(getattr(namespace, "matmul_precision", None)):
+                return run(namespace)
+
+        return run_command(parsed, program, argv)
+
+    return main
 
 
 def _exit_code(command: Callable[[list[str]], int], program: str, arguments: list[str]) -> int:
     try:
         with warnings.catch_warnings(), signals.giving_way():
-            warnings.showwarning = _warn(program)
+            warnings.showwarning = lambda message, *_, **__: print(
+                f"{program}: warning: {one_line(str(message))}", file=sys.stderr
+            )
             code = command(arguments)
         sys.stdout.flush()
         return code
-    except JaxLLMError as error:
-        if "--debug" in arguments:
-            traceback.print_exc()
-        print_error(program, str(error))
-        if not signals.leave():  # JAX would wait for minutes for the other processes
-            sys.stdout.flush()
-            os._exit(USAGE_ERROR)
-        return USAGE_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         close_stdout()
         return BROKEN_PIPE
-    except (RuntimeError, AssertionError):
-        message = backend_failure()
+    except (JaxLLMError, RuntimeError, AssertionError, OSError) as failure:
+        message = _explained(failure)
         if message is None:
             raise
         if "--debug" in arguments:
             traceback.print_exc()
-        print_error(program, message)
-        return USAGE_ERROR
-    except OSError as failure:
-        if failure.errno in _NAMED and failure.filename is not None:
-            print_error(program, f"{failure.filename}: {failure.strerror}")
-            return USAGE_ERROR
-        if is_folder_gone():
-            print_error(program, "the current folder has been removed; change to another one")
-            return USAGE_ERROR
-        if failure.errno not in FULL:
-            raise
-        close_stdout()
-        where = f"{failure.filename}: " if failure.filename else ""
-        print_error(program, f"{where}nothing more can be written ({failure.strerror})")
+        # stderr may be closed or full, too.
+        with contextlib.suppress(OSError):
+            print(f"{program}: error: {one_line(message)}", file=sys.stderr, flush=True)
+        # JAX would wait for minutes for the other processes.
+        if isinstance(failure, JaxLLMError) and not signals.leave():
+            sys.stdout.flush()
+            os._exit(USAGE_ERROR)
         return USAGE_ERROR
 
 
-def is_folder_gone() -> bool:
-    """True if the current folder, to which paths are relative, has been removed."""
+def _explained(failure: Exception) -> str | None:
+    """What the user can correct after a failure; None if it is a bug."""
+    if isinstance(failure, JaxLLMError):
+        return str(failure)
+    if not isinstance(failure, OSError):
+        return backend_failure()
+    if failure.errno in _NAMED and failure.filename is not None:
+        return f"{failure.filename}: {failure.strerror}"
     try:
-        os.getcwd()
+        os.getcwd()  # to which paths are relative
     except FileNotFoundError:
-        return True
-    return False
+        return "the current folder has been removed; change to another one"
+    if failure.errno not in FULL:
+        return None
+    close_stdout()
+    where = f"{failure.filename}: " if failure.filename else ""
+    return f"{where}nothing more can be written ({failure.strerror})"
 
 
 def backend_failure() -> str | None:
@@ -187,12 +227,6 @@ def backend_failure() -> str | None:
         reason = str(failure) or "there is none of this platform"
         return f"JAX_PLATFORMS={jax.config.jax_platforms or ''}: JAX has no device: {reason}"
     return None
-
-
-def print_error(program: str, message: str) -> None:
-    """Prints a message on one line of stderr, unless that is closed or full, too."""
-    with contextlib.suppress(OSError):
-        print(f"{program}: error: {one_line(message)}", file=sys.stderr, flush=True)
 
 
 def close_stdout() -> None:
@@ -209,20 +243,6 @@ def one_line(message: str) -> str:
     """
     line = " ".join(message.split("\n"))
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
-
-
-def _warn(program: str) -> Callable[..., None]:
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        print(f"{program}: warning: {one_line(str(message))}", file=sys.stderr)
-
-    return show
 
 
 def open_missing_streams() -> None:

@@ -8,23 +8,20 @@ import contextlib
 import math
 import re
 import socket
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from jaxllm.cli.devices import local_mesh, mesh_sizes
+from jaxllm.cli.devices import add_mesh_flag, local_mesh
 from jaxllm.cli.options import (
-    add_compile_cache_flags,
     add_field_flags,
     add_model,
     add_model_flags,
     generation_fields,
-    keep_programs,
     load_named,
 )
-from jaxllm.cli.process import Parser, run_parsed, signals
+from jaxllm.cli.process import Flags, Parser, add_flags, command, signals
 from jaxllm.common.compiling import CompileClock
-from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError, quoted
+from jaxllm.common.errors import InputError, MissingFileError, quoted
 from jaxllm.common.files import expanded, read_text
 from jaxllm.common.optional_packages import require
 from jaxllm.common.progress import PLAIN_SECONDS, Reporter
@@ -42,11 +39,51 @@ examples:
   jaxllm serve google-t5/t5-small --port 9000 --slots 32
   jaxllm serve path/to/model --host 0.0.0.0 --api-keys keys.txt
 """
-
-
-def main(argv: Sequence[str] | None = None, program: str = "jaxllm serve") -> int:
-    """Entry point; returns the exit code."""
-    return run_parsed(_parser(program), _run, argv)
+_ENGINE_FLAGS: Flags = {
+    "--slots N": "the number of sequences that are decoded at once (default: chosen by memory)",
+    "--memory MEMORY": "the memory to use on each device, such as 12GB",
+    "--context TOKENS": "the tokens of a prompt and its answer together (at most 2048)",
+    "--queue-size N": {
+        "default": DEFAULT_QUEUE_SIZE,
+        "help": f"the number of sequences that may wait; more are refused with status 429 "
+        f"({DEFAULT_QUEUE_SIZE})",
+    },
+    "--steps-per-call N": {"default": 4, "help": "the tokens that a stream sends at once (4)"},
+    "--kept-prefixes N": "the number of common beginnings of prompts, such as system prompts, "
+    "whose KV cache is kept (4)",
+    "--embeddings": {
+        "choices": ("mean", "last"),
+        "help": "also serve /v1/embeddings, as the mean over all tokens or the last token's",
+    },
+}
+"""Options of the engine, for `add_flags`."""
+_HTTP_FLAGS: Flags = {
+    "--host HOST": {"default": "127.0.0.1", "help": "the address to listen on (127.0.0.1)"},
+    "--port N": {"default": 8000, "help": "the port to listen on; 0 takes a free one (8000)"},
+    "--api-keys FILE": {
+        "type": expanded,
+        "help": "a file with the keys of clients, one on each line",
+    },
+    "--cors-origin ORIGIN": {
+        "action": "append",
+        "default": [],
+        "help": "a web origin whose pages may call the server; may be repeated (none)",
+    },
+    "--max-body BYTES": {"default": 4 * 2**20, "help": "the largest body of a request (4 MiB)"},
+    "--client-seconds S": {
+        "default": 30.0,
+        "help": "the seconds in which a client must send its headers, and then its body (30)",
+    },
+    "--request-seconds S": {
+        "default": 600.0,
+        "help": "the longest time of a request, in seconds (600)",
+    },
+    "--drain-seconds S": {
+        "default": 60.0,
+        "help": "the seconds that running requests have to finish after SIGTERM (60)",
+    },
+}
+"""Options of HTTP, for `add_flags`."""
 
 
 def _parser(program: str) -> Parser:
@@ -61,105 +98,11 @@ def _parser(program: str) -> Parser:
         "--served-model-name", metavar="NAME", help="the name of the model in requests"
     )
     add_model_flags(parser)
-    parser.add_argument(
-        "--mesh",
-        type=mesh_sizes,
-        metavar="SIZES",
-        help="shard the model over the devices, such as data=2,tensor=4",
-    )
-    engine = parser.add_argument_group("engine")
-    engine.add_argument(
-        "--slots",
-        type=int,
-        help="the number of sequences that are decoded at once (default: chosen by memory)",
-    )
-    engine.add_argument("--memory", help="the memory to use on each device, such as 12GB")
-    engine.add_argument(
-        "--context",
-        type=int,
-        metavar="TOKENS",
-        help="the tokens of a prompt and its answer together (at most 2048)",
-    )
-    engine.add_argument(
-        "--queue-size",
-        type=int,
-        default=DEFAULT_QUEUE_SIZE,
-        metavar="N",
-        help=f"the number of sequences that may wait; more are refused with status 429 "
-        f"({DEFAULT_QUEUE_SIZE})",
-    )
-    engine.add_argument(
-        "--steps-per-call",
-        type=int,
-        default=4,
-        metavar="N",
-        help="the tokens that a stream sends at once (4)",
-    )
-    engine.add_argument(
-        "--kept-prefixes",
-        type=int,
-        metavar="N",
-        help="the number of common beginnings of prompts, such as system prompts, whose KV cache "
-        "is kept (4)",
-    )
-    engine.add_argument(
-        "--embeddings",
-        choices=("mean", "last"),
-        help="also serve /v1/embeddings, as the mean over all tokens or the last token's",
-    )
-    _add_http_flags(parser)
+    add_mesh_flag(parser)
+    add_flags(parser.add_argument_group("engine"), _ENGINE_FLAGS)
+    add_flags(parser.add_argument_group("HTTP"), _HTTP_FLAGS)
     add_field_flags(parser, in_server=True)
-    add_compile_cache_flags(parser)
     return parser
-
-
-def _add_http_flags(parser: argparse.ArgumentParser) -> None:
-    http = parser.add_argument_group("HTTP")
-    http.add_argument("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1)")
-    http.add_argument(
-        "--port", type=int, default=8000, help="the port to listen on; 0 takes a free one (8000)"
-    )
-    http.add_argument(
-        "--api-keys",
-        type=expanded,
-        metavar="FILE",
-        help="a file with the keys of clients, one on each line",
-    )
-    http.add_argument(
-        "--cors-origin",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="a web origin whose pages may call the server; may be repeated (none)",
-    )
-    http.add_argument(
-        "--max-body",
-        type=int,
-        default=4 * 2**20,
-        metavar="BYTES",
-        help="the largest body of a request (4 MiB)",
-    )
-    http.add_argument(
-        "--client-seconds",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="the seconds in which a client must send its headers, and then its body (30)",
-    )
-    http.add_argument(
-        "--request-seconds",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="the longest time of a request, in seconds (600)",
-    )
-    http.add_argument(
-        "--drain-seconds",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="the seconds that running requests have to finish after SIGTERM (60)",
-    )
 
 
 def api_keys(path: Path | None) -> tuple[bytes, ...] | None:
@@ -274,8 +217,8 @@ def _state(arguments: argparse.Namespace, keys: tuple[bytes, ...] | None) -> Ser
     from jaxllm.serve.text_worker import TextWorker
 
     reporter = Reporter()
-    keep_programs(arguments, reporter)
-    model, tokenizer = _load(arguments, reporter)
+    mesh = local_mesh(arguments)
+    model, tokenizer = load_named(arguments, mesh, reporter, needs_tokenizer="a server")
     engine = AsyncEngine(
         model,
         tokenizer,
@@ -307,8 +250,4 @@ def _state(arguments: argparse.Namespace, keys: tuple[bytes, ...] | None) -> Ser
     )
 
 
-def _load(arguments: argparse.Namespace, reporter: Reporter) -> tuple[Any, Any]:
-    model, tokenizer = load_named(arguments, local_mesh(arguments), reporter)
-    if tokenizer is None:
-        raise UnsupportedError(f"{arguments.model}: has no tokenizer files, which a server needs")
-    return model, tokenizer
+main = command(_parser, _run, "jaxllm serve")

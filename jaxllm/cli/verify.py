@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from jaxtyping import Float
 from jaxllm import load
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.cli.options import add_adapter_flag, add_model
-from jaxllm.cli.process import Parser, run_parsed
+from jaxllm.cli.process import Parser, command
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.common.hardware import device_report
 from jaxllm.common.optional_packages import require
@@ -86,11 +85,6 @@ def distance(
 def _log_softmax(x: Float[np.ndarray, "T V"]) -> Float[np.ndarray, "T V"]:
     shifted = x - x.max(-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-
-
-def main(argv: Sequence[str] | None = None, program: str = "jaxllm verify") -> int:
-    """Entry point; returns 0 within the tolerance, 1 beyond it, 2 for an error."""
-    return run_parsed(_parser(program), _run, argv)
 
 
 def _parser(program: str) -> Parser:
@@ -258,3 +252,7 @@ def _outputs(result: Any) -> Float[np.ndarray, "T V"]:
     logits = getattr(result, "logits", None)
     x = np.asarray(result.last_hidden_state if logits is None else logits)
     return x.reshape(-1, x.shape[-1])
+
+
+main = command(_parser, _run, "jaxllm verify")
+"""Returns 0 within the tolerance, 1 beyond it, 2 for an error."""

@@ -57,28 +57,24 @@ class Reporter:
     """
 
     def __init__(self, *, quiet: bool = False, least_seconds: float = 0.0) -> None:
-        self._console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+        self.console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
         self._least_seconds = least_seconds
         # Not in a notebook: rich needs ipywidgets there, and leaves an empty output for each line.
-        self._is_animated = self._console.is_terminal
+        self._is_animated = self.console.is_terminal
         self._spinner: Progress | None = None
         self.compile_seconds = 0.0
         """Seconds of compiling that were reported, beside those of phases."""
-
-    @property
-    def console(self) -> Console:
-        return self._console
 
     def table(self, lines: Sequence[tuple[str, str]]) -> None:
         """Prints names and values in two columns."""
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         for name, value in lines:
             table.add_row(Text(name, style="dim"), Text(value))
-        self._console.print(table)
+        self.console.print(table)
 
     def say(self, line: str) -> None:
         """Prints one line, without markup."""
-        self._console.print(line, markup=False, style="dim")
+        self.console.print(line, markup=False, style="dim")
 
     @contextlib.contextmanager
     def phase(
@@ -121,7 +117,7 @@ class Reporter:
         if self._spinner is None:
             columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False))
             self._spinner = Progress(
-                *columns, TimeElapsedColumn(), console=self._console, transient=True
+                *columns, TimeElapsedColumn(), console=self.console, transient=True
             )
             self._spinner.disable = not self._is_animated
             self._spinner.start()

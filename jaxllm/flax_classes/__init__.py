@@ -7,40 +7,24 @@ dropout_rng=rng)`` and ``model.generate(..., params=params, prng_key=key)`` take
 calls the models of `jaxllm` themselves, which are their own parameters.
 """
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
-from jaxllm import models
+from collections.abc import Mapping
+from os import PathLike
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxllm import auto, models
 from jaxllm.auto import AutoConfig, AutoTokenizer
-from jaxllm.flax_classes.base import FlaxBeamSearchOutput, FlaxPreTrainedModel
-from jaxllm.flax_classes.families import (
-    FlaxAutoModel,
-    FlaxAutoModelForCausalLM,
-    FlaxAutoModelForSeq2SeqLM,
-    FlaxBartForConditionalGeneration,
-    FlaxBloomForCausalLM,
-    FlaxBloomModel,
-    FlaxGemmaForCausalLM,
-    FlaxGemmaModel,
-    FlaxGPT2LMHeadModel,
-    FlaxGPT2Model,
-    FlaxGPTJForCausalLM,
-    FlaxGPTJModel,
-    FlaxGPTNeoForCausalLM,
-    FlaxGPTNeoModel,
-    FlaxLlamaForCausalLM,
-    FlaxLlamaModel,
-    FlaxMarianMTModel,
-    FlaxMBartForConditionalGeneration,
-    FlaxMistralForCausalLM,
-    FlaxMistralModel,
-    FlaxOPTForCausalLM,
-    FlaxOPTModel,
-    FlaxPegasusForConditionalGeneration,
-    FlaxT5EncoderModel,
-    FlaxT5ForConditionalGeneration,
-    FlaxXGLMForCausalLM,
-    FlaxXGLMModel,
+from jaxllm.common.errors import InputError
+from jaxllm.flax_classes.base import (
+    FlaxBeamSearchOutput,
+    FlaxPreTrainedModel,
+    dropout_key,
+    loaded,
 )
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models import (
@@ -62,6 +46,163 @@ from jaxllm.models import (
     XGLMConfig,
     shift_tokens_right,
 )
+from jaxllm.models.config import ModelConfig
+from jaxllm.models.model import base_output
+from jaxllm.models.outputs import BaseOutput
+
+
+class FlaxGPT2Model(FlaxPreTrainedModel): ...
+
+
+class FlaxGPT2LMHeadModel(FlaxPreTrainedModel): ...
+
+
+class FlaxLlamaModel(FlaxPreTrainedModel): ...
+
+
+class FlaxLlamaForCausalLM(FlaxPreTrainedModel): ...
+
+
+class FlaxMistralModel(FlaxPreTrainedModel): ...
+
+
+class FlaxMistralForCausalLM(FlaxPreTrainedModel): ...
+
+
+class FlaxGemmaModel(FlaxPreTrainedModel): ...
+
+
+class FlaxGemmaForCausalLM(FlaxPreTrainedModel): ...
+
+
+class FlaxOPTModel(FlaxPreTrainedModel): ...
+
+
+class FlaxOPTForCausalLM(FlaxPreTrainedModel): ...
+
+
+class FlaxGPTNeoModel(FlaxPreTrainedModel): ...
+
+
+class FlaxGPTNeoForCausalLM(FlaxPreTrainedModel): ...
+
+
+class FlaxGPTJModel(FlaxPreTrainedModel): ...
+
+
+class FlaxGPTJForCausalLM(FlaxPreTrainedModel): ...
+
+
+class FlaxBloomModel(FlaxPreTrainedModel): ...
+
+
+class FlaxBloomForCausalLM(FlaxPreTrainedModel): ...
+
+
+class FlaxT5EncoderModel(FlaxPreTrainedModel):
+    _positional = ("input_ids", "attention_mask")
+
+
+class FlaxT5ForConditionalGeneration(FlaxPreTrainedModel):
+    _positional = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
+
+    def encode(
+        self,
+        input_ids: Int[Array | np.ndarray, "B E"],
+        attention_mask: Int[Array | np.ndarray, "B E"] | None = None,
+        *,
+        params: Mapping[str, Any] | None = None,
+        dropout_rng: Array | None = None,
+        train: bool = False,
+        **records: Any,
+    ) -> BaseOutput:
+        """The encoder's output: `last_hidden_state` [B, E, D]."""
+        model = self._bind(params)
+        inputs = model.inputs(input_ids, None, attention_mask, None)
+        key = dropout_key(dropout_rng, train)
+        return base_output(model.encode(inputs.input_ids, inputs.mask, key=key, **_true(records)))
+
+    def decode(
+        self,
+        decoder_input_ids: Int[Array | np.ndarray, "B T"],
+        encoder_outputs: BaseOutput | tuple[Float[Array, "B E D"], ...],
+        encoder_attention_mask: Int[Array | np.ndarray, "B E"] | None = None,
+        decoder_attention_mask: Int[Array | np.ndarray, "B T"] | None = None,
+        **options: Any,
+    ) -> Any:
+        """The decoder's output for what `encode` returned; `options` are those of a call."""
+        states = encoder_outputs[0] if isinstance(encoder_outputs, tuple) else encoder_outputs
+        return self(
+            None,
+            encoder_attention_mask,
+            decoder_input_ids,
+            decoder_attention_mask,
+            encoder_outputs=states,
+            **options,
+        )
+
+
+class FlaxBartForConditionalGeneration(FlaxT5ForConditionalGeneration): ...
+
+
+class FlaxMarianMTModel(FlaxT5ForConditionalGeneration): ...
+
+
+class FlaxMBartForConditionalGeneration(FlaxT5ForConditionalGeneration): ...
+
+
+class FlaxPegasusForConditionalGeneration(FlaxT5ForConditionalGeneration): ...
+
+
+class FlaxXGLMModel(FlaxPreTrainedModel): ...
+
+
+class FlaxXGLMForCausalLM(FlaxPreTrainedModel): ...
+
+
+class _FlaxAuto:
+    """Base of the Auto classes, which have no instances."""
+
+    auto_class: ClassVar[Any]
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_hub_id: str | PathLike[str],
+        *,
+        dtype: DTypeLike = "float32",
+        _do_init: bool = True,
+        **options: Any,
+    ) -> Any:
+        """Loads a checkpoint as its family's Flax class."""
+        model_class = cls.auto_class.model_class
+        return loaded(cls, model_class, path_or_hub_id, dtype, _do_init, options)
+
+    @classmethod
+    def from_config(cls, config: ModelConfig, **options: Any) -> Any:
+        """A model with random weights; `options` are `seed` and `dtype`."""
+        return FlaxPreTrainedModel.from_model(cls.auto_class.from_config(config, **options))
+
+
+class FlaxAutoModel(_FlaxAuto):
+    auto_class = auto.AutoModel
+
+
+class FlaxAutoModelForCausalLM(_FlaxAuto):
+    auto_class = auto.AutoModelForCausalLM
+
+
+class FlaxAutoModelForSeq2SeqLM(_FlaxAuto):
+    auto_class = auto.AutoModelForSeq2SeqLM
+
+
+def _true(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options without those that are None or `return_dict=True`."""
+    asked = {name: value for name, value in options.items() if value is not None}
+    if asked.pop("return_dict", True) is not True:
+        raise InputError("return_dict: give True; out.to_tuple() is the tuple")
+    return asked
+
 
 FlaxMT5EncoderModel = FlaxT5EncoderModel
 FlaxMT5ForConditionalGeneration = FlaxT5ForConditionalGeneration

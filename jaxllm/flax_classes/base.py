@@ -1,9 +1,15 @@
-"""Base of the Flax classes: a model, and its parameters beside it."""
+"""Base of the Flax classes: a model, and its parameters beside it.
+
+The parameters are a nested dict with the names and layouts of transformers' Flax classes. Scripts
+read this tree: masks of weight decay look for ``("ln_f", "scale")``, partition rules for ``("q",
+"kernel")``. It is computed from the weight table of the family, whose tensor names the Flax classes
+share but for the last part.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,22 +18,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
-from jaxllm.common.errors import InputError
-from jaxllm.flax_classes.params import (
-    copy_of_tree,
-    flax_params,
-    same_arrays,
-    with_flax_params,
-)
+from jaxllm import models
+from jaxllm.common.errors import InputError, quoted
 from jaxllm.generation.call.output import GenerateOutput
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.model import Card, LanguageModel, Model
 from jaxllm.models.outputs import ModelOutput
 from jaxllm.models.pretrained import pretrained
+from jaxllm.models.registry import FAMILIES
+from jaxllm.models.weights import Entry, is_quantized, parameters, with_parameters
 
 _ATTRIBUTES = {
     "init_cache": "use model.module.init_cache(batch, capacity), and model.module(..., cache=...)",
@@ -36,6 +40,8 @@ _ATTRIBUTES = {
 }
 """Attributes that are others here, or none: what to write now."""
 _NO_PARAMS = "params: the model was made with _do_init=False: give params= to each call"
+TreePath = tuple[str, ...]
+_EMBEDDINGS = ("embed.weight", "positions.weight", "shared.weight", "table.weight")
 DEFAULT_MAX_LENGTH = 20
 """Columns of a result, prompt included, where neither call nor checkpoint sets a length."""
 
@@ -54,6 +60,8 @@ class FlaxBeamSearchOutput(ModelOutput):
 class FlaxPreTrainedModel:
     """A model, and its parameters beside it; base of the Flax classes.
 
+    A class is named ``Flax`` and the name of the class of `jaxllm.models` that it wraps.
+
     Args:
         config: the family's config.
         input_shape: not needed, since parameters do not depend on it.
@@ -66,6 +74,11 @@ class FlaxPreTrainedModel:
     main_input_name: ClassVar[str] = "input_ids"
     _positional: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask", "position_ids")
     """Names of the positional arguments of a call."""
+
+    def __init_subclass__(cls) -> None:
+        wrapped = cls.__name__.removeprefix("Flax")
+        if wrapped in models.__all__:  # a script's own subclass keeps that of its base
+            cls.model_class = getattr(models, wrapped)
 
     def __init__(
         self,
@@ -92,6 +105,7 @@ class FlaxPreTrainedModel:
         has_weights = all(isinstance(x, jax.Array) for x in jax.tree.leaves(model))
         self._bound: Any = model if has_weights else None
         self._params: Mapping[str, Any] | None = None
+        # In dicts of its own: a caller may change those of `params` in place.
         self._bound_params: Mapping[str, Any] | None = None
 
     @classmethod
@@ -149,13 +163,13 @@ class FlaxPreTrainedModel:
                 raise InputError(_NO_PARAMS)
             with jax.ensure_compile_time_eval():  # the first who asks may be in a jax.jit
                 self._params = flax_params(self._bound)
-            self._bound_params = copy_of_tree(self._params)
+            self._bound_params = jax.tree.map(lambda x: x, self._params)
         return self._params
 
     @params.setter
     def params(self, params: Mapping[str, Any]) -> None:
         self._bound, self._params = with_flax_params(self._structure, params), params
-        self._bound_params = copy_of_tree(params)
+        self._bound_params = jax.tree.map(lambda x: x, params)
 
     def _bind(self, params: Mapping[str, Any] | None) -> Any:
         """The model of jaxllm with `params`; None: with its own, also if changed in place."""
@@ -346,3 +360,90 @@ def _cast(params: Mapping[str, Any], dtype: DTypeLike, mask: Any) -> Any:
     return jax.tree.map(
         cast, params, jax.tree.map(lambda _: True, params) if mask is None else mask
     )
+
+
+def flax_params(model: Model[Any]) -> dict[str, Any]:
+    """The model's parameters as the tree of transformers' Flax class."""
+    own = parameters(model)
+    return unflatten_dict(
+        {
+            path: _join(entry, [own[name] for name in entry.parameters])
+            for path, entry in _entries(model).items()
+        }
+    )
+
+
+def with_flax_params(model: Model[Any], params: Mapping[str, Any]) -> Any:
+    """A copy of the model with the parameters of `flax_params`; arrays may be traced."""
+    entries = _entries(model)
+    if not isinstance(params, Mapping):
+        raise InputError(f"params: expected a nested dict of arrays, found {quoted(params)}")
+    flat: dict[TreePath, Any] = dict(flatten_dict(params))
+    for problem, paths in (("missing", entries.keys() - flat), ("unknown", flat.keys() - entries)):
+        if paths:
+            names = sorted("/".join(map(str, path)) for path in paths)
+            raise InputError(f"params: {problem}: {', '.join(names[:3])} ({len(names)} in all)")
+    own = parameters(model)
+    changed: dict[str, Array] = {}
+    for path, entry in entries.items():
+        values = _split(entry, jnp.asarray(flat[path]))
+        for name, value in zip(entry.parameters, values, strict=True):
+            if value.shape != own[name].shape:
+                raise InputError(
+                    f"params: {'/'.join(path)} has shape {flat[path].shape}, which does not fit"
+                    f" {name} {own[name].shape}"
+                )
+            changed[name] = value
+    return with_parameters(model, changed)
+
+
+def same_arrays(first: Any, second: Any) -> bool:
+    """True for trees of the very same arrays."""
+    leaves, structure = jax.tree.flatten(first)
+    others, other = jax.tree.flatten(second)
+    return structure == other and all(a is b for a, b in zip(leaves, others, strict=True))
+
+
+def _entries(model: Model[Any]) -> dict[TreePath, Entry]:
+    """Entries of the family's weight table by their paths in the tree."""
+    if is_quantized(model):
+        raise InputError("params: the weights are quantized; load the model without quantize=")
+    own = parameters(model)
+    family = next(each for each in FAMILIES.values() if each.config is type(model.config))
+    table = family.table(model.config)
+    headless = type(model).__name__ in family.parts
+    prefix = table.prefix if headless else ""
+    return {
+        tuple(_path(entry, own, entry.tensor.removeprefix(prefix))): entry
+        for entry in table.for_model(own)
+    }
+
+
+def _path(entry: Entry, own: Mapping[str, Any], tensor: str) -> Iterator[str]:
+    """The parts of a tensor's name, the last one by Flax's names."""
+    *modules, leaf = tensor.split(".")
+    yield from modules
+    first = entry.parameters[0]
+    if leaf != "weight":
+        yield leaf
+    elif first.endswith(_EMBEDDINGS):
+        yield "embedding"
+    elif own[first].ndim == 2:
+        yield "kernel"
+    else:  # LayerNorm has a scale and a bias, RMSNorm one weight
+        yield "scale" if first.removesuffix("weight") + "bias" in own else "weight"
+
+
+def _is_dense(entry: Entry, ndim: int) -> bool:
+    """Whether Flax's kernel is [in, out]: that of a Dense. GPT-2's Conv1D is [out, in], as ours."""
+    return ndim == 2 and not entry.transposed and not entry.parameters[0].endswith(_EMBEDDINGS)
+
+
+def _join(entry: Entry, values: list[Shaped[Array, " ..."]]) -> Shaped[Array, " ..."]:
+    whole = entry.whole(jnp.concatenate(values) if len(values) > 1 else values[0])
+    return whole.T if _is_dense(entry, whole.ndim) else whole
+
+
+def _split(entry: Entry, whole: Shaped[Array, " ..."]) -> list[Shaped[Array, " ..."]]:
+    whole = whole.T if _is_dense(entry, whole.ndim) else whole
+    return entry.parts(whole)

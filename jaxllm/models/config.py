@@ -9,9 +9,9 @@ from collections.abc import Collection, Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
+from jaxllm.common import public
 from jaxllm.common.config_keys import describe_keys, unknown_keys, with_all_end_tokens
 from jaxllm.common.errors import ConfigError, UnsupportedError, quoted
-from jaxllm.common.public_names import public
 from jaxllm.models.config_checks import check_fields, coerce, spelled
 
 C = TypeVar("C", bound="ModelConfig")

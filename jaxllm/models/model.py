@@ -16,9 +16,8 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxllm.cache.attention_view import AttentionView, Branches
 from jaxllm.cache.kv_cache import Cache
-from jaxllm.common.arguments import checked, checks_flags
+from jaxllm.common.arguments import CALL, checked, checks_flags, drop_renamed
 from jaxllm.common.errors import InputError, quoted
-from jaxllm.common.renamed_arguments import CALL, drop_renamed
 from jaxllm.models.config import ModelConfig, check_token_ids
 from jaxllm.models.outputs import BaseOutput, DecodeOutput
 from jaxllm.models.pretrained import Generates, Pretrained

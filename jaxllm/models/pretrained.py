@@ -13,17 +13,17 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxllm.common.arguments import checked
-from jaxllm.common.errors import InputError
-from jaxllm.common.public_names import public
-from jaxllm.common.renamed_arguments import (
+from jaxllm.common import public
+from jaxllm.common.arguments import (
     ATTRIBUTES,
     CALL,
     FROM_PRETRAINED,
     GENERATE,
     SAVE_PRETRAINED,
+    checked,
     drop_renamed,
 )
+from jaxllm.common.errors import InputError
 from jaxllm.models.build_options import Options
 from jaxllm.models.config import ModelConfig
 

@@ -1,16 +1,23 @@
-"""Abstract models: shapes, dtypes and shardings from config.json alone, without weights."""
+"""Abstract models: shapes, dtypes and shardings from config.json alone, without weights.
+
+`read_shares` says what a traced program reads of its arguments: all of an array, the rows that it
+gathers, or none. A decode step has the whole of T5 among its arguments, encoder and projections of
+the cross-attention's keys, and of an embedding that is not the head as well it takes the rows of a
+few tokens.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxllm.checkpoint.gguf.names import HFView
@@ -26,6 +33,14 @@ from jaxllm.models.model import Card, model_shapes
 from jaxllm.models.quantize import layer_formats, quantized_shapes
 from jaxllm.parallel.placement import mesh_of, put_tree
 from jaxllm.parallel.sharding import check_heads, check_mesh
+
+PARTS = ("gather", "dynamic_slice", "slice")
+"""Operations that read as many elements of their first operand as they return."""
+VIEWS = (
+    *("convert_element_type", "copy", "expand_dims", "optimization_barrier", "reshape"),
+    *("sharding_constraint", "squeeze", "transpose"),
+)
+"""Operations whose results are read in place of their operands."""
 
 
 @checks_flags
@@ -152,3 +167,82 @@ def device_bytes(tree: Any) -> int:
         return math.prod(shape) * (8 if is_key else np.dtype(x.dtype).itemsize) // half
 
     return sum(map(one, jax.tree.leaves(tree)))
+
+
+def is_used(jaxpr: core.Jaxpr, variable: Any) -> bool:
+    """True if an operation of the program has the variable among its operands.
+
+    Others are no arguments of the compiled program.
+    """
+    return any(variable is operand for eqn in jaxpr.eqns for operand in eqn.invars)
+
+
+def read_shares(jaxpr: core.Jaxpr, variables: Sequence[Any]) -> list[float]:
+    """Shares of the arrays' elements, 0 to 1, that one run of a program reads.
+
+    Loops count as one iteration, since the step of a decode loop is one, and of a conditional's
+    branches counts the one that reads most.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def step(table, matrix, other, ids):
+    ...     return jax.jit(lambda table, other, x: table[ids] @ x)(table, other, matrix)
+    >>> arrays = jnp.ones((100, 4)), jnp.ones((4, 8)), jnp.ones((4, 8)), jnp.array([3, 5])
+    >>> jaxpr = jax.make_jaxpr(step)(*arrays).jaxpr
+    >>> read_shares(jaxpr, jaxpr.invars[:3])
+    [0.02, 1.0, 0.0]
+    """
+    shares = dict.fromkeys(variables, 0.0)
+    # Of a result that is a view: the variable that it shows. None: the array itself.
+    shown = {variable: variable for variable in variables}
+    for eqn in jaxpr.eqns:
+        operands = [None if isinstance(x, core.Literal) else shown.get(x) for x in eqn.invars]
+        if not any(operand is not None for operand in operands):
+            continue
+        if eqn.primitive.name in VIEWS:
+            outputs = zip(eqn.outvars, operands, strict=True)
+            shown |= {out: x for out, x in outputs if x is not None}
+            continue
+        for operand, share in zip(operands, operand_shares(eqn), strict=True):
+            if operand is not None:
+                shares[operand] = min(1.0, shares[operand] + share)
+    return [shares[variable] for variable in variables]
+
+
+def with_experts(shares: Iterable[float], used: Iterable[float]) -> list[float]:
+    """The shares of parameters that a program reads, of which experts are read where they are used.
+
+    Args:
+        used: share that the program's tokens use (`jaxllm.models.expert_use`).
+    """
+    return [part if share and part < 1 else share for share, part in zip(shares, used, strict=True)]
+
+
+def operand_shares(eqn: core.JaxprEqn) -> list[float]:
+    """Share of each operand that an operation reads."""
+    count, parameters = len(eqn.invars), eqn.params
+    if eqn.primitive.name in PARTS:
+        result: Any = eqn.outvars[0].aval
+        operand: Any = eqn.invars[0].aval
+        return [min(1.0, result.size / max(operand.size, 1))] + [1.0] * (count - 1)
+    if eqn.primitive.name == "while":
+        first, second = parameters["cond_nconsts"], parameters["body_nconsts"]
+        condition = _all_shares(parameters["cond_jaxpr"])
+        body = _all_shares(parameters["body_jaxpr"])
+        # Both may read the same elements of what the loop carries.
+        carried = (min(1.0, a + b) for a, b in zip(condition[first:], body[second:], strict=True))
+        return [*condition[:first], *body[:second], *carried]
+    if eqn.primitive.name == "cond":
+        branches = [_all_shares(branch) for branch in parameters["branches"]]
+        return [1.0, *(max(shares) for shares in zip(*branches, strict=True))]
+    inner = [x for x in parameters.values() if isinstance(x, core.Jaxpr | core.ClosedJaxpr)]
+    if len(inner) == 1 and len(_open(inner[0]).invars) == count:
+        return _all_shares(inner[0])
+    return [1.0] * count
+
+
+def _all_shares(jaxpr: Any) -> list[float]:
+    return read_shares(_open(jaxpr), _open(jaxpr).invars)
+
+
+def _open(jaxpr: Any) -> Any:
+    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr

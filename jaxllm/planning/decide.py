@@ -26,10 +26,15 @@ from jaxllm.models.model import LanguageModel, Model
 from jaxllm.models.weights import parameters
 from jaxllm.parallel.placement import put_tree
 from jaxllm.parallel.sharding import FSDP, TENSOR, abstract_mesh, row_shards
-from jaxllm.planning.abstract import abstract_model, device_bytes, with_lora
+from jaxllm.planning.abstract import (
+    abstract_model,
+    device_bytes,
+    read_shares,
+    with_experts,
+    with_lora,
+)
 from jaxllm.planning.lower import BatchEngine, Workload, forward_flops
 from jaxllm.planning.topology import Chip, chip_and_count
-from jaxllm.planning.weight_reads import read_shares, with_experts
 from jaxllm.training.lora import is_trainable
 from jaxllm.training.monitor.flops import TokenCounts, model_flops
 

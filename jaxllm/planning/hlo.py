@@ -33,43 +33,19 @@ _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
 HLO_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8"}
 """HLO's names of the dtypes that a KV cache can have."""
 COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "ragged-all-to-all",
-    "reduce-scatter",
+    *("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute"),
+    *("ragged-all-to-all", "reduce-scatter"),
 )
-NO_KERNEL = frozenset(
-    (
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "bitcast",
-        "after-all",
-        "opt-barrier",
-        "partition-id",
-        "replica-id",
-        "while",
-        "conditional",
-        "call",
-    )
+NO_KERNEL = (
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
+    *("opt-barrier", "partition-id", "replica-id", "while", "conditional", "call"),
 )
 """Operations that launch nothing by themselves. Neither do those that end in ``-done``."""
 UNCOSTED = ("custom-call", "scatter", "sort", "topk")
-NO_WORK = frozenset(
-    (
-        "AllocateBuffer",
-        "AssumeGatherIndicesInBound",
-        "AsyncCollectiveDone",
-        "AsyncCollectiveStart",
-        "ConcatBitcast",
-        "GatherScatterIndicesBitpacked",
-        "Sharding",
-        "ZeroCrop",
-    )
+NO_WORK = (
+    *("AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone"),
+    *("AsyncCollectiveStart", "ConcatBitcast", "GatherScatterIndicesBitpacked", "Sharding"),
+    "ZeroCrop",
 )
 """Custom calls that compute nothing, or are counted as collectives."""
 RELAYOUTS = ("copy", "transpose", "copy-start")
@@ -425,21 +401,28 @@ def branch_cycles(module: Module, step: str) -> list[list[int]]:
 def array_copies(module: Module, arrays: Iterable[tuple[str, int]]) -> int:
     """Number of copies of certain arrays anywhere in the program, in a fusion or not.
 
-    A move between the memory spaces of a chip in the same layout is not counted: the compiler
-    fetches small arrays ahead of their use.
+    The source of such a copy is an array in memory. Inside of a fusion that is an operand of the
+    fusion, or what the fusion makes of the whole of one. A value that the fusion computes from
+    other arrays is written once, in the layout of its result, and not copied: so a GPU's prefill
+    writes keys and values into the cache. A move between the memory spaces of a chip in the same
+    layout is not counted either: the compiler fetches small arrays ahead of their use.
 
     Args:
         arrays: dtype and number of elements of each array.
     """
     counted = set(arrays)
+    every = (x for instructions in module.computations.values() for x in instructions)
+    fused = {name for x in every if x.opcode == "fusion" for name in x.called("calls")}
     count = 0
-    for instructions in module.computations.values():
-        types = {x.name: x.type for x in instructions}
+    for name, instructions in module.computations.items():
+        stored: dict[str, ArrayType] = {}
         for x in instructions:
-            if x.opcode not in RELAYOUTS or not x.operands:
+            result = next(iter(array_types(x.type)), None)
+            if result is None or (result.dtype, result.size) not in counted:
                 continue
-            result, source = array_types(x.type)[:1], array_types(types.get(x.operands[0], ""))[:1]
-            if result and source and (result[0].dtype, result[0].size) in counted:
-                moved = result[0].space != source[0].space
-                count += not (moved and result[0].layout == source[0].layout)
+            source = next((stored[operand] for operand in x.operands if operand in stored), None)
+            if source is not None or name not in fused or x.opcode == "parameter":
+                stored[x.name] = result
+            if source is not None and x.opcode in RELAYOUTS:
+                count += result.space == source.space or result.layout != source.layout
     return count

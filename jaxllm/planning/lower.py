@@ -30,7 +30,7 @@ from jaxllm.models.input_checks import MAX_IDS
 from jaxllm.models.model import LanguageModel, Model
 from jaxllm.nn.platform.decoding import steps_between_checks
 from jaxllm.parallel.field_axes import field_shardings
-from jaxllm.parallel.placement import put, put_tree
+from jaxllm.parallel.placement import put, put_everywhere, put_tree
 from jaxllm.parallel.sharding import batch_sharding, row_shards, use_mesh
 from jaxllm.planning.abstract import device_bytes, on_device, shapes_of
 from jaxllm.planning.topology import LoweredProgram, Target
@@ -134,7 +134,11 @@ def lower_decode(
     """The decode loop of `generate`."""
     request = abstract_request(target, workload, fields)
     state = decode_state(target, request)
-    max_length = target.everywhere(np.int32(request.max_length))
+    max_length = shapes_of(np.int32(request.max_length))
+    if target.mesh is None:
+        max_length = on_device(max_length, target.device)
+    else:
+        max_length = put_everywhere(max_length, target.mesh)
     model = program_model(target.model, request)
     with use_mesh(target.mesh):
         arguments = (request.strategy, model, state, request.settings, max_length)

@@ -21,7 +21,7 @@ from jaxllm.models.model import Model
 from jaxllm.parallel.sharding import make_mesh
 from jaxllm.planning import hlo
 from jaxllm.planning.abstract import abstract_model, with_lora
-from jaxllm.planning.decide import decide
+from jaxllm.planning.decide import Decision, decide
 from jaxllm.planning.lower import PROGRAMS, Workload, lower
 from jaxllm.planning.topology import Chip, LoweredProgram, Topology, find_topology
 
@@ -137,7 +137,7 @@ def plan(
     model: str | PathLike[str] | Mapping[str, Any],
     topology: str = "v5e:2x2",
     *,
-    mesh: Mapping[str, int] | str | None = None,
+    mesh: Mapping[str, int] | Decision | str | None = None,
     batch: int = 8,
     prompt: int = 512,
     new: int = 128,
@@ -160,7 +160,8 @@ def plan(
             ``"cpu"``, this machine's CPU.
         mesh: sizes of `jaxllm.make_mesh`, such as ``{"tensor": 8}``, over the first devices of the
             topology; axes that are not named are 1. None: one device. "auto": all devices, with the
-            best mesh of `decide` for generation, and `fsdp` for training.
+            best mesh of `decide` for generation, and `fsdp` for training. A `Decision` for this
+            model and topology: the same, without computing it again.
         batch: rows of prefill, decode loop and training step.
         prompt: tokens of a prompt, or of a row of the training step.
         new: new tokens of a row.
@@ -196,20 +197,21 @@ def plan(
     target_topology = find_topology(topology)
     lengths = {"batch": batch, "prompt": prompt, "new": new}
     meshes: dict[bool, Mapping[str, int] | None] = {}  # True: of the training step
-    if mesh == "auto" and target_topology.chip.memory_bytes is not None:
+    if isinstance(mesh, str) and mesh != "auto":
+        raise InputError(f"mesh: expected sizes of axes or 'auto', found {quoted(mesh)}")
+    if not isinstance(mesh, Decision | str):
+        meshes = dict.fromkeys((False, True), mesh)
+    elif target_topology.chip.memory_bytes is not None:
         meshes = {True: {"fsdp": len(target_topology.devices)}}
         if programs != ["train"]:
-            best = decide(model, topology, dtype=dtype, quantize=quantize, **lengths).best
-            if best is None:
+            if not isinstance(mesh, Decision):
+                mesh = decide(model, topology, dtype=dtype, quantize=quantize, **lengths)
+            if mesh.best is None:
                 raise InputError(
                     f"mesh: auto: the model generates on no mesh of {topology}: its weights do not "
                     "fit, or it is a model without generation, which has the program train only"
                 )
-            meshes[False] = best.mesh
-    elif not isinstance(mesh, str):
-        meshes = dict.fromkeys((False, True), mesh)
-    elif mesh != "auto":
-        raise InputError(f"mesh: expected sizes of axes or 'auto', found {quoted(mesh)}")
+            meshes[False] = mesh.best.mesh
     plans = []
     for name in programs:
         sizes_of_mesh = meshes.get(name == "train")

@@ -27,10 +27,14 @@ from jaxllm.common.errors import InputError, MissingExtraError, UnsupportedError
 from jaxllm.common.precision import chosen_precision
 from jaxllm.models.expert_use import used_shares
 from jaxllm.models.model import Model
-from jaxllm.parallel.placement import mesh_of, put_everywhere
+from jaxllm.parallel.placement import mesh_of
 from jaxllm.parallel.sharding import DATA, use_mesh
-from jaxllm.planning.abstract import device_bytes, on_device, shapes_of
-from jaxllm.planning.weight_reads import is_used, read_shares, with_experts
+from jaxllm.planning.abstract import (
+    device_bytes,
+    is_used,
+    read_shares,
+    with_experts,
+)
 
 GIB = 2**30
 KNOWN = (
@@ -327,13 +331,6 @@ class Target:
         )
         unplaced = jax.tree.map(lambda x: x.update(sharding=None), placed)
         return Target(placed, unplaced.with_card(model.checked_card("lower")), mesh, device)
-
-    def everywhere(self, tree: Any) -> Any:
-        """Shapes of arrays that every device holds whole."""
-        tree = shapes_of(tree)
-        return (
-            on_device(tree, self.device) if self.mesh is None else put_everywhere(tree, self.mesh)
-        )
 
     def lowered(
         self,

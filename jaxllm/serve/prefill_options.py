@@ -11,10 +11,10 @@ from jax.sharding import Mesh
 from jaxllm.batch.prompt_cache import prompt_cache_shapes
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import UnsupportedError
+from jaxllm.common.hardware import nbytes
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.models.decoder import GenerativeModel
-from jaxllm.parallel.device_memory import nbytes
 
 DEFAULT_CHUNK_SIZE = {"cpu": 256}
 DEFAULT_ACCELERATOR_CHUNK_SIZE = 512

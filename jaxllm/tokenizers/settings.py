@@ -21,8 +21,7 @@ from jaxllm.common.errors import (
     naming_file,
     quoted,
 )
-from jaxllm.common.files import check_not_placeholder, is_there
-from jaxllm.common.strict_json import parse_json
+from jaxllm.common.files import check_not_placeholder, is_there, parse_json
 from jaxllm.tokenizers.added_tokens import (
     AddedToken,
     parse_added_token,

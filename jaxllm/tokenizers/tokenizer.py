@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, TypedDict, Unpack, cast, overload
 
 import numpy as np
 
-from jaxllm.common.arguments import checked, checks_flags
+from jaxllm.common.arguments import checked, checks_flags, is_satisfied
 from jaxllm.common.errors import (
     InputError,
     TemplateError,
@@ -20,7 +20,6 @@ from jaxllm.common.errors import (
     listed,
     quoted,
 )
-from jaxllm.common.renamed_arguments import is_satisfied
 from jaxllm.tokenizers import chat_templates
 from jaxllm.tokenizers.batch import (
     FILLERS,

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Self
 import tokenizers
 
 from jaxllm.common.errors import JaxLLMError, TokenizerError
-from jaxllm.common.strict_json import parse_json
+from jaxllm.common.files import parse_json
 from jaxllm.tokenizers.added_tokens import AddedToken, parse_added_token, place_added_tokens
 from jaxllm.tokenizers.batch import PaddingSide, Span
 from jaxllm.tokenizers.settings import (

@@ -25,7 +25,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError, quoted, shortened
-from jaxllm.common.strict_json import parse_json
+from jaxllm.common.files import parse_json
 from jaxllm.tokenizers.added_tokens import AddedToken
 from jaxllm.tokenizers.sentencepiece_model import BPE, UNIGRAM, DecodeRules, SentencePieceModel
 from jaxllm.tokenizers.sentencepiece_tokenizers import SlowTokenizer

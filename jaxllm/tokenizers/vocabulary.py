@@ -10,10 +10,15 @@ from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, overload
 
-from jaxllm.common.arguments import checked, checked_list, checked_path, checks_flags
+from jaxllm.common.arguments import (
+    TOKENIZER_ATTRIBUTES,
+    checked,
+    checked_list,
+    checked_path,
+    checks_flags,
+)
 from jaxllm.common.errors import InputError, TokenizerError, naming_file, quoted
 from jaxllm.common.files import write_whole
-from jaxllm.common.renamed_arguments import TOKENIZER_ATTRIBUTES
 from jaxllm.tokenizers.added_tokens import MAX_ADDED_TOKEN_BYTES, AddedToken
 from jaxllm.tokenizers.settings import (
     FILE_NAMES,

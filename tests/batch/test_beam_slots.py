@@ -20,7 +20,7 @@ import jaxllm
 from jaxllm import BatchGenerator
 from jaxllm.batch import slot_pool as pools
 from jaxllm.common.compiling import CompileClock
-from jaxllm.parallel.device_memory import nbytes
+from jaxllm.common.hardware import nbytes
 
 SMALL = {
     "llama": {"num_hidden_layers": 1},

@@ -14,7 +14,7 @@ from jaxllm.batch.memory import memory_budget
 from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import RawRow
 from jaxllm.common.errors import InputError
-from jaxllm.parallel.device_memory import nbytes
+from jaxllm.common.hardware import nbytes
 
 MODEL = tiny.make("llama", num_hidden_layers=1, max_position_embeddings=4096)
 ROWS = [{"input_ids": [5, 6, 7], "max_new_tokens": 20 + i} for i in range(12)]

@@ -19,7 +19,7 @@ from jaxllm.checkpoint.gguf.reader import MAX_HEADER_BYTES as MAX_GGUF_HEADER
 from jaxllm.checkpoint.load import MAX_JSON_BYTES
 from jaxllm.checkpoint.peft import MAX_CONFIG_BYTES
 from jaxllm.checkpoint.safetensors import MAX_HEADER_BYTES
-from jaxllm.common.strict_json import MAX_VALUES
+from jaxllm.common.files import MAX_VALUES
 from jaxllm.tokenizers.added_tokens import MAX_ADDED_TOKENS
 from jaxllm.tokenizers.sentencepiece_model import MAX_PIECES, write_model
 from jaxllm.tokenizers.settings import MAX_FILE_BYTES

@@ -10,9 +10,9 @@ from paths import DATA
 import jaxllm
 from jaxllm.checkpoint import load_parameters
 from jaxllm.checkpoint.load_parameters import map_ahead, on_host
+from jaxllm.common import hardware
 from jaxllm.errors import InputError
 from jaxllm.models.weights import parameters
-from jaxllm.parallel import device_memory
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -70,7 +70,7 @@ def test_blocks_of_rows_are_quantized_alone(name: str, monkeypatch: pytest.Monke
 def test_more_weights_than_memory(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Named before any are read, which would end with the process killed by the system."""
     mesh = {"mesh": jaxllm.make_mesh(**options["mesh"])} if "mesh" in options else {}
-    monkeypatch.setattr(device_memory, "host_memory", lambda: 2000)
+    monkeypatch.setattr(hardware, "host_memory", lambda: 2000)
     monkeypatch.setattr(load_parameters, "Tensor", None)
     with pytest.raises(InputError, match=r"weights take .* kB, and there are 2.0 kB of memory"):
         jaxllm.load(DATA / "reference" / "tiny-gpt2", **{**options, **mesh})

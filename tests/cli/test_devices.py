@@ -13,7 +13,8 @@ from devices import environment, free_port, without_greetings
 from paths import ROOT
 
 from jaxllm.cli.devices import (
-    add_device_flags,
+    add_mesh_flag,
+    add_process_flags,
     join_processes,
     local_mesh,
     mesh_from_arguments,
@@ -26,7 +27,8 @@ LLAMA = ROOT / "tests" / "data" / "conformance" / "models" / "s_llama_tok"
 
 def parsed(*flags: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_device_flags(parser)
+    add_process_flags(parser)
+    add_mesh_flag(parser)
     return parser.parse_args(flags)
 
 

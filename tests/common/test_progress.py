@@ -151,12 +151,12 @@ def test_phases_do_not_count_compiling_again(
 def test_phases_share_a_display() -> None:
     """A terminal has room for one: an inner spinner joins the outer one's."""
     reporter = Reporter()
-    reporter._console = Console(file=io.StringIO(), force_terminal=True, highlight=False)
+    reporter.console = Console(file=io.StringIO(), force_terminal=True, highlight=False)
     reporter._is_animated = True
     with reporter.phase("outer"):
         with reporter.phase("inner"):
             pass
         with reporter.phase("inner again"):
             pass
-    text = reporter._console.file.getvalue()  # type: ignore[attr-defined]
+    text = reporter.console.file.getvalue()  # type: ignore[attr-defined]
     assert [name in text for name in ("outer", "inner: 0.0 s", "inner again: 0.0 s")] == [True] * 3

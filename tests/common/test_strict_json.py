@@ -3,7 +3,7 @@
 import pytest
 
 from jaxllm.common.errors import CheckpointError, ConfigError, MissingFileError
-from jaxllm.common.strict_json import parse_json, read_json
+from jaxllm.common.files import parse_json, read_json
 
 
 def test_reads_standard_json(tmp_path):

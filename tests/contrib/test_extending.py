@@ -119,7 +119,7 @@ def test_registration_names_what_is_wrong() -> None:
 def test_watermark_names_are_in_generation() -> None:
     from jaxllm import generation
 
-    assert generation.WatermarkDetector.__module__ == "jaxllm.contrib.watermark.detector"
+    assert generation.WatermarkDetector.__module__ == "jaxllm.contrib.watermark.green_list"
     assert "WatermarkingConfig" in dir(generation)
     assert all(hasattr(generation, name) for name in generation.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):

@@ -222,8 +222,8 @@ def test_command(folders: dict[str, Path], tmp_path: Path, capsys: pytest.Captur
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert error in err
     for arguments, error in [
-        (["--tasks", "a", "--stride", "4"], "--stride needs --perplexity"),
-        (["--perplexity", "a", "--limit", "4"], "--limit needs --tasks"),
+        (["--tasks", "a", "--stride", "4"], "--stride: needs --perplexity"),
+        (["--perplexity", "a", "--limit", "4"], "--limit: needs --tasks"),
     ]:
         assert eval_command.main([str(folders["llama"]), *arguments]) == 2
         assert error in capsys.readouterr().err

@@ -26,7 +26,7 @@ from jaxllm.models.lora import LoraConfig, add_lora, lora_layers, module_at
 from jaxllm.models.losses import load_balancing_loss
 from jaxllm.models.quantize import formats_of, quantize_model, with_matrices
 from jaxllm.models.weights import parameters, with_parameters
-from jaxllm.planning.weight_reads import with_experts
+from jaxllm.planning.abstract import with_experts
 from jaxllm.training.dpo import DPOLoss
 from jaxllm.training.evaluation import evaluate
 from jaxllm.training.losses import ROUTER_LOSS, CausalLoss

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import jaxllm
 from jaxllm.cli.main import main
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.planning import abstract_model, decide, find_topology
-from jaxllm.planning.topology import CHIPS
+from jaxllm.planning.topology import CHIPS, Topology
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -172,6 +174,29 @@ def test_the_command_says_what_to_do(tmp_path: Path, capsys: Any) -> None:
     assert "leave out --mesh" in capsys.readouterr().err
     assert main([*command, "--program", "decode"]) == 2
     assert "compiles no programs for A100 80GB" in capsys.readouterr().err
+
+
+def test_the_command_ranks_the_meshes_once(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(args[1])
+        return decide(*args, **options)
+
+    # This machine's CPU in place of a GPU, whose compiler may be missing.
+    described = Topology("h100", CHIPS["h100"], tuple(jax.devices("cpu")[:1]))
+    planner = sys.modules["jaxllm.planning.plan"]
+    monkeypatch.setattr(planner, "find_topology", lambda name: described)
+    for module in (planner, import_module("jaxllm.cli.plan")):
+        monkeypatch.setattr(module, "decide", counted)
+    (tmp_path / "config.json").write_text(json.dumps(tiny.CONFIGS["gpt2"]))
+    command = ["plan", str(tmp_path), "--topology", "h100", "--program", "decode", "--json"]
+    assert main([*command, "--batch", "2", "--prompt", "5", "--new", "3", "--slots", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert calls == ["h100"]
+    assert found["programs"][0]["mesh"] == found["decision"]["meshes"][0]["mesh"]
 
 
 def test_a_classifier_has_bounds_of_training_alone(tmp_path: Path, capsys: Any) -> None:

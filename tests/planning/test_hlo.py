@@ -134,6 +134,44 @@ def test_copies_of_the_cache_but_not_moves_between_memories(module: hlo.Module) 
     assert hlo.array_copies(same_layout, CACHE) == 0
 
 
+# A GPU's prefill: a fusion that pads and transposes keys into the cache, and one that transposes
+# the cache itself after an update.
+WRITES = """HloModule jit_prefill
+
+%written (keys: bf16[1,24,4,64]) -> bf16[4,48,64] {
+  %keys = bf16[1,24,4,64]{3,2,1,0} parameter(0)
+  %rows = bf16[24,4,64]{2,1,0} bitcast(%keys)
+  %zero = bf16[] constant(0)
+  %padded = bf16[48,4,64]{2,1,0} pad(%rows, %zero), padding=0_24x0_0x0_0
+  ROOT %turned = bf16[4,48,64]{2,1,0} transpose(%padded), dimensions={1,0,2}
+}
+
+%copied (cache: bf16[4,48,64], new: bf16[4,1,64], i: s32[]) -> bf16[48,4,64] {
+  %cache = bf16[4,48,64]{2,1,0} parameter(0)
+  %new = bf16[4,1,64]{2,1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %updated = bf16[4,48,64]{2,1,0} dynamic-update-slice(%cache, %new, %i, %i, %i)
+  ROOT %other = bf16[48,4,64]{2,1,0} transpose(%updated), dimensions={1,0,2}
+}
+
+ENTRY %main (k: bf16[1,24,4,64], n: bf16[4,1,64], j: s32[]) -> bf16[48,4,64] {
+  %k = bf16[1,24,4,64]{3,2,1,0} parameter(0)
+  %n = bf16[4,1,64]{2,1,0} parameter(1)
+  %j = s32[] parameter(2)
+  %kv = bf16[4,48,64]{2,1,0} fusion(%k), kind=kLoop, calls=%written
+  ROOT %last = bf16[48,4,64]{2,1,0} fusion(%kv, %n, %j), kind=kLoop, calls=%copied
+}
+"""
+
+
+def test_a_fusion_that_writes_computed_values_into_the_cache_copies_nothing() -> None:
+    cache = {("bfloat16", 4 * 48 * 64)}
+    assert hlo.array_copies(hlo.Module.parse(WRITES), cache) == 1
+    written = WRITES.replace("calls=%copied", "calls=%written")
+    only_written = written[: written.index("%copied")] + written[written.index("ENTRY") :]
+    assert hlo.array_copies(hlo.Module.parse(only_written), cache) == 0
+
+
 def test_a_program_without_loops_is_one_step() -> None:
     text = "ENTRY %main (x: f32[2]) -> f32[2] {\n  %x = f32[2]{0} parameter(0)\n"
     module = hlo.Module.parse(text + "  ROOT %y = f32[2]{0} negate(%x)\n}\n")

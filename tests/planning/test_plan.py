@@ -388,6 +388,13 @@ def test_a_gpu_compiles_the_decode_loop() -> None:
     assert check_decode("h100").estimated_step_us is None
 
 
+@needs_gpu
+def test_a_gpu_writes_the_keys_of_a_prompt_into_the_cache_without_copies() -> None:
+    sizes = {"batch": 1, "prompt": 512, "new": 128}
+    (prefill,) = jaxllm.plan(tiny.CONFIGS["llama"], "h100", program="prefill", **sizes).programs
+    assert prefill.cache_copies == 0
+
+
 @pytest.mark.ci
 def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: Any) -> None:
     from jaxllm.cli.main import main

@@ -23,7 +23,7 @@ from jaxllm.checkpoint.peft import load_adapter, read_peft_config
 from jaxllm.checkpoint.safetensors import SafetensorsFile, ShardedSafetensors
 from jaxllm.checkpoint.source import WeightSource, find_nonfinite
 from jaxllm.common.errors import UnsupportedError
-from jaxllm.common.strict_json import read_json
+from jaxllm.common.files import read_json
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.registry import model_spec
 from jaxllm.tokenizers import FastTokenizer, Tokenizer, load_tokenizer

@@ -12,8 +12,7 @@ from typing import Any
 
 from jaxllm.batch.tables.columns import FAILED
 from jaxllm.common.errors import MissingFileError, RunError, naming_file, quoted
-from jaxllm.common.files import LOCK_FILE, RunLock
-from jaxllm.common.strict_json import read_json
+from jaxllm.common.files import LOCK_FILE, RunLock, read_json
 from jaxllm.parallel.environment import changed_environment
 
 ENVIRONMENT = "environment"

@@ -22,7 +22,7 @@ from jaxllm.batch.rows import BatchOutput, RawRow
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import InputError, JaxLLMError, RunError
 from jaxllm.common.optional_packages import require
-from jaxllm.parallel.ray_cluster import connect
+from jaxllm.parallel.processes import connect
 
 BATCHES_PER_ACTOR = 8
 """Batches that each actor gets, if they are not too small, so that all have work to the end."""

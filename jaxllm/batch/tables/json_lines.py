@@ -10,7 +10,7 @@ from typing import Any
 from jaxllm.batch.tables.content import BOM, MAX_ROW_BYTES, check_row_count
 from jaxllm.batch.tables.table import Table
 from jaxllm.common.errors import DataError, JaxLLMError
-from jaxllm.common.strict_json import parse_json
+from jaxllm.common.files import parse_json
 
 
 class JsonLines(Table):

@@ -24,8 +24,7 @@ import jax.numpy as jnp
 
 from jaxllm.checkpoint.orbax.leaves import Leaf
 from jaxllm.common.errors import CheckpointError, naming_file
-from jaxllm.common.files import write_whole
-from jaxllm.common.strict_json import parse_json, read_json
+from jaxllm.common.files import parse_json, read_json, write_whole
 
 RECORD_FILE = Path("record") / "metadata"  # the name that Orbax gives to a JSON item
 ARRAYS = "arrays"

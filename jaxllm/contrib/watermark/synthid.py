@@ -1,12 +1,14 @@
 """SynthID watermark (Dathathri et al. 2024, doi:10.1038/s41586-024-08025-4), as transformers 5.23.
 
 Every token after every context has one bit per key. Sampling is biased towards tokens with more
-ones ("tournament sampling"), so that the mean of a sequence's bits reveals the watermark.
+ones ("tournament sampling"), so that the mean of a sequence's bits reveals the watermark: detect it
+with the bits and masks that the processor computes, and with the scores below.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num, UInt8
 
 from jaxllm.common.errors import InputError
+from jaxllm.contrib.watermark.green_list import WatermarkSettings
 from jaxllm.contrib.watermark.torch_numbers import Int64, random_bits
 from jaxllm.generation.inputs.values import int_leaf, is_integer
 from jaxllm.generation.processors.base import (
@@ -216,6 +219,30 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
                 f"tokens, found {shape}"
             )
         return input_ids
+
+
+@dataclass(frozen=True)
+class SynthIDTextWatermarkingConfig(WatermarkSettings):
+    """SynthID config (Dathathri et al. 2024); see :class:`SynthIDTextWatermarkLogitsProcessor`."""
+
+    ngram_len: int
+    keys: tuple[int, ...]
+    context_history_size: int = 1024
+    sampling_table_seed: int = 0
+    sampling_table_size: int = 2**16
+    skip_first_ngram_calls: bool = False
+    debug_mode: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.keys, list):
+            object.__setattr__(self, "keys", tuple(self.keys))
+        self.construct_processor()
+
+    def construct_processor(
+        self, vocab_size: int | None = None, prompt_len: int | None = None
+    ) -> SynthIDTextWatermarkLogitsProcessor:
+        """Builds the processor; ``vocab_size`` is unused. ``generate`` passes the prompt length."""
+        return SynthIDTextWatermarkLogitsProcessor(**self.to_dict(), prompt_len=prompt_len)
 
 
 def accumulate_hash(start: Int64, data: Int[Array, "*shape n"]) -> Int64:

@@ -68,9 +68,6 @@ class Int64(NamedTuple):
         low = _product(self.lo, other.lo)
         return Int64(low.hi + self.hi * other.lo + self.lo * other.hi, low.lo)
 
-    def equals(self, other: Int64) -> Bool[Array, " ..."]:
-        return (self.hi == other.hi) & (self.lo == other.lo)
-
     def negative(self) -> Bool[Array, " ..."]:
         return self.hi >= _SIGN
 

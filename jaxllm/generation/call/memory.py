@@ -6,10 +6,10 @@ import jax
 from jax.sharding import Mesh
 
 from jaxllm.common.errors import InputError
+from jaxllm.common.hardware import format_bytes, nbytes, total_memory
 from jaxllm.generation.call.layout import Layout
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.decoder import Decoder
-from jaxllm.parallel.device_memory import format_bytes, nbytes, total_memory
 
 MAX_SEQUENCES = 2**20
 """Most sequences of a call, results of all rows or beams of all rows."""

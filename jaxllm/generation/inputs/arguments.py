@@ -9,8 +9,8 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from jaxtyping import Array
 
+from jaxllm.common.arguments import GENERATE, drop_renamed
 from jaxllm.common.errors import InputError, UnsupportedError, quoted
-from jaxllm.common.renamed_arguments import GENERATE, drop_renamed
 from jaxllm.models.decoder import GenerativeModel
 
 T = TypeVar("T")

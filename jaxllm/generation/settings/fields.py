@@ -19,8 +19,7 @@ from jaxllm.checkpoint.hub import resolve
 from jaxllm.common.arguments import checked_path
 from jaxllm.common.config_keys import describe_keys, unknown_keys, with_all_end_tokens
 from jaxllm.common.errors import ConfigError, InputError, JaxLLMError, quoted
-from jaxllm.common.files import make_folder, write_json
-from jaxllm.common.strict_json import read_json
+from jaxllm.common.files import make_folder, read_json, write_json
 from jaxllm.generation.inputs.arguments import GENERATE_ARGUMENTS
 from jaxllm.generation.inputs.values import is_number, is_traced
 from jaxllm.generation.settings.field_checks import checked

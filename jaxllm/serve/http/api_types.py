@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.common.strict_json import parse_json
+from jaxllm.common.files import parse_json
 from jaxllm.common.validation import from_plain
 from jaxllm.serve.live_rows import MAX_TOP_LOGPROBS
 

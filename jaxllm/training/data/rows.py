@@ -25,9 +25,8 @@ from jaxllm.batch.tables.read import read_table
 from jaxllm.batch.tables.table import csv_rows
 from jaxllm.batch.tables.templates import RowTemplate
 from jaxllm.common.errors import DataError, MissingFileError, naming_file
-from jaxllm.common.files import expanded
+from jaxllm.common.files import expanded, parse_json
 from jaxllm.common.optional_packages import load_dataset
-from jaxllm.common.strict_json import parse_json
 from jaxllm.training.data.large_files import (
     ArrowCopy,
     are_large,

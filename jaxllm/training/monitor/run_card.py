@@ -20,8 +20,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from jaxllm.common.errors import RunError, naming_file
-from jaxllm.common.files import write_whole
-from jaxllm.common.strict_json import read_json
+from jaxllm.common.files import read_json, write_whole
 from jaxllm.parallel.environment import devices, versions
 
 _MAX_CARD_BYTES = 1 << 26

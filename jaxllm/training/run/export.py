@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jaxllm.checkpoint.orbax import RunCheckpoints
 from jaxllm.checkpoint.peft import save_adapter
 from jaxllm.common.errors import ConfigError, MissingFileError, RunError, naming_file
-from jaxllm.common.files import sync_folder, write_json, write_whole
-from jaxllm.common.strict_json import read_json
+from jaxllm.common.files import read_json, sync_folder, write_json, write_whole
 from jaxllm.common.validation import from_plain
 from jaxllm.models.model import Model
 from jaxllm.models.weights import parameters, with_parameters

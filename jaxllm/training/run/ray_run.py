@@ -12,7 +12,7 @@ from typing import Any
 from jaxllm.common.compiling import enable_compile_cache
 from jaxllm.common.errors import InputError, RunError
 from jaxllm.common.optional_packages import require
-from jaxllm.parallel.ray_cluster import connect, environment
+from jaxllm.parallel.processes import connect, environment
 from jaxllm.training.run.recipe import Recipe
 from jaxllm.training.run.run import check_new, folder_of, train
 
@@ -27,7 +27,7 @@ class RayWorkers:
     Args:
         count: number of workers. One for each host, with all its devices, is best.
         resources: what each takes of the cluster, such as ``{"GPU": 8}`` or ``{"TPU": 4}``.
-        address: as `jaxllm.parallel.ray_cluster.connect`.
+        address: as `jaxllm.parallel.processes.connect`.
         restarts: number of times that all start again after one of them is lost.
         topology, accelerator_type: of a TPU slice, as Ray names them: "4x4", "TPU-V6E".
     """
