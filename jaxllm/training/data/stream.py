@@ -193,8 +193,8 @@ class Stream:
             if found[piece : piece + 1] != [[*tokens]]:
                 raise DataError(
                     f"{self.encoder.rows.where(row)}: expected {[*tokens]} tokens in piece {piece} "
-                    f"of the row, found pieces of {found} tokens: the data state does not fit the "
-                    "file; resume from another checkpoint"
+                    f"of the row, found pieces of {str(found)[:60]} tokens: the data state does "
+                    "not fit the file; resume from another checkpoint"
                 )
             return self._with_reference(row, pieces[piece])
 
