@@ -217,7 +217,8 @@ def reports_to(reporter: Reporter) -> Generator[None]:
     try:
         yield
     finally:
-        _reports.clear()
+        with contextlib.suppress(ValueError):  # `set_progress` may have replaced it
+            _reports.remove((reporter, None))
 
 
 @contextlib.contextmanager

@@ -183,10 +183,10 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
         case "lion":
             optimizer = optax.lion(schedule, weight_decay=decay, mask=mask, **options)
         case "sgd":
-            optimizer = optax.sgd(schedule, nesterov="momentum" in options, **options)
+            steps = [optax.sgd(schedule, nesterov="momentum" in options, **options)]
             if decay:
-                decayed = optax.add_decayed_weights(lambda step: -decay * schedule(step), mask)
-                optimizer = optax.chain(optimizer, decayed)
+                steps += [optax.add_decayed_weights(lambda step: -decay * schedule(step), mask)]
+            optimizer = optax.chain(*steps)  # even of one: saved states have its structure
         case _:
             adam = {f"adam_{name}": options[name] for name in ("b1", "b2") if name in options}
             optimizer = optax.contrib.muon(

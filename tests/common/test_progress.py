@@ -134,6 +134,14 @@ def test_phases_of_the_library_go_to_a_command(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == "loading: 0.0 s\n"
 
 
+def test_the_end_of_a_command_leaves_progress_that_was_turned_on(progress: None) -> None:
+    set_progress(False)
+    with reports_to(Reporter()):
+        set_progress(True)
+    with progress_phase("loading") as update:
+        assert update is not None
+
+
 def test_phases_do_not_count_compiling_again(
     progress: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxllm.common.errors import ConfigError
@@ -62,6 +63,14 @@ def test_sgd_with_momentum_and_decay():
         decay = 0.5 * params[path] if path in PATHS[:2] else 0.0
         expected = -0.1 * (g + 0.9 * trace + decay)
         np.testing.assert_allclose(out[path], expected, rtol=1e-5, err_msg=path)
+
+
+@pytest.mark.parametrize("decay", [None, 0.5])
+def test_the_state_of_sgd_is_a_chain_with_and_without_decay(decay):
+    """Saved runs have this structure."""
+    config = OptimizerConfig(name="sgd", momentum=0.9, warmup_steps=1, weight_decay=decay)
+    _, (sgd, *_) = make_optimizer(config).init(params_and_grads()[0])
+    assert [type(state) for state in sgd] == [optax.TraceState, optax.ScaleByScheduleState]
 
 
 def test_lion():

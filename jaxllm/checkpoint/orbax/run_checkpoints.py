@@ -271,9 +271,9 @@ class RunCheckpoints:
         self.delete_expired(step)
 
     def delete_expired(self, newest: int | None = None) -> None:
-        """Deletes the steps that are not to be kept, as after each save; the `newest`, by default
-        the last one, is.
+        """Deletes the steps that are not to be kept, as after each save.
 
+        Keeps `newest`, by default the last step.
         A run that is killed between a save and this leaves one too many.
         """
         if jax.process_index() != 0:

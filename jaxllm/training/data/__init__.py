@@ -1,6 +1,6 @@
 """Training data: reads rows of files, encodes and batches them; the position can be restored."""
 
-from jaxllm.training.data.batches import Batches, Epoch, EvalBatches, Source
+from jaxllm.training.data.batches import Batches, Epoch, EpochBatches, Source
 from jaxllm.training.data.config import DataConfig, ModelInfo
 from jaxllm.training.data.examples import Counts, Examples
 from jaxllm.training.data.pipeline import (
@@ -18,7 +18,7 @@ __all__ = [
     "Counts",
     "DataConfig",
     "Epoch",
-    "EvalBatches",
+    "EpochBatches",
     "Examples",
     "ModelInfo",
     "Peers",

@@ -2,13 +2,14 @@
 
 Batch n of an epoch does not depend on the number of processes; each process reads its own rows.
 A position is an epoch and a batch number; for a `Stream` also a window, and the examples that the
-window before has left over. Restoring it reads no earlier data.
+previous window left over. Restoring it reads no earlier data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import grain
@@ -111,10 +112,10 @@ class Epoch:
 
 
 @dataclass(frozen=True)
-class EvalBatches:
-    """Batches of whole epochs, which each iteration reads again.
+class EpochBatches:
+    """Batches of whole epochs. The examples of a stream are read again at each iteration.
 
-    Those of `epoch_batches` have every example once, unshuffled.
+    The result of `epoch_batches` has every example once, unshuffled.
     """
 
     examples: Source
@@ -126,13 +127,45 @@ class EvalBatches:
         self, epoch: int = 0, start: int = 0, carried: Sequence[list[int]] = ()
     ) -> Iterator[Epoch]:
         """The windows of an epoch from number `start` on; rows in memory are one window."""
+        if epoch == 0 and not isinstance(self.examples, Stream):
+            yield self._in_memory
+            return
+        yield from self._read(epoch, start, carried)
+
+    def _read(
+        self, epoch: int = 0, start: int = 0, carried: Sequence[list[int]] = ()
+    ) -> Iterator[Epoch]:
         for examples, plan in self.examples.read(self.planner, epoch, start, carried):
             yield Epoch(examples, self.model, plan, self.planner.packing, self.rows)
 
+    @cached_property
+    def _in_memory(self) -> Epoch:
+        """The first epoch of examples in memory, which is planned once."""
+        if isinstance(self.examples, Stream):  # list() asks for the length, and would read it twice
+            raise TypeError(
+                "the batches of a stream are not known before it is read; iterate over them, or "
+                "set streaming to false"
+            )
+        return next(self._read())
+
     def __len__(self) -> int:
-        if isinstance(self.examples, Stream):  # list() asks too, and would read it twice
-            raise TypeError("the number of batches of a stream is not known before it is read")
-        return sum(map(len, self.windows()))
+        return len(self._in_memory)
+
+    def __bool__(self) -> bool:
+        return True  # without this, that of a stream would ask for its length
+
+    def __getitem__(self, index: int) -> HostBatch:
+        return self._in_memory[index]
+
+    @property
+    def members(self) -> list[list[int]]:
+        """`Epoch.members` of examples in memory."""
+        return self._in_memory.members
+
+    @property
+    def padding(self) -> float:
+        """`Epoch.padding` of examples in memory."""
+        return self._in_memory.padding
 
     def __iter__(self) -> Iterator[HostBatch]:
         for window in self.windows():
@@ -145,7 +178,7 @@ class Batches(Iterator[HostBatch]):
     Attributes:
         examples: the encoded data; ``examples.counts`` counts kept and dropped rows.
         epoch, window, batch: the position: numbers of the next batch.
-        carried: the position too: examples that the window before has left over.
+        carried: part of the position: the examples that the previous window left over.
 
     Args:
         epochs: number of epochs; None: unlimited.
@@ -175,12 +208,12 @@ class Batches(Iterator[HostBatch]):
         """The same batches, from the start, of examples with the same lengths."""
         return Batches(examples, self._model, self._planner, self._epochs, self._process)
 
-    def in_order(self, batch_size: int) -> EvalBatches:
+    def in_order(self, batch_size: int) -> EpochBatches:
         """Every example once, unshuffled, in batches of another size."""
         source = self.examples.in_order() if isinstance(self.examples, Stream) else self.examples
         planner = replace(self._planner, batch_size=batch_size, shuffle=False)
         rows = rows_of_process(batch_size, *self._process)
-        return EvalBatches(source, self._model, planner, rows)
+        return EpochBatches(source, self._model, planner, rows)
 
     def next_tokens(self) -> Int64[np.ndarray, "N K"]:
         """`Epoch.tokens` of the next batch."""
@@ -203,7 +236,7 @@ class Batches(Iterator[HostBatch]):
             DataError: the window has fewer batches; the position is unchanged.
         """
         rows = rows_of_process(self._planner.batch_size, *self._process)
-        batches = EvalBatches(self.examples, self._model, self._planner, rows)
+        batches = EpochBatches(self.examples, self._model, self._planner, rows)
         windows = batches.windows(epoch, window, carried)
         current = next(windows)
         if batch > len(current):
@@ -297,6 +330,11 @@ class Batches(Iterator[HostBatch]):
                 f"data state: the rows were {before} and are not now; set data.streaming to "
                 f"{str('window' in state).lower()}"
             )
+        if names - set(state) == {"carried"}:
+            raise DataError(
+                "data state: the field 'carried' is missing, since an earlier version of jaxllm "
+                "saved the streamed run; start the run anew"
+            )
         if set(state) != names:
             raise DataError(
                 f"data state: expected the fields {', '.join(sorted(names))}, found "
@@ -320,7 +358,10 @@ class Batches(Iterator[HostBatch]):
             )
         carried = state.get("carried", [])
         if isinstance(self.examples, Stream) and not self.examples.are_sizes(carried):
-            raise DataError(f"data state: carried is {str(carried)[:60]}, not places of examples")
+            raise DataError(
+                f"data state: carried is {str(carried)[:60]}, not places of distinct examples "
+                "within max_length; resume from another checkpoint"
+            )
         self._open(epoch, window, batch, carried)
 
     def _identity(self) -> dict[str, Any]:

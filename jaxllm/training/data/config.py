@@ -205,8 +205,8 @@ class ModelInfo:
         kind: causal, seq2seq or classification.
         vocab_size: token ids must be below this.
         context_length: maximum tokens of an example; None: no limit.
-        eos_token_ids: the first one ends an answer if the tokenizer has no EOS; those of the
-            config, then those of the generation config.
+        eos_token_ids: the first one ends an answer if the tokenizer has no EOS. The ids of the
+            config come before the ids of the generation config.
         pad_token_id: id of padding; None: 0, which the masks hide.
         num_labels, problem_type: settings of a classifier, as in config.json.
     """

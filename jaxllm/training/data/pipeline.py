@@ -1,7 +1,7 @@
 """Makes batches from a `DataConfig`, a tokenizer and the properties of a model.
 
-Those of preferences also have log-probabilities under a reference model, computed once before
-training.
+Batches of preference pairs also have log-probabilities under a reference model, which are computed
+once before training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxllm.parallel.placement import put_batch
 from jaxllm.parallel.sharding import constrain, use_mesh
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.translation_tokenizers import WithLanguages
-from jaxllm.training.data.batches import Batches, EvalBatches, rows_of_process
+from jaxllm.training.data.batches import Batches, EpochBatches, rows_of_process
 from jaxllm.training.data.config import (
     DataConfig,
     ModelInfo,
@@ -244,21 +244,38 @@ def make_batches(
 
 
 def epoch_batches(
-    config: DataConfig, tokenizer: Tokenizer, *, model: ModelInfo, batch_size: int, **options: Any
-) -> EvalBatches:
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    model: ModelInfo,
+    batch_size: int,
+    process_index: int = 0,
+    process_count: int = 1,
+    rows: Sequence[Row] | None = None,
+    progress: EncodingProgress = lambda done, total: None,
+    peers: Peers = ALONE,
+) -> EpochBatches:
     """Makes batches for evaluation: every example exactly once, in a fixed order.
 
     The last batch is filled with padding rows: labels are -100, or `weights` 0 for float
-    labels. The result can be iterated over repeatedly. Arguments are those of `make_batches`,
-    without `seed` and `epochs`.
+    labels. The result can be iterated over repeatedly. Arguments are those of `make_batches`.
     """
-    batches = make_batches(config, tokenizer, model=model, batch_size=batch_size, **options)
-    return batches.in_order(batch_size)
+    return make_batches(
+        config,
+        tokenizer,
+        model=model,
+        batch_size=batch_size,
+        process_index=process_index,
+        process_count=process_count,
+        rows=rows,
+        progress=progress,
+        peers=peers,
+    ).in_order(batch_size)
 
 
 def reference_logps(
     model: Model[Any],
-    epoch: EvalBatches,
+    epoch: EpochBatches,
     mesh: Mesh | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Float32[np.ndarray, "N 2"]:

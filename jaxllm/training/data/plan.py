@@ -82,7 +82,9 @@ class Planner:
 
         Args:
             is_last: no window follows, so the last batch is filled up with padding rows. Otherwise
-                its examples, or those of the rows with the most padding, are left over (`rest`).
+                only full batches are made and `rest` has the other examples: without packing the
+                examples of the last batch, with packing the examples of the rows that have the
+                most padding.
         """
         order = self._permutation(len(lengths), epoch, 0)
         if self.packing:

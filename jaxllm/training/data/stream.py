@@ -10,8 +10,10 @@ which the plan needs, and each encodes the examples of its own rows of a batch.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -174,10 +176,10 @@ class Stream:
         next one.
 
         Args:
-            carried: `Epoch.left_over` of the window before.
+            carried: `Epoch.left_over` of the previous window.
 
         Raises:
-            DataError: as `RowEncoder`.
+            DataError: as `RowEncoder`; or the rows lack an example of `carried`.
         """
         numbers, ended = range(start, self.windows), threading.Event()
         shares = grain.MapDataset.source(numbers).map(lambda n: self._share(epoch, n, ended))
@@ -185,15 +187,23 @@ class Stream:
         iterator = iter(shares.to_iter_dataset(options))
         known: dict[Place, EncodedRow] = {}
 
-        def make(row: int, piece: int) -> EncodedRow:
-            return self._with_reference(row, self.encoder(row)[0][piece])
+        def make(row: int, piece: int, *tokens: int) -> EncodedRow:
+            pieces = self.encoder(row)[0]
+            found = [_token_counts(example) for example in pieces]
+            if found[piece : piece + 1] != [[*tokens]]:
+                raise DataError(
+                    f"{self.encoder.rows.where(row)}: expected {[*tokens]} tokens in piece {piece} "
+                    f"of the row, found pieces of {str(found)[:60]} tokens: the data state does "
+                    "not fit the file; resume from another checkpoint"
+                )
+            return self._with_reference(row, pieces[piece])
 
         rest = np.asarray(carried, np.int64).reshape(-1, self.width)
         try:
             for window in numbers:
                 mine, sizes = self._gathered(iterator)
                 known, every = known | mine, np.concatenate([rest, sizes])
-                items = WindowItems(every[:, :2], known, make)
+                items = WindowItems(every, known, make)
                 tokens = every[:, 2:].reshape(-1, *self.sample.tokens.shape[1:])
                 examples = Examples(items, Counts(), "", every, tokens)
                 is_last = window + 1 == self.windows
@@ -203,7 +213,7 @@ class Stream:
                 rest = every[plan.rest]
                 places = map(tuple, rest[:, :2].tolist())
                 known = {place: known[place] for place in places if place in known}
-        finally:  # the thread does not finish a window that nobody wants
+        finally:  # the thread stops encoding the next window
             ended.set()
 
     @property
@@ -212,14 +222,17 @@ class Stream:
         return 2 + self.sample.tokens[0].size
 
     def are_sizes(self, value: Any) -> bool:
-        """True if a value is a list of `Sizes` of this stream."""
-        return isinstance(value, list) and all(
+        """True if a value is a list of `Sizes` of distinct examples within the limits."""
+        if not isinstance(value, list) or not all(
             isinstance(each, list)
             and len(each) == self.width
             and all(type(n) is int and 0 <= n < 2**31 for n in each)
             and each[0] < self.total
+            and all(map(operator.le, each[2:], itertools.cycle(self.encoder.limits)))
             for each in value
-        )
+        ):
+            return False
+        return len({(row, piece) for row, piece, *_ in value}) == len(value)
 
     def _share(
         self, epoch: int, window: int, ended: threading.Event
@@ -234,9 +247,8 @@ class Stream:
             if ended.is_set():
                 break
             for piece, example in enumerate(some):
-                tokens = [n for sequence in example.sequences for n in sequence.lengths]
                 items[row, piece] = self._with_reference(row, example)
-                sizes.append([row, piece, *tokens])
+                sizes.append([row, piece, *_token_counts(example)])
         return items, np.asarray(sizes, np.int32).reshape(-1, self.width)
 
     def _gathered(
@@ -258,14 +270,18 @@ class Stream:
         return replace(example, reference=self.reference[row])
 
 
+def _token_counts(example: EncodedRow) -> list[int]:
+    return [n for sequence in example.sequences for n in sequence.lengths]
+
+
 class WindowItems(Sequence[EncodedRow]):
-    """The examples at some places; those that are not `known` are made at their first use."""
+    """The examples at some places. An example that is not `known` is encoded at its first use."""
 
     def __init__(
         self,
-        places: Int64[np.ndarray, "N 2"],
+        places: Int64[np.ndarray, "N w"],
         known: dict[Place, EncodedRow],
-        make: Callable[[int, int], EncodedRow],
+        make: Callable[..., EncodedRow],
     ) -> None:
         self._places, self._known, self._make = places, known, make
 
@@ -273,9 +289,9 @@ class WindowItems(Sequence[EncodedRow]):
         return len(self._places)
 
     def __getitem__(self, index: Any) -> Any:
-        row, piece = self._places[index].tolist()
+        row, piece, *tokens = self._places[index].tolist()
         if (row, piece) not in self._known:
-            self._known[row, piece] = self._make(row, piece)
+            self._known[row, piece] = self._make(row, piece, *tokens)
         return self._known[row, piece]
 
 

@@ -49,7 +49,7 @@ from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.classifier import with_classifier
 from jaxllm.training.data import (
     Batches,
-    EvalBatches,
+    EpochBatches,
     ModelInfo,
     Peers,
     Source,
@@ -192,7 +192,7 @@ class Setup:
     batches: Batches
     eval_loss: Loss
     """Loss without label smoothing and z-loss, which would distort the perplexity; DPO's own."""
-    eval_batches: EvalBatches | None
+    eval_batches: EpochBatches | None
     last_step: int
     """The step at which the run ends."""
     prompts: list[EvalPrompt]
@@ -294,7 +294,7 @@ def load_data(
     info: ModelInfo,
     mesh: Mesh,
     say: Callable[[str], None],
-) -> tuple[Batches, EvalBatches | None]:
+) -> tuple[Batches, EpochBatches | None]:
     """Loads the training batches, and the evaluation batches if the recipe has any."""
     part, parts = row_share(mesh)
     gather = functools.partial(gather_rows, error=DataError)
@@ -387,7 +387,7 @@ def check_metric(recipe: Recipe, info: ModelInfo) -> None:
         )
 
 
-def measured_on(recipe: Recipe, eval_batches: EvalBatches | None, metric: str) -> str | None:
+def measured_on(recipe: Recipe, eval_batches: EpochBatches | None, metric: str) -> str | None:
     """Hash of all that an evaluation metric depends on besides the weights: the rows, and how
     answers are generated; None without `eval_data`. Values of two hashes are not compared."""
     if eval_batches is None:
@@ -485,7 +485,7 @@ def with_reference(
     train = setup.batches.in_order(eval_batch_size(setup.recipe))
     results: dict[str, Float32[np.ndarray, "N 2"]] = {}
 
-    def with_logps(name: str, source: Source, epoch: EvalBatches) -> Source:
+    def with_logps(name: str, source: Source, epoch: EpochBatches) -> Source:
         digest, what = epoch.examples.digest, f"reference of the {name} data"
         if digest not in earlier:
             start = time.perf_counter()

@@ -275,6 +275,27 @@ def test_evaluation_is_the_same_every_time(name):
     assert len(list(once)) == len(list(once)) == len(once)
 
 
+def test_evaluation_in_memory_is_planned_once_and_can_be_indexed(monkeypatch):
+    plan, planned = Planner.plan, []
+    monkeypatch.setattr(Planner, "plan", lambda *args: planned.append(1) or plan(*args))
+    batches = evaluation_of("text")
+    listed, again = list(batches), list(batches)
+    assert batches
+    assert len(listed) == len(again) == len(batches)
+    assert all(same(batches[n], batch) for n, batch in enumerate(listed))
+    members = [n for batch in batches.members for n in batch]
+    assert sorted(members) == list(range(len(ROWS)))
+    masks = np.concatenate([batch["attention_mask"].ravel() for batch in listed])
+    assert batches.padding == pytest.approx(1 - masks.mean())
+    assert len(planned) == 1
+
+
+@pytest.mark.parametrize("name", ["seed", "epochs"])
+def test_evaluation_has_no_order_and_no_number_of_epochs(name):
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        evaluation_of("text", **{name: 2})
+
+
 def test_fewer_rows_than_a_batch():
     batches = make_batches(
         SETUPS["text"][0], BYTES, model=CAUSAL, batch_size=8, rows=ROWS[:3], epochs=2

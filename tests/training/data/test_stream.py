@@ -93,8 +93,10 @@ def test_every_row_once_in_every_epoch(name):
     assert epochs[0] != epochs[1] != epochs[2]
     in_order = batches_of(name, make=epoch_batches)
     evaluated = [x for batch in in_order for x in contents(batch)]
-    with pytest.raises(TypeError, match="not known before it is read"):
-        len(in_order)
+    assert in_order
+    for ask in (len, lambda x: x[0], lambda x: x.padding, lambda x: x.members):
+        with pytest.raises(TypeError, match="not known before it is read; iterate"):
+            ask(in_order)
     assert sorted(evaluated) == sorted(expected)
 
 
@@ -251,9 +253,24 @@ def test_state_of_another_run_is_refused(change, message):
         batches_of("text").restore({**state, "window": 9})
     with pytest.raises(DataError, match="batch 99 of epoch 0, which has 4"):
         batches_of("text").restore({**state, "batch": 99})
-    for carried in ({}, [[1, 0]], [[53, 0, 1]], [[1, 0, 1.0]]):
-        with pytest.raises(DataError, match=r"carried is .*, not places of examples"):
+    not_sizes = ({}, [[1, 0]], [[53, 0, 1]], [[1, 0, 1.0]])
+    for carried in (*not_sizes, [[10, 0, 9999]], [[0, 0, 3]] * 3):
+        message = r"carried is .*, not places of distinct examples .*; resume from another"
+        with pytest.raises(DataError, match=message):
             batches_of("text").restore({**state, "carried": carried})
+    del state["carried"]
+    with pytest.raises(DataError, match=r"'carried' is missing, .* earlier version .* anew"):
+        batches_of("text").restore(state)
+
+
+@pytest.mark.parametrize("carried", [[0, 5, 3], [0, 0, 3]])
+def test_a_carried_example_that_its_row_lacks(carried):
+    """The row has no such piece, or the piece has another length."""
+    batches = batches_of("text")
+    batches.restore({**batches.state(), "carried": [carried]})
+    message = rf"rows\[0\]: .* \[3\] tokens in piece {carried[1]} .*; resume from another"
+    with pytest.raises(DataError, match=message):
+        list(itertools.islice(batches, 4))
 
 
 def test_counts_and_steps_are_estimated():
