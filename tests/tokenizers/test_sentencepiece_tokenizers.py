@@ -213,6 +213,11 @@ def test_contradictions_name_the_field(tmp_path, options, error, message):
         load(tmp_path, "llama", {"tokenizer_config.json": options})
 
 
+def test_an_empty_added_token_is_named_by_its_id(tmp_path):
+    with pytest.raises(TokenizerError, match=r"added_tokens\.json: an empty token has the id 421"):
+        load(tmp_path, "llama", {"added_tokens.json": {"<a>": 420, "": 421}})
+
+
 def test_t5_refuses_a_wrong_number_of_sentinels(tmp_path):
     options = {"additional_special_tokens": ["<extra_id_0>"], "extra_ids": 2}
     with pytest.raises(TokenizerError, match="lists 1 sentinels"):
