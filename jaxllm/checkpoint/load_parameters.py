@@ -186,7 +186,7 @@ def load_matrix(
     matrix: QuantizedMatrix,
     mesh: Mesh | None,
 ) -> dict[str, jax.Array]:
-    """Loads the arrays of a quantized matrix by path, those of a mesh shard by shard.
+    """Loads the arrays of a quantized matrix by path. With a mesh, it loads them shard by shard.
 
     Every row has scales of its own. A shard of its columns needs whole rows of floats, which are
     quantized together, but only its own blocks of a GGUF file.
@@ -224,7 +224,7 @@ def load_matrix(
 
 
 _AXES = ("experts", "rows", "columns")
-"""Axes of a stack of weights. Those of a weight are the last two."""
+"""Axes of a stack of weights. A single weight has the last two axes."""
 
 
 def parts_of(matrix: QuantizedMatrix, layer: str) -> dict[str, Any]:

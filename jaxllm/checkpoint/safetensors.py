@@ -36,6 +36,7 @@ from jaxllm.checkpoint.source import (
     WeightSource,
     find_tensor,
 )
+from jaxllm.common.arguments import checked
 from jaxllm.common.errors import (
     CheckpointError,
     MissingFileError,
@@ -314,6 +315,7 @@ def write_safetensors(
         metadata: the header's ``__metadata__``.
     """
     path = Path(path)
+    checked(tensors, (Mapping,), "tensors", "a dict of arrays by name")
     if not path.parent.is_dir():
         raise MissingFileError(f"{path.parent}: no such folder to write {path.name} in")
     with naming_file(path, CheckpointError, "written"), replacing(path) as partial:
@@ -378,7 +380,7 @@ def _layout(arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> tuple[byt
     """
     codes: dict[str, str] = {}
     for name, array in arrays.items():
-        if name == _METADATA:
+        if not isinstance(name, str) or name == _METADATA:
             raise CheckpointError(f"{name!r} cannot be the name of a tensor")
         code = _CODES.get(np.dtype(array.dtype))
         if code is None:

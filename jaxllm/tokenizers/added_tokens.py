@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import tokenizers
@@ -96,9 +96,15 @@ def tokens_of_list(entries: object, source: str) -> dict[int, AddedToken]:
     """The ``added_tokens`` of tokenizer.json by id, in order."""
     if not isinstance(entries, list):
         raise TokenizerError(f"{source}: {type(entries).__name__}, not a list")
-    ids = (entry.get("id") if isinstance(entry, dict) else None for entry in entries)
-    places = (f"{source}[{number}]" for number in range(len(entries)))
-    return tokens_by_id(zip(ids, entries, places, strict=True), source)
+
+    def items() -> Iterator[tuple[object, object, str]]:
+        for number, entry in enumerate(entries):
+            where = f"{source}[{number}]"
+            if not isinstance(entry, dict):
+                raise TokenizerError(f"{where}: {type(entry).__name__}, not an object")
+            yield entry.get("id"), entry, where
+
+    return tokens_by_id(items(), source)
 
 
 class TokenFinder:

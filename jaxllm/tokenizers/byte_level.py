@@ -66,7 +66,7 @@ class ByT5Tokenizer(SlowTokenizer):
         *,
         source: str = "tokenizer_config.json",
     ) -> None:
-        settings = self._complete(settings)
+        settings = settings.with_defaults(**self.default_tokens)
         if not settings.extra:
             sentinels = (AddedToken(f"<extra_id_{number}>") for number in range(_SENTINELS))
             settings = replace(settings, extra=tuple(sentinels))

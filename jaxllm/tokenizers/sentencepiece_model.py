@@ -3,7 +3,7 @@
 The few fields of sentencepiece's ModelProto that are needed beside its library are read and written
 without the protobuf library. Field numbers are those of ``sentencepiece_model.proto``. Protobuf
 readers merge repeated messages, and later fields override earlier ones, so appended bytes change
-options.
+options. They ignore a field with another wire type than the one it is declared with.
 
 Pieces are decoded to text as transformers 4.57's slow tokenizers do, in three layers, from outer to
 inner: added tokens are joined to the surrounding text with spaces; special tokens split the text
@@ -39,6 +39,8 @@ from jaxllm.tokenizers.tokenizer_json_check import (
 MAX_PIECES = 2**19
 UNIGRAM = 1
 BPE = 2
+# Wire types: how a field's value is encoded.
+VARINT, BYTES = 0, 2
 SPACE = "▁"
 # normalizer_spec (field 3) with add_dummy_prefix (field 3) false
 WITHOUT_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
@@ -73,11 +75,10 @@ class SentencePieceModel:
     def __init__(self, model: bytes, source: str) -> None:
         self._source = source
         trainer, normalizer = read_specs(model, source)
-        model_type, charsmap = trainer.get(3), normalizer.get(2)
-        self.model_type = model_type if isinstance(model_type, int) else UNIGRAM
-        self.charsmap = charsmap if isinstance(charsmap, bytes) else b""
-        self.add_dummy_prefix = bool(normalizer.get(3, True))
-        self.remove_extra_whitespaces = bool(normalizer.get(4, True))
+        self.model_type: int = trainer.get((3, VARINT), UNIGRAM)
+        self.charsmap: bytes = normalizer.get((2, BYTES), b"")
+        self.add_dummy_prefix = bool(normalizer.get((3, VARINT), True))
+        self.remove_extra_whitespaces = bool(normalizer.get((4, VARINT), True))
         # With escaped spaces, each space becomes the three bytes of "▁".
         self._growth = max(3, charsmap_growth(self.charsmap))
         if self._growth > MAX_NORMALIZER_GROWTH:
@@ -141,20 +142,26 @@ class SentencePieceModel:
             ) from failure
 
 
-def read_specs(model: bytes, source: str) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Reads the fields of a serialised ModelProto's trainer_spec and normalizer_spec, by number."""
-    specs: dict[int, dict[int, Any]] = {2: {}, 3: {}}
+Fields = dict[tuple[int, int], Any]
+"""Values of a message's fields, by number and wire type."""
+
+
+def read_specs(model: bytes, source: str) -> tuple[Fields, Fields]:
+    """Reads the fields of a serialised ModelProto's trainer_spec and normalizer_spec."""
+    trainer: Fields = {}
+    normalizer: Fields = {}
+    specs = {(2, BYTES): trainer, (3, BYTES): normalizer}
     pieces = 0
     try:
         for field, message in _fields(model):
-            pieces += field == 1
+            pieces += field == (1, BYTES)
             if pieces > MAX_PIECES:
                 raise TokenizerError(f"{source}: more than {MAX_PIECES} pieces")
-            if field in specs and isinstance(message, bytes):
+            if field in specs:
                 specs[field] |= dict(_fields(message))
     except (IndexError, ValueError) as failure:
         raise TokenizerError(f"{source}: not a sentencepiece model") from failure
-    return specs[2], specs[3]
+    return trainer, normalizer
 
 
 def write_model(
@@ -205,15 +212,18 @@ def _bytes(field: int, value: bytes) -> bytes:
     return _varint(field << 3 | 2) + _varint(len(value)) + value
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yields field numbers and values of a message; fixed-width numbers as bytes."""
+def _fields(data: bytes) -> Iterator[tuple[tuple[int, int], Any]]:
+    """Yields number and wire type of a message's fields, with their values: varints as integers,
+    others as bytes."""
     position = 0
     while position < len(data):
         key, position = _read_varint(data, position)
+        if key >= 2**32:  # sentencepiece would read the lowest 32 bits, as another field
+            raise ValueError(f"field key {key}")
         match key & 7:
             case 0:
                 value, position = _read_varint(data, position)
-                yield key >> 3, value
+                yield (key >> 3, VARINT), value
                 continue
             case 1:
                 size = 8
@@ -225,7 +235,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
                 raise ValueError(f"wire type {wire_type}")
         if size > len(data) - position:
             raise ValueError("a field reaches past the end")
-        yield key >> 3, data[position : position + size]
+        yield (key >> 3, key & 7), data[position : position + size]
         position += size
 
 

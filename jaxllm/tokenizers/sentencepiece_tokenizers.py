@@ -103,7 +103,7 @@ class SlowTokenizer(Tokenizer):
 
     @classmethod
     def _complete(cls, settings: TokenizerSettings) -> TokenizerSettings:
-        """The settings, with tokens that the class has without being told."""
+        """The settings of a class with sentencepiece models, with tokens that it has by default."""
         settings = settings.with_defaults(**cls.default_tokens)
         if settings.options.get("sp_model_kwargs"):
             raise UnsupportedError(

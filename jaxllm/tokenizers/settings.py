@@ -357,6 +357,8 @@ def _read_added_tokens_file(files: TokenizerFiles, specials: set[str]) -> dict[i
         return {"content": text, "special": text in specials, "normalized": text not in specials}
 
     table = files.json_object("added_tokens.json")
+    if "" in table:
+        raise TokenizerError(f"{source}: an empty token has the id {quoted(table[''])}")
     return tokens_by_id(((index, entry(text), source) for text, index in table.items()), source)
 
 

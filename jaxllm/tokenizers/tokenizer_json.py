@@ -22,7 +22,7 @@ import tokenizers
 
 from jaxllm.common.errors import JaxLLMError, TokenizerError
 from jaxllm.common.files import parse_json
-from jaxllm.tokenizers.added_tokens import AddedToken, parse_added_token, place_added_tokens
+from jaxllm.tokenizers.added_tokens import AddedToken, Parts, parse_added_token, place_added_tokens
 from jaxllm.tokenizers.batch import PaddingSide, Span
 from jaxllm.tokenizers.settings import (
     COHERE_TOKENS,
@@ -307,10 +307,10 @@ def choose_post_processor(
         return spec["post_processor"]
     ids = {entry["content"]: entry["id"] for entry in spec["added_tokens"]}
 
-    def special(name: str) -> list[str]:
+    def special(name: str) -> list[AddedToken]:
         token = settings.named.get(f"{name}_token")
         is_added = token is not None and settings.flag(f"add_{name}_token", False)
-        return [token.content] if token is not None and is_added else []
+        return [token] if token is not None and is_added else []
 
     bos, eos = special("bos"), special("eos")
     single = [*bos, "A", *eos]
@@ -318,22 +318,23 @@ def choose_post_processor(
 
 
 def template(
-    single: list[str], pair: list[str], ids: Mapping[str, int], second: int | None = None
+    single: Parts, pair: Parts, ids: Mapping[str, int], second: int | None = None
 ) -> dict[str, Any]:
     """A TemplateProcessing that puts special tokens around one text, "A", or two, "A" and "B".
 
     Args:
-        single, pair: special tokens and texts in order.
+        single, pair: special tokens and texts in order; only an `AddedToken` is a special token.
         ids: ids of the special tokens.
         second: place in `pair` from which token types are 1; None: all are 0.
     """
-    used = {*single, *pair} - {"A", "B"}
+    used = {str(item) for item in (*single, *pair) if isinstance(item, AddedToken)}
     second = len(pair) if second is None else second
 
-    def entries(names: list[str]) -> list[dict[str, Any]]:
+    def entries(items: Parts) -> list[dict[str, Any]]:
+        kinds = ("Sequence" if isinstance(item, str) else "SpecialToken" for item in items)
         return [
-            {"SpecialToken" if n in used else "Sequence": {"id": n, "type_id": int(i >= second)}}
-            for i, n in enumerate(names)
+            {kind: {"id": str(item), "type_id": int(i >= second)}}
+            for i, (kind, item) in enumerate(zip(kinds, items, strict=True))
         ]
 
     return {

@@ -235,12 +235,18 @@ def _check_unigram(model: dict[str, Any], source: str) -> dict[str, int]:
     return vocabulary
 
 
-def _check_added_tokens(added: object, vocabulary: Mapping[str, int], source: str) -> int:
+def _check_added_tokens(added: Any, vocabulary: Mapping[str, int], source: str) -> int:
     """Checks added tokens; returns the number of ids, including the vocabulary's."""
+    tokens_of_list(added, source)
     ids = dict(vocabulary)
-    for index, token in tokens_of_list(added, source).items():
-        if ids.setdefault(token.content, index) != index:
-            raise TokenizerError(f"{source}: {quoted(token.content)} has the id {index}")
+    for number, entry in enumerate(added):
+        content, index = entry["content"], entry["id"]
+        expected = ids.setdefault(content, index)
+        if index != expected:
+            raise TokenizerError(
+                f"{source}[{number}]: {quoted(content)} has the id {index}, but {expected} in the"
+                " model's vocabulary"
+            )
     _check_ids(list(ids.values()), source, dense=True)
     return len(ids)
 

@@ -498,7 +498,7 @@ class PegasusTokenizer(FairseqTokenizer):
 
     @classmethod
     def _processor(cls, pieces: Pieces, settings: TokenizerSettings) -> dict[str, Any]:
-        end, ids = settings.named["eos_token"].content, ids_of(pieces)
+        end, ids = settings.named["eos_token"], ids_of(pieces)
         return template(["A", end], ["A", "B", end], ids)
 
 
@@ -516,7 +516,7 @@ class XGLMTokenizer(FairseqTokenizer):
 
     @classmethod
     def _processor(cls, pieces: Pieces, settings: TokenizerSettings) -> dict[str, Any]:
-        end, ids = settings.named["eos_token"].content, ids_of(pieces)
+        end, ids = settings.named["eos_token"], ids_of(pieces)
         return template([end, "A"], [end, "A", end, end, "B"], ids)
 
 

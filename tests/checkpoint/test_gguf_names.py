@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from paths import DATA
 
-from jaxllm.checkpoint.gguf.names import HFView, hf_name, unpermute
+from jaxllm.checkpoint.gguf.names import _NAMES, HFView, _hf_names, hf_name, unpermute
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.checkpoint.safetensors import open_safetensors
 
@@ -259,6 +259,13 @@ class TestRoundTrip:
             if key in expected:
                 assert actual.pop(key) == np.float32(expected.pop(key))
         assert actual == expected
+
+    def test_the_gguf_package_has_all_names(self):
+        """The same numbers with all releases from 0.17 on."""
+        assert {architecture: len(_hf_names(architecture)) for architecture in _NAMES} == {
+            **{"llama": 16, "qwen2": 12, "qwen3": 14, "qwen3moe": 15, "command-r": 13},
+            **{"gemma": 12, "gemma2": 14, "gemma3": 16, "gpt2": 10, "t5": 30, "t5encoder": 13},
+        }
 
     def test_t5_with_a_plain_feed_forward(self):
         assert hf_name("t5", "enc.blk.1.ffn_up.weight", gated=False) == (

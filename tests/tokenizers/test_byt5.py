@@ -60,6 +60,14 @@ def test_special_tokens_of_users_are_bytes(case, tmp_path):
     assert again.encode("né") == tokenizer.encode("né")
 
 
+def test_options_of_sentencepiece_do_not_matter(tmp_path):
+    config = {"tokenizer_class": "ByT5Tokenizer", "sp_model_kwargs": {"enable_sampling": True}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.encode("a") == [100, 1]
+
+
 def test_a_token_of_one_character_is_refused(tmp_path):
     config = {"tokenizer_class": "ByT5Tokenizer", "sep_token": "|"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))

@@ -12,7 +12,7 @@ from jaxllm.auto import AutoTokenizer
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError
 from jaxllm.tokenizers import load_tokenizer, tokenizer_from_gguf
-from jaxllm.tokenizers.sentencepiece_model import _fields
+from jaxllm.tokenizers.sentencepiece_model import BYTES, read_specs
 
 DATA = paths.DATA / "tokenizers"
 CASES = json.loads((DATA / "gguf_cases.json").read_text(encoding="utf-8"))
@@ -133,9 +133,7 @@ def test_llama_flags(llama_metadata):
 
 
 def charsmap(model: bytes) -> bytes:
-    normalizer = next(value for field, value in _fields(model) if field == 3)
-    assert isinstance(normalizer, bytes)
-    return next(v for field, v in _fields(normalizer) if field == 2 and isinstance(v, bytes))
+    return read_specs(model, "t5.model")[1][2, BYTES]
 
 
 def test_t5_ids(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError
 from jaxllm.tokenizers import LlamaTokenizer, T5Tokenizer, Tokenizer, load_tokenizer
-from jaxllm.tokenizers.sentencepiece_model import UNIGRAM, write_model
+from jaxllm.tokenizers.sentencepiece_model import BPE, UNIGRAM, SentencePieceModel, write_model
 
 DATA = paths.DATA / "tokenizers"
 CASES = json.loads((DATA / "sentencepiece_cases.json").read_text(encoding="utf-8"))
@@ -163,21 +163,34 @@ def test_values_that_are_no_texts(tmp_path, texts):
         load(tmp_path, "t5", {})(texts)
 
 
-def test_model_that_multiplies_text_is_refused(tmp_path):
-    """A normalization table with a replacement of 2,000 bytes."""
-    table = (4).to_bytes(4, "little") + b"\0\0\0\0" + b"x" * 2000 + b"\0"
-    model = write_model(
+def small_model(model_type: int = UNIGRAM, charsmap: bytes = b"") -> bytes:
+    return write_model(
         [("<unk>", 0.0, 2), ("a", -1.0, 1)],
-        model_type=UNIGRAM,
+        model_type=model_type,
         unk_id=0,
         add_dummy_prefix=True,
         remove_extra_whitespaces=True,
         byte_fallback=False,
-        charsmap=table,
+        charsmap=charsmap,
     )
-    (tmp_path / "spiece.model").write_bytes(model)
+
+
+@pytest.mark.parametrize(
+    "appended",
+    [b"", b"\x1a\x02\x10\x01", b"\x1a\x05\x15\0\0\0\0"],
+    ids=["nothing", "a varint as charsmap", "four bytes as charsmap"],
+)
+def test_model_that_multiplies_text_is_refused(tmp_path, appended):
+    """A normalization table with a replacement of 2,000 bytes."""
+    table = (4).to_bytes(4, "little") + b"\0\0\0\0" + b"x" * 2000 + b"\0"
+    (tmp_path / "spiece.model").write_bytes(small_model(charsmap=table) + appended)
     with pytest.raises(UnsupportedError, match="more than 1024 times longer"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("appended", [b"", b"\x12\x02\x1a\x00", b"\x12\x05\x1d\0\0\0\0"])
+def test_model_type_of_another_wire_type_is_ignored(appended):
+    assert SentencePieceModel(small_model(BPE) + appended, "spiece.model").model_type == BPE
 
 
 @pytest.mark.parametrize(
@@ -200,6 +213,11 @@ def test_contradictions_name_the_field(tmp_path, options, error, message):
         load(tmp_path, "llama", {"tokenizer_config.json": options})
 
 
+def test_an_empty_added_token_is_named_by_its_id(tmp_path):
+    with pytest.raises(TokenizerError, match=r"added_tokens\.json: an empty token has the id 421"):
+        load(tmp_path, "llama", {"added_tokens.json": {"<a>": 420, "": 421}})
+
+
 def test_t5_refuses_a_wrong_number_of_sentinels(tmp_path):
     options = {"additional_special_tokens": ["<extra_id_0>"], "extra_ids": 2}
     with pytest.raises(TokenizerError, match="lists 1 sentinels"):
@@ -207,7 +225,13 @@ def test_t5_refuses_a_wrong_number_of_sentinels(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\x00", b"not a model" * 10, b"\x0a\xff\xff\xff\xff\x0f"]
+    "content",
+    [
+        *(b"", b"\x00", b"not a model" * 10, b"\x0a\xff\xff\xff\xff\x0f"),
+        # A key of 33 bits, whose lowest 32 sentencepiece reads as the normalizer's.
+        small_model() + b"\x9a\x80\x80\x80\x10\x00",
+    ],
+    ids=len,
 )
 def test_damaged_model_is_refused(tmp_path, content):
     (tmp_path / "tokenizer.model").write_bytes(content)

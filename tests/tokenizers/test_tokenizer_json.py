@@ -254,6 +254,15 @@ def test_bos_and_eos_flags_apply_to_llama_only(load_fast):
     assert llama.padding_side == "left"
 
 
+def test_a_special_token_with_the_name_of_a_text(load_fast):
+    plain = load_fast("llama2").encode("Hello")[1:]
+    flags = {"add_bos_token": True, "add_eos_token": True, "tokenizer_class": "LlamaTokenizer"}
+    llama = load_fast("llama2", **flags, bos_token="A", eos_token="B")
+    bos, eos = llama.bos_token_id, llama.eos_token_id
+    assert llama.encode("Hello") == [bos, *plain, eos]
+    assert llama.encode("Hello", "Hello") == [bos, *plain, eos] * 2
+
+
 def test_named_tokens_beyond_the_vocabulary_get_new_ids(load_fast):
     tokenizer = load_fast("gpt2", pad_token="<pad>")
     assert tokenizer.pad_token_id == len(tokenizer) - 1 == tokenizer.vocab_size
@@ -337,7 +346,8 @@ def test_normalizer_of_the_t5_that_flax_examples_trained():
         (change("model/merges/0", ["t", "nowhere"]), r"merges\[0\]"),
         (change("model/merges/0", "a b c"), r"merges\[0\]"),
         (change("model/merges", {}), "merges is dict"),
-        (change("added_tokens/0/id", 7), "'<|endoftext|>' has the id 7"),
+        (change("added_tokens/0/id", 7), r"\[0\]: '<.endoftext.>' has the id 7, but \d+ in"),
+        (change("added_tokens/0", "q"), r"added_tokens\[0\]: str, not an object"),
         (change("added_tokens/0/special", "yes"), "special is 'yes'"),
         (change("added_tokens/0/content", ""), "content is empty"),
         (change("added_tokens", {}), "added_tokens: dict, not a list"),

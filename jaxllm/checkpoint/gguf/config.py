@@ -110,7 +110,7 @@ _ROTARY = {
 
 
 def _class(architecture: str, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    """The model's class, and what else the tensors tell."""
+    """The model's class, and the fields whose values follow from which tensors are there."""
     if architecture == "llama" and "blk.0.ffn_gate_inp.weight" in tensors:
         return {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
     model_type, name = _ROTARY[architecture]

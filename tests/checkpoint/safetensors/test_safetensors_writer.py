@@ -57,6 +57,8 @@ class TestWriting:
         ("tensors", "message"),
         [
             ({"__metadata__": np.zeros(1)}, "cannot be the name"),
+            ({1: np.zeros(1)}, "1 cannot be the name"),
+            ([np.zeros(1)], r"tensors: expected a dict of arrays by name, found .* \(list\)"),
             ({"w": np.zeros(1, np.complex64)}, "cannot hold complex64"),
             ({"w": np.zeros(1, ">f4")}, "cannot hold >f4"),
             ({"w": np.array(["a"])}, "cannot hold"),
