@@ -336,6 +336,7 @@ def signature(processors: LogitsProcessorList) -> Hashable:
 def stack_lists(lists: Sequence[LogitsProcessorList]) -> LogitsProcessorList:
     """Stacks the leaves of lists with equal `signature` along a first row axis, on the host.
 
+    >>> from jaxllm.generation.processors import TemperatureLogitsWarper
     >>> a, b = (LogitsProcessorList([TemperatureLogitsWarper(t)]) for t in (0.5, 2.0))
     >>> stack_lists([a, b])[0].temperature.tolist()
     [0.5, 2.0]
