@@ -35,9 +35,10 @@ TPU_OPTIONS = {
 }
 """Options of XLA for a training step on a TPU: weights are gathered and gradients reduced while
 products run; docs/decisions/tpu-training-step.md."""
-WINDOWS = dict.fromkeys(
-    ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e"), {"xla_tpu_scoped_vmem_limit_kib": 2**16}
-)
+WINDOWS = {
+    kind: {"xla_tpu_scoped_vmem_limit_kib": 2**16}
+    for kind in ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
+}
 """Products read larger windows of their arrays on the chips with 128 MiB of vector memory, of which
 this is half."""
 
