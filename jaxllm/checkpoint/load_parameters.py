@@ -200,8 +200,8 @@ def load_matrix(
 
     def read(index: Index) -> dict[str, np.ndarray]:
         if blocks is not None:
-            return parts_of(block_matrix(tensor.blocks(number, shape, index)), layer)
-        return parts_of(quantized(tensor.part(number, shape, index), matrix.format), layer)
+            return matrix_arrays(block_matrix(tensor.blocks(number, shape, index)), layer)
+        return matrix_arrays(quantized(tensor.part(number, shape, index), matrix.format), layer)
 
     if mesh is None:
         return jax.device_put(read(tuple(slice(0, size) for size in shape)))
@@ -218,7 +218,7 @@ def load_matrix(
 
     targets = {
         path: sharded_shape(path, x.shape, x.dtype, mesh)
-        for path, x in parts_of(matrix, layer).items()
+        for path, x in matrix_arrays(matrix, layer).items()
     }
     return sharded_arrays(targets, source_bounds, read)
 
@@ -227,7 +227,7 @@ _AXES = ("experts", "rows", "columns")
 """Axes of a stack of weights. A single weight has the last two axes."""
 
 
-def parts_of(matrix: QuantizedMatrix, layer: str) -> dict[str, Any]:
+def matrix_arrays(matrix: QuantizedMatrix, layer: str) -> dict[str, Any]:
     """The arrays of a layer's quantized matrix by path."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(matrix)
     return {f"{layer}.matrix.{parameter_path(path)}": x for path, x in leaves}
@@ -421,13 +421,13 @@ def sharded_arrays(
     source_bounds: Callable[[str, Bounds], Bounds],
     read: Callable[[Index], Mapping[str, np.ndarray]],
 ) -> dict[str, jax.Array]:
-    """Sharded arrays that are made of one source, of which each process reads what it needs once.
+    """Makes sharded arrays from one source. Each process reads the parts for its own shards, once.
 
     Args:
         targets: shapes, dtypes and shardings of the arrays by name.
         source_bounds: the part of the source from which a shard of an array, by name, is made.
-        read: reads this part, and makes the arrays of it. Along an axis that the part does not
-            restrict they are whole, and the shard is cut out of them.
+        read: reads a part and makes arrays from it. The arrays are whole along an axis that the
+            part does not restrict; the shard is cut out of them.
     """
     holders: dict[Bounds, dict[tuple[str, Bounds], list[Any]]] = {}
     for name, like in targets.items():

@@ -64,8 +64,9 @@ A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 MAX_CONFIG_BYTES = 4 * 2**20
 CLASSIFIER_NAMES = ("classifier", "score")  # PEFT adds both to each classifier's modules_to_save
 
-# Fields of initialisation and training, beside those of `common.config_keys`: they do not change
-# the adapter's output. fan_in_fan_out says how the *base* weight is stored, which the model knows.
+# Fields of initialisation and training that do not change the adapter's output, in addition to the
+# fields of `common.config_keys`. fan_in_fan_out says how the *base* weight is stored, which the
+# model knows.
 # fmt: off
 INERT_ADAPTER_KEYS = frozenset({
     "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "fan_in_fan_out",

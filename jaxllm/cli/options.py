@@ -88,7 +88,7 @@ def add_field_flags(parser: argparse.ArgumentParser, *, in_server: bool = False)
         if field.metadata:
             continue
         flag = "--" + field.name.replace("_", "-")
-        # generate()'s default of max_length is not that of commands.
+        # Commands have another default of max_length than `generate`.
         has_default = field.default not in (None, False, ()) and field.name != "max_length"
         text = f"{field.doc} ({field.default})" if has_default else field.doc
         is_shown = _is_usable(field, in_server)

@@ -110,7 +110,7 @@ def host_memory() -> int:
 
 
 def total_memory(devices: Sequence[Any]) -> int:
-    """Bytes of memory of all devices; those of a CPU share the host's."""
+    """Bytes of memory of all devices. The devices of a CPU share the host's memory."""
     sizes = [own_memory(device) for device in devices]
     shares_host = None in sizes
     return sum(filter(None, sizes)) + (host_memory() if shares_host else 0)

@@ -130,7 +130,7 @@ class FlaxT5ForConditionalGeneration(FlaxPreTrainedModel):
         decoder_attention_mask: Int[Array | np.ndarray, "B T"] | None = None,
         **options: Any,
     ) -> Any:
-        """The decoder's output for what `encode` returned; `options` are those of a call."""
+        """The decoder's output for the result of `encode`; `options` are keywords of a call."""
         states = encoder_outputs[0] if isinstance(encoder_outputs, tuple) else encoder_outputs
         return self(
             None,
@@ -197,7 +197,7 @@ class FlaxAutoModelForSeq2SeqLM(_FlaxAuto):
 
 
 def _true(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options without those that are None or `return_dict=True`."""
+    """The options without values of None and without `return_dict=True`."""
     asked = {name: value for name, value in options.items() if value is not None}
     if asked.pop("return_dict", True) is not True:
         raise InputError("return_dict: give True; out.to_tuple() is the tuple")

@@ -105,7 +105,7 @@ class FlaxPreTrainedModel:
         has_weights = all(isinstance(x, jax.Array) for x in jax.tree.leaves(model))
         self._bound: Any = model if has_weights else None
         self._params: Mapping[str, Any] | None = None
-        # In dicts of its own: a caller may change those of `params` in place.
+        # Copies of the dicts: a caller may change the dicts of `params` in place.
         self._bound_params: Mapping[str, Any] | None = None
 
     @classmethod

@@ -189,7 +189,10 @@ def rotate_halves(
 
 
 def exchange_matrix(size: int) -> np.ndarray:
-    """The matrix M of 0 and ±1 with ``x @ M = concatenate([-x[size/2:], x[:size/2]])``."""
+    """The matrix M of 0 and ±1 with ``x @ M = concatenate([-x[size/2:], x[:size/2]])``.
+
+    Every sum of the product has one term, so it is exact if products of single numbers are.
+    """
     return np.kron([[0, 1], [-1, 0]], np.eye(size // 2))
 
 
@@ -197,7 +200,6 @@ def rotate_each_head(
     x: Float[Array, "B T N H"], cos: Float[Array, "B T 1 H"], sin: Float[Array, "B T 1 H"]
 ) -> Float[Array, "B T N H"]:
     """`rotate` with a product of each head by a matrix of 0 and ±1."""
-    # Every sum of the product has one term, so it is exact if the products are.
     matrix = jnp.asarray(exchange_matrix(x.shape[-1]), x.dtype)
     rotated_half = float32_einsum("btnh,hi->btni", x, matrix)
     return (x.astype(jnp.float32) * cos + rotated_half * sin).astype(x.dtype)
@@ -211,16 +213,8 @@ def rotate_by_product(
     exchange = np.kron(np.eye(N), exchange_matrix(H))
     same_and_exchanged = np.stack([np.eye(N * H), exchange], axis=1)
     matrix = jnp.asarray(same_and_exchanged, x.dtype)  # [N*H, 2, N*H]
-    # Every sum of the product has one term, so it is exact if the products are.
-    exact = None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
     # x is used once, so that XLA computes it, the projection's product, within this product.
-    both = jnp.einsum(
-        "bi,ipj->bpj",
-        x.reshape(B * T, N * H),
-        matrix,
-        precision=exact,
-        preferred_element_type=jnp.float32,
-    )
+    both = float32_einsum("bi,ipj->bpj", x.reshape(B * T, N * H), matrix)
     cos, sin = (jnp.tile(z.reshape(-1, 1, H), (1, 1, N)) for z in (cos, sin))
     # A choice, not a stack: XLA would write that by parts into memory of its own.
     factors = jnp.where(np.array([[True], [False]]), cos, sin)

@@ -1,4 +1,4 @@
-"""Several processes: agreement between those of a run, and connection with a Ray cluster."""
+"""Several processes: agreement between the processes of a run, and connection to a Ray cluster."""
 
 from __future__ import annotations
 

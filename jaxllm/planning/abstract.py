@@ -37,8 +37,14 @@ from jaxllm.parallel.sharding import check_heads, check_mesh
 PARTS = ("gather", "dynamic_slice", "slice")
 """Operations that read as many elements of their first operand as they return."""
 VIEWS = (
-    *("convert_element_type", "copy", "expand_dims", "optimization_barrier", "reshape"),
-    *("sharding_constraint", "squeeze", "transpose"),
+    "convert_element_type",
+    "copy",
+    "expand_dims",
+    "optimization_barrier",
+    "reshape",
+    "sharding_constraint",
+    "squeeze",
+    "transpose",
 )
 """Operations whose results are read in place of their operands."""
 

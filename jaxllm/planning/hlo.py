@@ -33,18 +33,38 @@ _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
 HLO_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8"}
 """HLO's names of the dtypes that a KV cache can have."""
 COLLECTIVES = (
-    *("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute"),
-    *("ragged-all-to-all", "reduce-scatter"),
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
 )
 NO_KERNEL = (
-    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
-    *("opt-barrier", "partition-id", "replica-id", "while", "conditional", "call"),
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "opt-barrier",
+    "partition-id",
+    "replica-id",
+    "while",
+    "conditional",
+    "call",
 )
 """Operations that launch nothing by themselves. Neither do those that end in ``-done``."""
 UNCOSTED = ("custom-call", "scatter", "sort", "topk")
 NO_WORK = (
-    *("AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone"),
-    *("AsyncCollectiveStart", "ConcatBitcast", "GatherScatterIndicesBitpacked", "Sharding"),
+    "AllocateBuffer",
+    "AssumeGatherIndicesInBound",
+    "AsyncCollectiveDone",
+    "AsyncCollectiveStart",
+    "ConcatBitcast",
+    "GatherScatterIndicesBitpacked",
+    "Sharding",
     "ZeroCrop",
 )
 """Custom calls that compute nothing, or are counted as collectives."""
@@ -401,11 +421,11 @@ def branch_cycles(module: Module, step: str) -> list[list[int]]:
 def array_copies(module: Module, arrays: Iterable[tuple[str, int]]) -> int:
     """Number of copies of certain arrays anywhere in the program, in a fusion or not.
 
-    The source of such a copy is an array in memory. Inside of a fusion that is an operand of the
-    fusion, or what the fusion makes of the whole of one. A value that the fusion computes from
-    other arrays is written once, in the layout of its result, and not copied: so a GPU's prefill
-    writes keys and values into the cache. A move between the memory spaces of a chip in the same
-    layout is not counted either: the compiler fetches small arrays ahead of their use.
+    The source of such a copy is an array in memory: inside a fusion, an operand of the fusion, or
+    a result of the fusion's operations on a whole operand. A value that the fusion computes from
+    other arrays is written once, in the layout of the result. This is how a GPU's prefill writes
+    keys and values into the cache, and it is not a copy. A move between the memory spaces of a chip
+    in the same layout is not counted either: the compiler fetches small arrays ahead of their use.
 
     Args:
         arrays: dtype and number of elements of each array.

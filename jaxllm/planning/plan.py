@@ -197,6 +197,11 @@ def plan(
     target_topology = find_topology(topology)
     lengths = {"batch": batch, "prompt": prompt, "new": new}
     meshes: dict[bool, Mapping[str, int] | None] = {}  # True: of the training step
+    if isinstance(mesh, Decision) and mesh.topology != topology:
+        raise InputError(
+            f"mesh: the decision is about {mesh.topology}, and the topology is {topology}; give "
+            "the decision of this topology, or 'auto'"
+        )
     if isinstance(mesh, str) and mesh != "auto":
         raise InputError(f"mesh: expected sizes of axes or 'auto', found {quoted(mesh)}")
     if not isinstance(mesh, Decision | str):

@@ -251,7 +251,8 @@ def _read_varint(data: bytes, position: int) -> tuple[int, int]:
 
 
 _MARKS = "".join(map(chr, (*range(0x80, 0xA0), *range(0xD800, 0xD804))))
-"""Characters of which those that no token has are marks; the first leave a text a byte each."""
+"""Candidates for marks: characters that may occur in no token. The first ones leave a text as one
+byte each."""
 _ONE_EACH = "replace_each_byte"
 
 
@@ -295,7 +296,7 @@ class DecodeRules:
 
     @cached_property
     def marks(self) -> tuple[str, str, str, str]:
-        """Marks around special and separate tokens, and those of `empty` and `kept`."""
+        """Marks around special tokens, around separate tokens, for `empty` and for `kept`."""
         tokens = (*self.model.pieces, *self.special, *self.separate, self.model.unk_text)
         used = set("".join(tokens))
         special, separate, empty, kept = [mark for mark in _MARKS if mark not in used][:4]

@@ -199,6 +199,12 @@ def test_the_command_ranks_the_meshes_once(
     assert found["programs"][0]["mesh"] == found["decision"]["meshes"][0]["mesh"]
 
 
+def test_a_plan_refuses_a_decision_about_other_devices() -> None:
+    decision = decide(tiny.CONFIGS["gpt2"], "h100:2", prompt=8, new=8)
+    with pytest.raises(InputError, match="about h100:2, and the topology is cpu"):
+        jaxllm.plan(tiny.CONFIGS["gpt2"], "cpu", mesh=decision, program="decode")
+
+
 def test_a_classifier_has_bounds_of_training_alone(tmp_path: Path, capsys: Any) -> None:
     raw = tiny.CONFIGS["llama"] | {"architectures": ["LlamaForSequenceClassification"]}
     decision = decide(raw, "l4:2", prompt=8, new=8)

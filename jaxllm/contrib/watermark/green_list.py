@@ -305,7 +305,7 @@ class WatermarkDetector:
         return WatermarkDetectorOutput(scored, green, fraction, z, p, prediction, 1 - p)
 
     def _count(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Number of n-grams that count in each row, and of those that end in a green token."""
+        """Number of n-grams that count in each row, and how many of them end in a green token."""
         width = self.processor.context_width
         self_hash = self.processor.seeding_scheme == "selfhash"
         size = width if self_hash else width + 1

@@ -501,8 +501,8 @@ def _run(
 ) -> Iterator[tuple[int, list[int]]]:
     """Goes on with some requests after their new ids.
 
-    Returns those that ended too early: the engine, like transformers, also ends a row at a stop
-    string that begins in the prompt, and the harness only at one that was generated.
+    Yields the requests that ended too early. The engine, like transformers, also ends a row at a
+    stop string that begins in the prompt, and the harness only at one that was generated.
     """
     stop_strings = {
         until: possible_strings(tokenizer, until)

@@ -33,7 +33,7 @@ class UnusedFieldWarning(UserWarning):
 
 
 def check_for_use(config: GenerationConfig) -> GenerationConfig:
-    """Checks that all values are implemented, and those that a file left unchecked.
+    """Checks that all values are implemented, and checks the values of a file, which are unchecked.
 
     As in transformers, values of a file have no effect if they only choose how results are
     computed in ways that jaxllm lacks, or ask for outputs without ``return_dict_in_generate``.

@@ -231,7 +231,7 @@ class Examples:
     def read(
         self, planner: Planner, epoch: int, start: int = 0, carried: Sequence[list[int]] = ()
     ) -> Iterator[tuple[Examples, EpochPlan]]:
-        """The only window of an epoch and its plan, as `Stream.read` gives those of a stream."""
+        """The only window of an epoch with its plan, in the form of `Stream.read`."""
         yield self, planner.plan(self.lengths, epoch)
 
     @cached_property

@@ -92,7 +92,7 @@ class TrainingProgress:
             stderr=True, quiet=quiet, highlight=False, soft_wrap=True
         )
         self._peak, self._evaluations_after = peak, evaluations_after
-        # Without those that compiled, which do not predict the time of later ones.
+        # Steps that compiled are left out: they do not predict the time of later steps.
         self._steps: deque[tuple[float, int, float | None]] = deque(maxlen=WINDOW)
         self._evaluation_seconds: dict[str, float] = {}
         self._ended = threading.Event()

@@ -109,7 +109,7 @@ def patience_of(
     A resumed run that watches another metric, or evaluates on other data, starts to count again.
 
     Args:
-        measured_on: maps a metric to a hash of what it is measured on.
+        measured_on: maps a metric to a hash of the data set that the metric is measured on.
     """
     if recipe.early_stopping is None:
         return None
