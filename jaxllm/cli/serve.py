@@ -162,8 +162,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace, state: ServerState, bound: socket.socket) -> int:
     """Serves until a signal comes."""
-    from jaxllm.serve.http.logs import log_to_stderr
-    from jaxllm.serve.http.server import HttpServer
+    from jaxllm.serve.http.server import HttpServer, log_to_stderr
 
     server = HttpServer(state, bound, drain_seconds=arguments.drain_seconds)
     host, port = bound.getsockname()[:2]

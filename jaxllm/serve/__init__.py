@@ -4,8 +4,8 @@
 """
 
 from jaxllm.serve.async_engine import AsyncEngine, GenerationStream
-from jaxllm.serve.chunks import Chunk, TokenLogprob
 from jaxllm.serve.engine_thread import EngineStoppedError, QueueFullError
+from jaxllm.serve.live_run import Chunk, TokenLogprob
 
 __all__ = [
     "AsyncEngine",

@@ -1,26 +1,214 @@
-"""Admission of requests to slots: short prompts as a whole, long ones in chunks, and those that
-begin with a kept prefix from its end on."""
+"""Admission of requests to slots: how their prompts are prefilled, and which prefixes are kept.
+
+Short prompts are prefilled as a whole, long ones in chunks, and prompts that begin with a kept
+prefix, such as a system prompt that requests share, from its end on.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from jaxllm.batch.prompt_cache import empty_prompt_cache
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Int
+
+from jaxllm.batch.prompt_cache import empty_prompt_cache, prompt_cache_shapes
 from jaxllm.batch.row_groups import padded_prompts, prefill_batch
 from jaxllm.batch.sizes import Sizes
 from jaxllm.batch.slot_pool import SlotPool
 from jaxllm.cache.kv_cache import Cache
+from jaxllm.common.errors import UnsupportedError
+from jaxllm.common.hardware import nbytes
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
+from jaxllm.models.decoder import GenerativeModel
 from jaxllm.serve.live_rows import LiveGroup, LiveTask
-from jaxllm.serve.prefill_options import PrefillOptions
-from jaxllm.serve.prefixes import Prefix, PrefixStore
 
+DEFAULT_CHUNK_SIZE = {"cpu": 256}
+DEFAULT_ACCELERATOR_CHUNK_SIZE = 512
+DEFAULT_KEPT_PREFIXES = 4
+MIN_PREFIX = 64
+"""Tokens of the shortest prefix that is kept, and by which it is longer than another one."""
+RECENT_PROMPTS = 64
+"""Prompts among which a prefix that recurs is looked for."""
 LOOKAHEAD = 64
 """Tasks of the queue among which those of one batch are looked for."""
+
+Tokens = Int[np.ndarray, " _"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillOptions:
+    """How prompts are prefilled."""
+
+    chunk_size: int
+    """Columns that are prefilled between two decode calls: of a chunk of a long prompt, or of short
+    prompts (those of one batch count once). A power of two."""
+    kept_prefixes: int = 0
+    """Most prefixes that are kept."""
+    cache_shapes: Cache | None = None
+    """Shapes of a prompt cache; None: every prompt is prefilled as a whole."""
+
+    @property
+    def longest_whole(self) -> float:
+        """Columns of the longest prompt that is prefilled as a whole."""
+        return math.inf if self.cache_shapes is None else self.chunk_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes per device of all prompt caches: those that are kept, that of a prompt that comes
+        again, an empty one, the last one of a prompt and its next one."""
+        if self.cache_shapes is None:
+            return 0
+        return (self.kept_prefixes + bool(self.kept_prefixes) + 3) * nbytes(self.cache_shapes)
+
+
+def prefill_options(
+    model: GenerativeModel,
+    columns: int,
+    chunk_size: int | None,
+    kept_prefixes: int | None,
+    mesh: Mesh | None,
+) -> PrefillOptions:
+    """The options for slots of some columns; None: the default.
+
+    Raises:
+        UnsupportedError: one is set, but the model's prompts are prefilled as a whole.
+    """
+    options = {"prefill_chunk_size": chunk_size, "kept_prefixes": kept_prefixes}
+    if chunk_size is None:
+        chunk_size = DEFAULT_CHUNK_SIZE.get(jax.default_backend(), DEFAULT_ACCELERATOR_CHUNK_SIZE)
+    size = bucket(chunk_size, SMALLEST_BUCKET)
+    reason = _why_whole(model)
+    if reason is not None:
+        for name, value in options.items():
+            if value:
+                raise UnsupportedError(f"{name} cannot be combined with {reason}; leave it out")
+        return PrefillOptions(size)
+    kept = DEFAULT_KEPT_PREFIXES if kept_prefixes is None else kept_prefixes
+    if not kept and columns <= size:
+        return PrefillOptions(size)
+    return PrefillOptions(size, kept, prompt_cache_shapes(model, columns, mesh))
+
+
+def buckets(longest: float) -> list[int]:
+    """The buckets of prompts of up to `longest` tokens.
+
+    >>> buckets(100)
+    [16, 32, 64, 128]
+    """
+    widths = [SMALLEST_BUCKET]
+    while widths[-1] < longest:
+        widths.append(2 * widths[-1])
+    return widths
+
+
+def _why_whole(model: GenerativeModel) -> str | None:
+    """Why the model's prompts are prefilled as a whole; None: they need not be."""
+    if model.is_encoder_decoder:
+        return "an encoder-decoder, whose prompt is the encoder's"
+    rope = getattr(model.config, "rotary", None)
+    if rope is not None and rope.uses_length:
+        return "RoPE that depends on the length of the prompt"
+    return None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prefix:
+    """The first tokens of a prompt, and a prompt cache that begins with them."""
+
+    tokens: Tokens
+    cache: Cache
+
+
+class PrefixStore:
+    """The prefixes that recent prompts had in common.
+
+    Args:
+        limit: most prefixes that are kept; the one that was not used for the longest time is
+            dropped for a new one.
+        empty: a prompt cache without tokens.
+    """
+
+    def __init__(self, limit: int, empty: Cache) -> None:
+        self._limit = limit
+        self.empty = Prefix(np.zeros(0, np.int32), empty)
+        self._kept: list[Prefix] = []
+        """The one that was used last comes last."""
+        self._repeated: Prefix | None = None
+        """The last prompt that comes again. It has a place of its own, so that prompts of which
+        several samples are drawn do not drive out those that requests share."""
+        self._recent_prompts: deque[Tokens] = deque(maxlen=RECENT_PROMPTS)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def longest(self, prompt: Tokens) -> tuple[Prefix, int]:
+        """The prefix that shares most tokens with a prompt, and their number; the prompt's last
+        token does not count, since the first new one is chosen from its logits."""
+        prefixes = [*self._kept, self._repeated or self.empty]
+        lengths = [shared_length(prefix.tokens, prompt[:-1]) for prefix in prefixes]
+        if not any(lengths):
+            return self.empty, 0
+        longest = int(np.argmax(lengths))
+        return prefixes[longest], lengths[longest]
+
+    def length_to_keep(self, prompt: Tokens) -> int:
+        """Length of a prompt's prefix that is worth keeping: one that it shares with a recent
+        prompt, and that is longer than what is kept; else 0."""
+        lengths = [shared_length(recent, prompt) for recent in self._recent_prompts]
+        kept = [shared_length(prefix.tokens, prompt) for prefix in self._kept]
+        length = max(lengths, default=0)
+        return length if length - max(kept, default=0) >= MIN_PREFIX else 0
+
+    def is_worth_repeating(self, length: int) -> bool:
+        """True if a prompt that comes again is kept for that.
+
+        Args:
+            length: tokens of it that the store does not have.
+        """
+        return bool(self._limit) and length >= MIN_PREFIX
+
+    def note(self, prompt: Tokens) -> None:
+        """Adds a recent prompt."""
+        if self._limit:
+            self._recent_prompts.append(prompt)
+
+    def clear(self) -> None:
+        """Forgets all prefixes and recent prompts."""
+        self._kept.clear()
+        self._repeated = None
+        self._recent_prompts.clear()
+
+    def use(self, prefix: Prefix) -> None:
+        """Notes that a prefix is used."""
+        if prefix in self._kept:
+            self._kept.remove(prefix)
+            self._kept.append(prefix)
+
+    def keep(self, prefix: Prefix) -> None:
+        """Keeps a prefix."""
+        self._kept = [*self._kept, prefix][-self._limit :]
+
+    def repeat(self, prompt: Prefix) -> None:
+        """Keeps a prompt that comes again."""
+        self._repeated = prompt
+
+
+def shared_length(a: Tokens, b: Tokens) -> int:
+    """Number of tokens with which two sequences begin alike.
+
+    >>> shared_length(np.array([5, 6, 7]), np.array([5, 6, 8, 9]))
+    2
+    """
+    size = min(len(a), len(b))
+    differs = a[:size] != b[:size]
+    return int(np.argmax(differs)) if differs.any() else size
 
 
 @dataclasses.dataclass

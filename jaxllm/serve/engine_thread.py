@@ -9,9 +9,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from jaxllm.common.errors import InputError, JaxLLMError
-from jaxllm.serve.chunks import Chunk
 from jaxllm.serve.live_rows import LiveTask
-from jaxllm.serve.live_run import LiveRun
+from jaxllm.serve.live_run import Chunk, LiveRun
 
 _RATE_SEQUENCES = 64
 """Finished sequences from which the rate of the queue is estimated."""

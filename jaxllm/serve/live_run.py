@@ -1,7 +1,6 @@
 """Requests in slots: admits, decodes a few steps, reports the new tokens, and so on.
 
-All of it runs in one thread, which owns the device.
-"""
+All of it runs in one thread, which owns the device."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ from jaxllm.generation.processors.host import WORD_BITS
 from jaxllm.generation.stopping.stop_strings import sequence_end
 from jaxllm.generation.strategies.strategy import NEVER, nonfinite_error
 from jaxllm.models.decoder import Decoder
-from jaxllm.serve.admission import Admission, PrefixCounts
-from jaxllm.serve.chunks import Chunk, TokenLogprob
+from jaxllm.serve.admission import Admission, PrefillOptions, PrefixCounts
 from jaxllm.serve.live_rows import (
     ALL_TOKENS,
     LiveGroup,
@@ -35,7 +33,38 @@ from jaxllm.serve.live_rows import (
     LiveTask,
     TokenMaskLogitsProcessor,
 )
-from jaxllm.serve.prefill_options import PrefillOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of a token, and of the most probable tokens in its place.
+
+    They are those of the model's own distribution: before temperature, penalties and filters.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """Pairs (token, log-probability), the most probable first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """New tokens of one sample of a request."""
+
+    sample: int
+    """Number of the sample, from 0."""
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """One for each token, if the request asks for them."""
+    finish_reason: str | None = None
+    """In the last chunk of a sample: "eos", "length" or "stop" (a stop string)."""
+    error: JaxLLMError | None = None
+    """Why the sample ends here, without its result."""
+
+    @property
+    def is_last(self) -> bool:
+        """True if the sample has no more chunks."""
+        return self.finish_reason is not None or self.error is not None
 
 
 class LiveRun:

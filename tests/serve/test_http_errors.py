@@ -18,10 +18,9 @@ from serving_tools import RunningServer, connected, eventually, running_server, 
 from starlette.testclient import TestClient
 
 from jaxllm.common.errors import InputError
-from jaxllm.serve.http.api_errors import ApiError
+from jaxllm.serve.http.api_types import ApiError
 from jaxllm.serve.http.app import make_app
-from jaxllm.serve.http.logs import JsonFormatter
-from jaxllm.serve.http.server import bound_socket, listen
+from jaxllm.serve.http.server import JsonFormatter, bound_socket, listen
 from jaxllm.serve.http.state import Limits
 from jaxllm.serve.http.streaming import read_limited
 

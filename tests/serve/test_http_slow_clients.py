@@ -24,7 +24,7 @@ from serving_tools import (
     slowed,
 )
 
-from jaxllm.serve.http.connection import Connection
+from jaxllm.serve.http.server import Connection
 from jaxllm.serve.http.state import Limits
 
 SECONDS = 0.4

@@ -14,8 +14,8 @@ from jaxllm.batch import slot_placement
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.serve import AsyncEngine
+from jaxllm.serve.admission import Prefix, PrefixStore
 from jaxllm.serve.live_rows import live_tasks
-from jaxllm.serve.prefixes import Prefix, PrefixStore
 
 CHUNK = 16
 OPTIONS: dict[str, Any] = {"slots": 4, "context": 128, "prefill_chunk_size": CHUNK}

@@ -1,7 +1,8 @@
-"""Answers of chat and text completions: what both have in common."""
+"""Answers of chat and text completions, whole or as events."""
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import dataclasses
 import math
@@ -9,18 +10,28 @@ import secrets
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxllm.common.errors import InputError
 from jaxllm.serve.async_engine import GenerationStream
-from jaxllm.serve.http.api_types import SamplingFields
-from jaxllm.serve.http.pieces import Choice, Piece, collect, pieces_of
+from jaxllm.serve.http.api_types import ChatRequest, CompletionRequest, SamplingFields
+from jaxllm.serve.http.pieces import Choice, Piece, collect, overlap, pieces_of
 from jaxllm.serve.http.state import ServerState
+from jaxllm.serve.http.tool_calls import (
+    START,
+    split_tool_calls,
+    template_messages,
+    tool_names,
+)
+from jaxllm.serve.live_run import TokenLogprob
+from jaxllm.tokenizers.tokenizer import Tokenizer
 
 MAX_PROMPTS = 128
+FLOOR = -9999.0
+"""Stands for minus infinity, which JSON does not have."""
 
 
 @dataclasses.dataclass
@@ -53,7 +64,7 @@ class Usage:
         }
 
 
-class Answer:
+class Answer(abc.ABC):
     """The choices of one request, whole or in pieces.
 
     Subclasses say what a choice looks like in JSON.
@@ -78,9 +89,9 @@ class Answer:
             "model": state.model_name,
         }
 
+    @abc.abstractmethod
     async def start(self) -> list[GenerationStream]:
         """Makes token ids of the prompts, and queues them."""
-        raise NotImplementedError
 
     async def submit(
         self,
@@ -184,14 +195,269 @@ class Answer:
             for stream in streams:
                 stream.cancel()
 
+    @abc.abstractmethod
     def choice(self, choice: Choice) -> dict[str, Any]:
         """A whole choice."""
-        raise NotImplementedError
 
     def first_choices(self, count: int) -> list[dict[str, Any]]:
         """Choices of events before the first token."""
         return []
 
+    @abc.abstractmethod
     def piece_choices(self, piece: Piece) -> list[dict[str, Any]]:
         """Choices of the events of one piece, for one event or several."""
-        raise NotImplementedError
+
+
+class CompletionAnswer(Answer):
+    """The continuations of one or more prompts."""
+
+    object = "text_completion"
+    chunk_object = "text_completion"
+    id_prefix = "cmpl"
+    default_new_tokens = 16
+    request: CompletionRequest
+
+    def __init__(self, state: ServerState, request: CompletionRequest, usage: Usage) -> None:
+        super().__init__(state, request, usage)
+        self._offsets: dict[int, int] = {}
+
+    async def start(self) -> list[GenerationStream]:
+        """Tokenizes the prompts and queues them."""
+        request = self.request
+        prompts = (request.prompts, "prompt", request.src_lang)
+        ids = await self.state.in_thread(prompt_ids, self.state, *prompts)
+        logprobs = request.logprobs is not None or request.best_of is not None
+        language = {} if request.tgt_lang is None else {"tgt_lang": request.tgt_lang}
+        return await self.submit(ids, request.max_tokens, logprobs=logprobs, **language)
+
+    def selected(self, choices: list[Choice]) -> list[Choice]:
+        """The `n` most probable choices of each prompt, the best first, with `best_of`."""
+        request = self.request
+        if request.best_of is None:
+            return choices
+        best: list[Choice] = []
+        for start in range(0, len(choices), request.samples):
+            of_prompt = choices[start : start + request.samples]
+            of_prompt.sort(key=lambda choice: choice.mean_logprob, reverse=True)
+            best += of_prompt[: request.n]
+        return best
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        logprobs = None
+        if self.request.logprobs is not None:
+            logprobs = completion_logprobs(
+                self.tokenizer, choice.tokens, choice.logprobs, self.request.logprobs
+            )
+        return {"text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+
+    def piece_choices(self, piece: Piece) -> list[dict[str, Any]]:
+        logprobs = None
+        if piece.logprobs is not None and self.request.logprobs is not None:
+            offset = self._offsets.get(piece.index, 0)
+            logprobs = completion_logprobs(
+                self.tokenizer, piece.tokens, piece.logprobs, self.request.logprobs, offset
+            )
+            lengths = (len(token_text(self.tokenizer, token)[0]) for token in piece.tokens)
+            self._offsets[piece.index] = offset + sum(lengths)
+        if not piece.text and piece.finish_reason is None and logprobs is None:
+            return []  # the text waits for the next token
+        return [{"text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}]
+
+
+def prompt_ids(
+    state: ServerState,
+    prompts: list[str | tuple[int, ...]],
+    name: str,
+    src_lang: str | None = None,
+) -> list[list[int]]:
+    """The token ids of prompts, whose texts are in the language `src_lang`.
+
+    Raises:
+        InputError: a prompt is empty or too long, or has an id that the model does not know.
+    """
+    vocab_size, result = state.engine.model.config.vocab_size, []
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if src_lang is not None and len(texts) < len(prompts):
+        raise InputError("src_lang: has no effect on token ids; leave it out")
+    encoded: Iterator[list[int]] = iter(())
+    if texts:
+        options = {"max_bytes": state.limits.body_bytes, "src_lang": src_lang}
+        batch = state.tokenize("__call__", texts, **options)
+        encoded = iter(batch["input_ids"])
+    for prompt in prompts:
+        ids = next(encoded) if isinstance(prompt, str) else list(prompt)
+        if not ids or not all(0 <= token < vocab_size for token in ids):
+            raise InputError(f"{name}: expected one token id or more, from 0 to {vocab_size - 1}")
+        result.append(ids)
+    return result
+
+
+class ChatAnswer(Answer):
+    """The answer to messages."""
+
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
+    request: ChatRequest
+
+    def __init__(self, state: ServerState, request: ChatRequest, usage: Usage) -> None:
+        super().__init__(state, request, usage)
+        has_tools = request.tools is not None and request.tool_choice != "none"
+        self._tools = tool_names(request.tools or ()) if has_tools else []
+        self._held: dict[int, str] = {}
+        if request.max_completion_tokens is not None:
+            self.limit_field = "max_completion_tokens"
+
+    async def start(self) -> list[GenerationStream]:
+        """Renders the messages and queues them."""
+        request = self.request
+        ids = await self.state.in_thread(chat_ids, self.state, request, bool(self._tools))
+        limit = request.max_completion_tokens or request.max_tokens
+        return await self.submit([ids], limit, logprobs=request.logprobs)
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        content, calls = split_tool_calls(choice.text, self._tools)
+        message: dict[str, Any] = {"role": "assistant", "content": content or None}
+        message["refusal"] = None
+        reason = choice.finish_reason
+        if calls:
+            message["tool_calls"] = [call.to_json() for call in calls]
+            reason = "tool_calls"
+        else:
+            message["content"] = content
+        logprobs = None
+        if self.request.logprobs:
+            logprobs = chat_logprobs(
+                self.tokenizer, choice.tokens, choice.logprobs, self.request.top_logprobs
+            )
+        return {"message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def first_choices(self, count: int) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        return [
+            {"index": i, "delta": delta, "logprobs": None, "finish_reason": None}
+            for i in range(count)
+        ]
+
+    def piece_choices(self, piece: Piece) -> list[dict[str, Any]]:
+        delta, reason = self._delta(piece)
+        logprobs = None
+        if piece.logprobs is not None:
+            logprobs = chat_logprobs(
+                self.tokenizer, piece.tokens, piece.logprobs, self.request.top_logprobs
+            )
+        if not delta and reason is None and logprobs is None:
+            return []  # the text waits for the next token
+        return [{"delta": delta, "logprobs": logprobs, "finish_reason": reason}]
+
+    def _delta(self, piece: Piece) -> tuple[dict[str, Any], str | None]:
+        """Delta of a piece, and its finish reason.
+
+        Text that may be a tool call is held back to the end of the choice.
+        """
+        text, reason = piece.text, piece.finish_reason
+        if self._tools:
+            text = self._held.pop(piece.index, "") + text
+            if reason is None:
+                start = _possible_call(text)
+                text, self._held[piece.index] = text[:start], text[start:]
+            else:
+                text, calls = split_tool_calls(text, self._tools)
+                if calls:
+                    deltas = [{"index": i, **call.to_json()} for i, call in enumerate(calls)]
+                    content = {"content": text} if text else {}
+                    return {**content, "tool_calls": deltas}, "tool_calls"
+        return ({"content": text} if text else {}), reason
+
+
+def _possible_call(text: str) -> int:
+    """Start of a tool call or of a possible one; the length of the text if there is none.
+
+    >>> _possible_call("Well, <tool_c"), _possible_call(' {"name"'), _possible_call("no")
+    (6, 0, 2)
+    """
+    if text.lstrip().startswith("{"):
+        return 0
+    start = text.find(START)
+    return start if start >= 0 else len(text) - overlap(text, START)
+
+
+def chat_ids(state: ServerState, request: Any, with_tools: bool) -> list[int]:
+    """The token ids of messages in the model's chat template.
+
+    Args:
+        request: has `messages`, and perhaps `tools` and `chat_template_kwargs`.
+    """
+    options = dict(getattr(request, "chat_template_kwargs", None) or {})
+    if with_tools:
+        options["tools"] = list(request.tools)
+    ids = state.tokenize(
+        "apply_chat_template",
+        template_messages(request.messages),
+        max_bytes=state.limits.body_bytes,
+        **options,
+    )
+    assert isinstance(ids, list)
+    return ids
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, list[int] | None]:
+    """A token's text inside a sequence, and its bytes; the text of a part of a character has
+    replacement characters."""
+    content = tokenizer.token_bytes()[token] if token < len(tokenizer) else None
+    if content is None:
+        return "", None
+    return content.decode("utf-8", "replace"), list(content)
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer,
+    tokens: Sequence[int],
+    logprobs: Sequence[TokenLogprob],
+    top_logprobs: int,
+) -> dict[str, Any]:
+    """The `logprobs` of a choice of a chat."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text, content = token_text(tokenizer, token)
+        return {"token": text, "logprob": max(logprob, FLOOR), "bytes": content}
+
+    return {
+        "content": [
+            entry(token, item.logprob)
+            | {"top_logprobs": [entry(*pair) for pair in item.top[:top_logprobs]]}
+            for token, item in zip(tokens, logprobs, strict=True)
+        ],
+        "refusal": None,
+    }
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer,
+    tokens: Sequence[int],
+    logprobs: Sequence[TokenLogprob],
+    top_logprobs: int,
+    offset: int = 0,
+) -> dict[str, Any]:
+    """The `logprobs` of a choice of a text completion.
+
+    Args:
+        offset: characters of the tokens before these.
+    """
+    texts = [token_text(tokenizer, token)[0] for token in tokens]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": [max(item.logprob, FLOOR) for item in logprobs],
+        "top_logprobs": [
+            {
+                token_text(tokenizer, token)[0]: max(logprob, FLOOR)
+                for token, logprob in reversed(item.top[:top_logprobs])
+            }
+            for item in logprobs
+        ],
+        "text_offset": offsets,
+    }

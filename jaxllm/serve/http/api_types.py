@@ -1,14 +1,18 @@
-"""Bodies of requests. A field that is not declared here is an error that names it."""
+"""Bodies of requests, and errors as answers, in OpenAI's format.
+
+A field that is not declared here is an error that names it."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.common.files import parse_json
 from jaxllm.common.validation import from_plain
+from jaxllm.serve.engine_thread import EngineStoppedError, QueueFullError
 from jaxllm.serve.live_rows import MAX_TOP_LOGPROBS
 
 T = TypeVar("T")
@@ -35,6 +39,11 @@ _KNOWN_UNSUPPORTED = {
 """Fields of OpenAI's and other servers' interfaces that are not implemented here."""
 _TEMPLATE_ARGUMENTS = {"tokenize", "tools", "chat_template", "max_bytes", "documents"}
 """Arguments of `apply_chat_template` that are the server's to set."""
+MAX_MESSAGE = 500
+"""Characters of a message, which may repeat a part of the request."""
+RETRY_SECONDS = 5
+"""Seconds after which to try again when the server or its engine stops."""
+_FIELD = re.compile(r"`?([a-z_][a-z0-9_.\[\]]*)`?(?=:| must | names )")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -257,3 +266,87 @@ def read_body(cls: type[T], body: bytes) -> T:
         if (value := fields.pop(name)) is not False and value not in ("", [], {}):
             raise UnsupportedError(f"{name}: not supported by this server")
     return from_plain(cls, fields)
+
+
+class ApiError(Exception):
+    """An error answer.
+
+    The answer of status 408 closes the connection, since the rest of a body may follow.
+
+    Args:
+        status: HTTP status code.
+        param: the field of the request that is wrong.
+        retry_after: seconds after which to try again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+        self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+        if status == 408:
+            self.headers["Connection"] = "close"
+
+    @property
+    def type(self) -> str:
+        """OpenAI's name of the kind of error."""
+        names = {
+            401: "authentication_error",
+            404: "not_found_error",
+            429: "rate_limit_error",
+        }
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        return names.get(self.status, default)
+
+    def to_json(self) -> dict[str, Any]:
+        """The body of the answer.
+
+        >>> ApiError(400, "n: too many", param="n").to_json()["error"]["type"]
+        'invalid_request_error'
+        """
+        message = str(self)
+        if len(message) > MAX_MESSAGE:
+            message = message[:MAX_MESSAGE] + "..."
+        error = {
+            "message": message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+
+def api_error(error: JaxLLMError) -> ApiError:
+    """The answer for an error of the library: 429 if the queue is full, 503 if the engine has
+    stopped, 500 for logits that are not finite, and else 400, since the request is wrong.
+
+    >>> from jaxllm.common.errors import InputError
+    >>> api_error(InputError("top_p: expected a number")).param
+    'top_p'
+    """
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full", retry_after=error.retry_after)
+    if isinstance(error, EngineStoppedError):
+        return ApiError(503, str(error), code="engine_stopped", retry_after=RETRY_SECONDS)
+    if isinstance(error, FloatingPointError):
+        return ApiError(500, str(error), code="non_finite")
+    message = str(error).removeprefix("generate(): ")  # clients call no function
+    field = _FIELD.search(message)
+    return ApiError(400, message, param=field[1] if field else None)
+
+
+def stopped_error() -> ApiError:
+    """The answer to a request that was not answered in the server's time for draining."""
+    return ApiError(
+        503,
+        "the server stopped before the answer was complete",
+        code="server_stopping",
+        retry_after=RETRY_SECONDS,
+    )

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import functools
+import hmac
 import logging
+import time
+import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
@@ -19,28 +22,97 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jaxllm.common.errors import JaxLLMError
-from jaxllm.serve.http.api_errors import ApiError, api_error, stopped_error
+from jaxllm.serve.http.answers import ChatAnswer, CompletionAnswer, Usage, chat_ids, prompt_ids
 from jaxllm.serve.http.api_types import (
+    ApiError,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     TokenizeRequest,
+    api_error,
     read_body,
+    stopped_error,
 )
-from jaxllm.serve.http.chat import ChatAnswer, chat_ids
-from jaxllm.serve.http.completions import CompletionAnswer, prompt_ids
-from jaxllm.serve.http.http_call import HttpCall
 from jaxllm.serve.http.state import ServerState
 from jaxllm.serve.http.streaming import (
     CLIENT_CLOSED_REQUEST,
     ClientGoneError,
     EventStream,
+    read_limited,
     until_disconnect,
 )
 
-Endpoint: TypeAlias = Callable[[HttpCall], Awaitable[Response]]
 _LOG = logging.getLogger("jaxllm.serve")
+
+
+class HttpCall:
+    """One request to an endpoint, from its first byte to its line in the log."""
+
+    def __init__(self, state: ServerState, path: str, request: Request) -> None:
+        self.state, self.path, self.request = state, path, request
+        self.id, self.usage = uuid.uuid4().hex, Usage()
+        self.headers = {"x-request-id": self.id}
+
+    async def body(self) -> bytes:
+        """The body, within the limits of size and time."""
+        limits = self.state.limits
+        return await read_limited(self.request.receive, limits.body_bytes, limits.client_seconds)
+
+    def json(self, content: Any, status: int = 200) -> JSONResponse:
+        """An answer."""
+        return JSONResponse(content, status, self.headers)
+
+    def check_key(self) -> None:
+        """Compares the request's key with all of the server's, in constant time."""
+        keys = self.state.api_keys
+        if keys is None:
+            return
+        kind, _, key = self.request.headers.get("authorization", "").partition(" ")
+        # The bytes as they came, which starlette decoded as Latin-1.
+        matches = [hmac.compare_digest(key.strip().encode("latin-1"), known) for known in keys]
+        if kind.lower() != "bearer" or not any(matches):
+            raise ApiError(
+                401, "Authorization: expected a valid API key (Bearer ...)", code="invalid_api_key"
+            )
+
+    def check_origin(self) -> None:
+        """Refuses work for a page of another origin. A browser keeps the answer from it, but sends
+        some requests all the same."""
+        origin, allowed = self.request.headers.get("origin"), self.state.cors_origins
+        if self.request.method != "POST" or origin is None or {origin, "*"}.intersection(allowed):
+            return
+        raise ApiError(
+            403,
+            f"Origin: pages of {origin:.100} may not call this server, unless it is started with "
+            "--cors-origin",
+        )
+
+    def end(self, status: int) -> None:
+        """Counts and logs the request; the log has no prompt and no answer."""
+        usage, metrics = self.usage, self.state.metrics
+        seconds = time.perf_counter() - usage.start
+        metrics.requests.labels(self.path, status).inc()
+        metrics.seconds.labels(self.path).observe(seconds)
+        if usage.first_token_seconds is not None:
+            metrics.first_token.labels(self.path).observe(usage.first_token_seconds)
+        metrics.prompt_tokens.inc(usage.prompt_tokens)
+        metrics.new_tokens.inc(usage.completion_tokens)
+        fields = {
+            "event": "request",
+            "id": self.id,
+            "method": self.request.method,
+            "path": self.path,
+            "status": status,
+            "seconds": round(seconds, 4),
+            "first_token_seconds": usage.first_token_seconds,
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+        }
+        _LOG.info("request", extra={"fields": fields})
+
+
+Endpoint: TypeAlias = Callable[[HttpCall], Awaitable[Response]]
 
 
 def endpoint(

@@ -20,16 +20,14 @@ from jaxllm.common.validation import from_plain
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.serve.async_engine import AsyncEngine
 from jaxllm.serve.engine_thread import EngineStoppedError
-from jaxllm.serve.http.answers import Answer, Usage
-from jaxllm.serve.http.api_errors import api_error
+from jaxllm.serve.http.answers import Answer, ChatAnswer, CompletionAnswer, Usage
 from jaxllm.serve.http.api_types import (
     ChatRequest,
     CompletionRequest,
     SamplingFields,
+    api_error,
     read_body,
 )
-from jaxllm.serve.http.chat import ChatAnswer
-from jaxllm.serve.http.completions import CompletionAnswer
 from jaxllm.serve.http.state import Limits, ServerState
 from jaxllm.tokenizers.tokenizer import Tokenizer
 

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Sequence
 
 from jaxllm.serve.async_engine import GenerationStream
-from jaxllm.serve.chunks import Chunk, TokenLogprob
+from jaxllm.serve.live_run import Chunk, TokenLogprob
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 _FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -44,15 +44,15 @@ class SampleText:
         if matches:
             self._held, self.stopped = "", True
             return text[: min(matches)[1]]
-        kept = 0 if is_end else max((_overlap(text, stop) for stop in self._stops), default=0)
+        kept = 0 if is_end else max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of a text with which a stop string begins.
 
-    >>> _overlap("ab<", "<|"), _overlap("abc", "<|")
+    >>> overlap("ab<", "<|"), overlap("abc", "<|")
     (1, 0)
     """
     lengths = range(min(len(text), len(stop) - 1), 0, -1)

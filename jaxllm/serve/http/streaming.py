@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxllm.common.errors import JaxLLMError
-from jaxllm.serve.http.api_errors import ApiError, api_error, stopped_error
+from jaxllm.serve.http.api_types import ApiError, api_error, stopped_error
 
 T = TypeVar("T")
 
