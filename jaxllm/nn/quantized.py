@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, Int4, Int8, Integer
 from jaxllm.nn.experts import ExpertLinear
 from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.platform.products import (
+    apply_to_rows,
     as_int8,
     dequantized_blocks,
     times_blocks_transposed,
@@ -234,7 +235,12 @@ class QuantizedEmbedding(Embedding):
         return self.matrix.shape[1]
 
     def __call__(self, ids: Int[Array, ...]) -> Float[Array, "... D"]:
-        return self.scaled(self.matrix.rows(ids, self.dtype))
+        if ids.ndim != 2 or ids.shape[1] > 1:
+            return self.scaled(self.matrix.rows(ids, self.dtype))
+        # PERF(tpu): a lookup of one row needs another layout, into which XLA copies the matrix in
+        # every step.
+        rows = apply_to_rows(lambda ids: self.matrix.rows(ids[:, 0], self.dtype), ids)
+        return self.scaled(rows[:, None])
 
     def attend(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
         return self.matrix.times(x.astype(self.dtype))

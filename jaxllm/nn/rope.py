@@ -9,6 +9,7 @@ are half-split, as in Hugging Face's Llama weights.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from jaxllm.common.config_keys import describe_keys, unknown_keys
 from jaxllm.common.errors import ConfigError, UnsupportedError, quoted, shortened
 from jaxllm.common.precision import float32_einsum
 from jaxllm.nn.platform.attention import LANES
+from jaxllm.nn.platform.products import apply_to_rows
 from jaxllm.parallel.sharding import heads_are_sharded
 
 MAX_PRODUCT_WIDTH = 1024
@@ -214,7 +216,8 @@ def rotate_by_product(
     same_and_exchanged = np.stack([np.eye(N * H), exchange], axis=1)
     matrix = jnp.asarray(same_and_exchanged, x.dtype)  # [N*H, 2, N*H]
     # x is used once, so that XLA computes it, the projection's product, within this product.
-    both = float32_einsum("bi,ipj->bpj", x.reshape(B * T, N * H), matrix)
+    product = functools.partial(float32_einsum, "bi,ipj->bpj")
+    both = apply_to_rows(product, x.reshape(B * T, N * H), matrix)
     cos, sin = (jnp.tile(z.reshape(-1, 1, H), (1, 1, N)) for z in (cos, sin))
     # A choice, not a stack: XLA would write that by parts into memory of its own.
     factors = jnp.where(np.array([[True], [False]]), cos, sin)

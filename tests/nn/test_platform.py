@@ -13,15 +13,20 @@ import pytest
 from jaxllm.cache.kv_cache import KV
 from jaxllm.cache.variants import QuantizedKV
 from jaxllm.nn.attention import Scores, attend
+from jaxllm.nn.linear import Embedding
 from jaxllm.nn.platform.attention import attend_cache, attend_one_query, padded_product, split_heads
 from jaxllm.nn.platform.products import (
+    SUBLANES,
+    beside_zeros,
+    in_xla,
     plus_bias,
     rows_by_product,
     sum_of_groups,
     times_as_int8,
     times_converted,
+    times_transposed,
 )
-from jaxllm.nn.quantized import Int4Matrix, Int8Matrix
+from jaxllm.nn.quantized import Int4Matrix, Int8Matrix, QuantizedEmbedding
 
 ROWS, HEADS, SLOTS, SIZE = 2, 3, 9, 8
 
@@ -53,6 +58,29 @@ def test_products_of_quantized_weights(rows):
             parts = (matrix.groups[...], matrix.multipliers[...], matrix.scale[...])
             close(sum_of_groups(x, *parts), expected)
     assert not np.asarray(Int8Matrix.quantize(jnp.zeros((2, 4))).times(x[:, :4])).any()
+
+
+@pytest.mark.in_ci("cuda-1")
+@pytest.mark.parametrize(("platform", "rows"), [("tpu", 1), ("tpu", 2), ("cpu", 1), ("cuda", 1)])
+def test_only_a_tpu_multiplies_a_single_row_beside_zeros(platform: str, rows: int) -> None:
+    x, w = jnp.zeros((rows, 1, 16)), jnp.zeros((24, 16))
+    plain = Embedding(24, 16, dtype=jnp.float32, param_dtype=jnp.float32, rngs=None)
+    embedding = QuantizedEmbedding(Int8Matrix.quantize(w), plain)
+    for function, arrays in (
+        (times_transposed, (x, w)),
+        (Int8Matrix.quantize(w).times, (x,)),
+        (Int4Matrix.quantize(w).times, (x,)),
+        (embedding, (jnp.zeros((rows, 1), int),)),
+    ):
+        text = jax.jit(function).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
+        padded = "stablehlo.pad" in text and f"tensor<{SUBLANES * rows}x" in text
+        assert padded == (platform == "tpu" and rows == 1)
+
+
+def test_rows_of_zeros_change_no_product() -> None:
+    random = np.random.default_rng(0)
+    x, w = (jnp.asarray(random.normal(size=(n, 16)), jnp.float32) for n in (3, 24))
+    np.testing.assert_allclose(beside_zeros(in_xla, x, w), x @ w.T, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.ci

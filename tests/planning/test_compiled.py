@@ -85,6 +85,30 @@ def test_compiled_decode_steps(topology: str, family: str) -> None:
         assert max(decode.kernels, step.kernels) <= MOST_KERNELS[family]
 
 
+@needs_tpu
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+def test_a_tpu_decodes_one_row_as_fast_as_eight(quantize: str | None) -> None:
+    """It took three to six times as long on the vector unit."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 32000}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
+
+    def step_us(rows: int) -> float:
+        (decode,) = jaxllm.plan(
+            tiny.CONFIGS["llama"] | sizes | heads,
+            "v5e:2x2",
+            program="decode",
+            batch=rows,
+            prompt=16,
+            new=16,
+            dtype="bfloat16",
+            quantize=quantize,
+        ).programs
+        assert decode.estimated_step_us is not None
+        return decode.estimated_step_us
+
+    assert step_us(1) < 1.3 * step_us(8)
+
+
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("family", tuple(LONG))
 def test_compiled_training_steps_and_prefills_hold_no_array_of_tokens_x_tokens_or_vocabulary(

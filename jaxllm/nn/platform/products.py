@@ -9,14 +9,15 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int4, Int8, Integer
+from jaxtyping import Array, Bool, Float, Int4, Int8, Integer, Shaped
 
 from jaxllm.common.precision import precision_of
-from jaxllm.parallel.sharding import context_mesh
+from jaxllm.parallel.sharding import context_mesh, row_shards
 
 MAX_ROWS = 64
 """Rows of x up to which a product is a kernel's; XLA is as fast for more; docs/performance.md."""
@@ -94,7 +95,28 @@ def _call_kernel(name: str, shape: tuple[int, ...], *arrays: Array, **numbers: n
 TRANSPOSED = (((1,), (1,)), ((), ()))
 """Dimension numbers of ``x W^T``."""
 SUBLANES = 8
-"""Rows of a TPU's vector register. A product of one row would become a sum again."""
+"""Rows of a TPU's vector register. A product of one row would become a sum on the vector unit."""
+
+
+def apply_to_rows(
+    product: Callable[..., Array], x: Shaped[Array, "B I"], *weights: Array | None
+) -> Float[Array, B * rest]:
+    """``product(x, *weights)``, for a device's only row on a TPU beside rows of zeros."""
+    if len(x) not in (1, row_shards(context_mesh())):
+        return product(x, *weights)
+    # PERF(tpu): XLA multiplies one row on the vector unit, which takes three times as long as eight
+    # rows, and six times as long with quantized weights; docs/decisions/tpu-decode-step.md.
+    padded = functools.partial(beside_zeros, product)
+    return jax.lax.platform_dependent(x, *weights, tpu=padded, default=product)
+
+
+def beside_zeros(
+    product: Callable[..., Array], x: Shaped[Array, "B I"], *weights: Array | None
+) -> Float[Array, B * rest]:
+    """``product(x, *weights)`` of 8 rows for each row of x, of which 7 are zeros."""
+    rows = jnp.pad(x[:, None], ((0, 0), (0, SUBLANES - 1), (0, 0)))
+    y = product(rows.reshape(-1, x.shape[1]), *weights)
+    return y.reshape(len(x), SUBLANES, *y.shape[1:])[:, 0]
 
 
 def times_transposed(x: Float[Array, "*rest I"], w: Float[Array, "O I"]) -> Float[Array, "*rest O"]:
@@ -109,7 +131,11 @@ def times_transposed(x: Float[Array, "*rest I"], w: Float[Array, "O I"]) -> Floa
 
 def in_xla(x: Float[Array, "B I"], w: Float[Array, "O I"]) -> Float[Array, "B O"]:
     """`times_transposed` of a matrix x with XLA's product."""
-    return jax.lax.dot_general(x, w, TRANSPOSED, precision=precision_of(x, w))
+
+    def product(x: Array, w: Array) -> Array:
+        return jax.lax.dot_general(x, w, TRANSPOSED, precision=precision_of(x, w))
+
+    return apply_to_rows(product, x, w)
 
 
 @jax.custom_jvp
@@ -170,7 +196,8 @@ def times_int8_transposed(
     on_cpu = times_converted
     if len(rows) <= MAX_INT8_ROWS:
         on_cpu = kernel_int8_product if kernel_usable(rows, scale) else times_as_int8
-    y = jax.lax.platform_dependent(rows, values, scale, cpu=on_cpu, default=times_converted)
+    default = functools.partial(apply_to_rows, times_converted)
+    y = jax.lax.platform_dependent(rows, values, scale, cpu=on_cpu, default=default)
     return y.reshape(*x.shape[:-1], len(values))
 
 
@@ -246,7 +273,8 @@ def times_int4_transposed(
     few = len(rows) <= MAX_ROWS and groups.shape[2] == INT4_GROUP
     if few and kernel_usable(rows, scale):
         on_cpu = kernel_int4_product
-    y = jax.lax.platform_dependent(rows, groups, multipliers, scale, cpu=on_cpu, default=in_groups)
+    default = functools.partial(apply_to_rows, in_groups)
+    y = jax.lax.platform_dependent(rows, groups, multipliers, scale, cpu=on_cpu, default=default)
     return y.reshape(*x.shape[:-1], groups.shape[1])
 
 
@@ -295,8 +323,9 @@ def times_blocks_transposed(
     # PERF(cpu): products of single groups are many times slower than a float32 copy;
     # docs/decisions/quantized-products.md.
     in_groups = sum_of_blocks if len(rows) <= size // 2 else as_one_matrix
+    default = functools.partial(apply_to_rows, in_groups)
     y = jax.lax.platform_dependent(
-        rows, groups, scales, offsets, cpu=as_one_matrix, default=in_groups
+        rows, groups, scales, offsets, cpu=as_one_matrix, default=default
     )
     return y.reshape(*x.shape[:-1], outputs)
 
