@@ -20,9 +20,8 @@ from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import BatchOutput, BatchRow, RawRow, error_output
 from jaxllm.batch.static_batches import batches, run_static_batch
 from jaxllm.batch.tables.columns import ColumnChoice
-from jaxllm.batch.tables.frames import table_of_frame
 from jaxllm.batch.tables.outputs import OutputTable, arrow_table, output_writer
-from jaxllm.batch.tables.read import RESULTS, read_table
+from jaxllm.batch.tables.read import RESULTS, read_table, table_of_frame
 from jaxllm.batch.tables.source import Source
 from jaxllm.batch.task_run import TaskRun
 from jaxllm.common.arguments import checked, checked_function, checked_iterable, checks_flags

@@ -35,9 +35,9 @@ from jaxllm.batch.rows import BatchOutput
 from jaxllm.batch.scored_rows import SCORE_KEYS, SCORE_RESULTS, RowScorer
 from jaxllm.batch.tables import ColumnChoice, Source, read_source
 from jaxllm.batch.tables.columns import generation_keys
-from jaxllm.batch.tables.openai_requests import OpenAIRequests
 from jaxllm.batch.tables.outputs import output_writer
 from jaxllm.batch.tables.read import RESULTS
+from jaxllm.batch.tables.source import OpenAIRequests
 from jaxllm.batch.tables.templates import row_template
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.checkpoint.load import open_checkpoint
