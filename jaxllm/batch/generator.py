@@ -12,8 +12,14 @@ import jax
 from jax.sharding import Mesh
 
 from jaxllm.batch.counts import BatchCounts
-from jaxllm.batch.memory import Prediction, memory_budget
-from jaxllm.batch.plan import PoolPlan, out_of_memory_error, plans, too_large_error
+from jaxllm.batch.memory import (
+    PoolPlan,
+    Prediction,
+    memory_budget,
+    out_of_memory_error,
+    plans,
+    too_large_error,
+)
 from jaxllm.batch.queue import FinishedSequence
 from jaxllm.batch.row_groups import Group, check_processors, fits_slots, groups
 from jaxllm.batch.row_reader import RowReader
@@ -39,6 +45,7 @@ from jaxllm.common.progress import progress_phase
 from jaxllm.generation.inputs.batching import is_exhausted
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.loading import load
 from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.models.decoder_only import with_rope_per_row
 from jaxllm.parallel.placement import mesh_of
@@ -393,3 +400,52 @@ def checked_slots(slots: int | None, mesh: Mesh | None) -> int:
     if not is_integer(slots) or not 1 <= slots <= MAX_SLOTS:
         raise InputError(f"slots: expected an integer from 1 to {MAX_SLOTS}, found {quoted(slots)}")
     return slots
+
+
+def generate_texts(
+    model: GenerativeModel | str | PathLike[str],
+    prompts: Sequence[str | Sequence[Mapping[str, Any]] | Mapping[str, Any]],
+    tokenizer: Tokenizer | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Generates from many prompts, in slots that are refilled.
+
+    ::
+
+        texts = jaxllm.generate_texts("path/to/model", ["Once upon a time", "The sea"],
+                                      max_new_tokens=40)
+
+    Args:
+        model: a model, or what `jaxllm.load` takes.
+        prompts: texts, lists of messages, or rows of `BatchGenerator`.
+        tokenizer: the model's; needed with a model that is loaded already.
+        options: arguments of `BatchGenerator` (`seed`, `chat`, `system`, `schema`, `slots`, ...)
+            and generation fields of all prompts.
+
+    Returns:
+        A text for each prompt, without the prompt; a list of texts for prompts whose
+        `num_return_sequences` is above 1.
+
+    Raises:
+        InputError: there is no tokenizer, or a prompt cannot be answered; the message has its
+            number, from 0 on.
+    """
+    prompts = list(checked_iterable(prompts, "prompts", "a list of prompts"))
+    if isinstance(model, str | PathLike):
+        loaded, own = load(model)
+        tokenizer = own if tokenizer is None else tokenizer
+    else:
+        loaded = model
+    if tokenizer is None:
+        raise InputError("tokenizer: give the model's, since there is none")
+    for number, each in enumerate(prompts):
+        if isinstance(each, Mapping) and "role" in each:
+            raise InputError(f"prompts[{number}]: is a message; a chat is a list of messages")
+    rows = [each if isinstance(each, str | Mapping) else {"messages": each} for each in prompts]
+    texts = []
+    for output in BatchGenerator(loaded, tokenizer, **options).generate(rows):
+        if output.error is not None:
+            raise InputError(f"prompts[{output.index}]: {output.error}")
+        assert output.texts is not None
+        texts.append(output.texts[0] if len(output.texts) == 1 else list(output.texts))
+    return texts

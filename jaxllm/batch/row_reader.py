@@ -12,8 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxllm.batch.constraints import CONSTRAINT_KEYS, ConstraintCompiler
-from jaxllm.batch.row_prompts import PromptReader, RowPrompt, checked_row
-from jaxllm.batch.rows import BatchRow, RawRow
+from jaxllm.batch.rows import BatchRow, PromptReader, RawRow, RowPrompt, checked_row
 from jaxllm.common.errors import InputError, UnsupportedError, quoted, warn
 from jaxllm.generation.call import prompts
 from jaxllm.generation.call.merging import merged_config

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxllm.batch.plan import traced_programs
+from jaxllm.batch.memory import traced_programs
 from jaxllm.batch.row_groups import Group, groups, prefill_batch
 from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import RawRow

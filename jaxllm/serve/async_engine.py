@@ -15,8 +15,7 @@ from jax.sharding import Mesh
 
 from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.generator import check_model, check_tokenizer, checked_slots
-from jaxllm.batch.memory import Prediction, fitting_slots, memory_budget
-from jaxllm.batch.plan import predict
+from jaxllm.batch.memory import Prediction, fitting_slots, memory_budget, predict
 from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import BatchOutput
 from jaxllm.batch.sizes import Sizes

@@ -6,8 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxllm.batch.row_prompts import PROMPT_KEYS
-from jaxllm.batch.rows import BatchOutput, RawRow
+from jaxllm.batch.rows import PROMPT_KEYS, BatchOutput, RawRow
 from jaxllm.batch.tables.columns import FAILED, ColumnChoice
 from jaxllm.batch.tables.table import JsonLines, Table
 from jaxllm.common.errors import DataError, InputError, JaxLLMError, listed, quoted, shortened
