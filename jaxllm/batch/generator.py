@@ -20,8 +20,7 @@ from jaxllm.batch.memory import (
     plans,
     too_large_error,
 )
-from jaxllm.batch.queue import FinishedSequence
-from jaxllm.batch.row_groups import Group, check_processors, fits_slots, groups
+from jaxllm.batch.row_groups import FinishedSequence, Group, check_processors, fits_slots, groups
 from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import BatchOutput, BatchRow, RawRow, error_output
 from jaxllm.batch.static_batches import batches, run_static_batch

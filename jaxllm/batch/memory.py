@@ -11,13 +11,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxllm.batch.programs import decode_slots_program, prefill_slots_program
-from jaxllm.batch.queue import Task
-from jaxllm.batch.row_groups import Group, prefill_batch
+from jaxllm.batch.programs import decode_slots, prefill_slots, slot_shapes
+from jaxllm.batch.row_groups import Group, Task, prefill_batch, sizes_for
 from jaxllm.batch.rows import BatchRow
-from jaxllm.batch.sizes import Sizes, sizes_for
-from jaxllm.batch.slot_placement import slot_shapes
-from jaxllm.batch.slots import PrefillBatch, Slots
+from jaxllm.batch.slots import PrefillBatch, Sizes, Slots
 from jaxllm.common.errors import InputError
 from jaxllm.common.hardware import format_bytes, host_memory, nbytes, own_memory
 from jaxllm.generation.inputs.values import is_integer
@@ -247,10 +244,8 @@ def traced_programs(
     strategy, steps = group.strategy, steps_between_checks(platform_of_arrays(model))
     slot_ids, number = np.zeros(sizes.prefill_rows, np.int32), np.int32(1)
     return (
-        prefill_slots_program.trace(
-            model, shapes, batch, slot_ids, stops, strategy=strategy, sizes=sizes
-        ),
-        decode_slots_program.trace(
+        prefill_slots.trace(model, shapes, batch, slot_ids, stops, strategy=strategy, sizes=sizes),
+        decode_slots.trace(
             model, shapes, stops, number, number, strategy=strategy, steps_per_check=steps
         ),
     )

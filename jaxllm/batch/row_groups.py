@@ -1,4 +1,4 @@
-"""Groups of rows that share programs, and the arrays of their prompts and settings."""
+"""Groups of rows that share programs, their tasks, and the arrays of their prompts and settings."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.batch.queue import Task
 from jaxllm.batch.rows import BatchRow
-from jaxllm.batch.sizes import Sizes
-from jaxllm.batch.slot_placement import place
 from jaxllm.batch.slot_strategies import BeamSlotStrategy, SampleSlotStrategy, SlotStrategy
-from jaxllm.batch.slots import PrefillBatch, RowSettings
+from jaxllm.batch.slots import PrefillBatch, RowSettings, Sizes, place
+from jaxllm.common.errors import JaxLLMError
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, padded_rows
 from jaxllm.generation.inputs.values import NO_TOKEN, bucket
 from jaxllm.generation.processors import LogitsProcessor, LogitsProcessorList
@@ -28,6 +26,69 @@ from jaxllm.tokenizers.tokenizer import Tokenizer
 
 MAX_STOP_LISTS = 8
 """Lists of stop strings in one program: each is looked for in every row."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Task:
+    """A row, or one of its samples, that takes a slot."""
+
+    row: BatchRow
+    sample: int
+    num_sequences: int = 1
+    """Sequences that it ends with; beam search may return several."""
+
+    @property
+    def samples(self) -> list[Task]:
+        """A task for each sequence that it ends with."""
+        if self.num_sequences == 1:
+            return [self]
+        return [Task(self.row, sample) for sample in range(self.num_sequences)]
+
+    @property
+    def width(self) -> int:
+        """Columns of its prompt's bucket."""
+        return bucket(len(self.row.input_ids), SMALLEST_BUCKET)
+
+    def columns(self, encoder_decoder: bool) -> int:
+        """Columns of its longest sequence, rounded up to a power of two.
+
+        For an encoder-decoder the prompt does not count: it is in the encoder part of the slot.
+        """
+        longest = self.row.max_length
+        return bucket(longest if encoder_decoder else max(longest, self.width), SMALLEST_BUCKET)
+
+
+@dataclasses.dataclass(frozen=True)
+class FinishedSequence:
+    """A sequence that has ended."""
+
+    task: Task
+    tokens: list[int]
+    """New tokens."""
+    reason: str
+    error: JaxLLMError | None = None
+    """Why there are no tokens."""
+
+    @staticmethod
+    def failed(task: Task, error: JaxLLMError) -> list[FinishedSequence]:
+        """All sequences of a task that failed."""
+        return [FinishedSequence(sample, [], "", error) for sample in task.samples]
+
+
+def sizes_for(
+    tasks: Sequence[Task], slots: int, encoder_decoder: bool, shards: int, beams: int
+) -> Sizes:
+    """Sizes that hold all of the tasks."""
+    longest = max(task.row.max_new_tokens for task in tasks)
+    sizes = Sizes(
+        slots=0,
+        columns=max(task.columns(encoder_decoder) for task in tasks),
+        encoder_columns=max(task.width for task in tasks) if encoder_decoder else None,
+        shards=shards,
+        beams=beams,
+        new_token_bucket=0 if beams == 1 else bucket(longest, SMALLEST_BUCKET),
+    )
+    return sizes.with_slots(min(slots, bucket(len(tasks), 1)))
 
 
 def per_row_fields() -> frozenset[str]:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxllm.batch.counts import BatchCounts
-from jaxllm.batch.queue import FinishedSequence, Task
+from jaxllm.batch.row_groups import FinishedSequence, Task
 from jaxllm.batch.rows import BatchRow
 from jaxllm.common.errors import InputError, JaxLLMError
 from jaxllm.generation.generate import generate

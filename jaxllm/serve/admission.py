@@ -8,10 +8,10 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from jaxllm.batch.prompt_cache import empty_prompt_cache
+from jaxllm.batch.programs import empty_arrays
 from jaxllm.batch.row_groups import padded_prompts, prefill_batch
-from jaxllm.batch.sizes import Sizes
 from jaxllm.batch.slot_pool import SlotPool
+from jaxllm.batch.slots import Sizes
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
@@ -63,7 +63,7 @@ class Admission:
         """The first task that waits, once a part of its prompt is prefilled."""
         self._prefixes: PrefixStore | None = None
         if options.cache_shapes is not None:
-            empty = empty_prompt_cache(options.cache_shapes)
+            empty = empty_arrays(options.cache_shapes)
             self._prefixes = PrefixStore(options.kept_prefixes, empty)
         self.waiting: deque[LiveTask] = deque()
         self.counts = PrefixCounts()

@@ -8,7 +8,7 @@ import math
 import jax
 from jax.sharding import Mesh
 
-from jaxllm.batch.prompt_cache import prompt_cache_shapes
+from jaxllm.batch.programs import prompt_cache_shapes
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.common.hardware import nbytes
