@@ -23,7 +23,7 @@ from jaxllm.batch.memory import (
 from jaxllm.batch.row_groups import FinishedSequence, Group, check_processors, fits_slots, groups
 from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import BatchOutput, BatchRow, RawRow, error_output
-from jaxllm.batch.static_batches import batches, run_static_batch
+from jaxllm.batch.static_batches import run_static_batch, static_batches
 from jaxllm.batch.tables.columns import ColumnChoice
 from jaxllm.batch.tables.outputs import OutputTable, arrow_table, output_writer
 from jaxllm.batch.tables.read import RESULTS, read_table, table_of_frame
@@ -321,9 +321,9 @@ class BatchGenerator:
                 if self._announce is not None:
                     self._announce(plan.memory)
                 yield from self._run_plan(group, plan)
-        others = (row for row in rows if not fits_slots(row))
-        for batch in batches(self._model, others, self._slots, row_shards(self.mesh)):
-            yield from run_static_batch(self._model, self.tokenizer, batch, self.counts)
+        options = (self._slots, row_shards(self.mesh), self.counts)
+        for batch in static_batches(row for row in rows if not fits_slots(row)):
+            yield from run_static_batch(self._model, self.tokenizer, batch, *options)
 
     def _pools(self, group: Group) -> Iterator[PoolPlan]:
         tasks = group.tasks()

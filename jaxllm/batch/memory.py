@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
 
 import jax
 import numpy as np
@@ -131,14 +130,6 @@ class PoolPlan:
     """`sizes`, or those of shorter sequences that would fit, or None."""
 
 
-class Predict(Protocol):
-    """`predict` for one model, group and budget."""
-
-    def __call__(
-        self, tasks: Sequence[Task], sizes: Sizes, slots: int, *, compile_always: bool = False
-    ) -> Prediction: ...
-
-
 def plans(
     model: Decoder,
     tokenizer: Tokenizer | None,
@@ -155,7 +146,7 @@ def plans(
     """
     shards = row_shards(mesh)
     options = (model.is_encoder_decoder, shards, group.strategy.beams)
-    predict_for: Predict = partial(predict, model, tokenizer, group, budget, mesh)
+    predict_for = partial(predict, model, tokenizer, group, budget, mesh)
     # Largest slots first.
     by_capacity: dict[tuple[int, int], list[Task]] = {}
     for task in tasks:
@@ -174,17 +165,13 @@ def plans(
             classes = []
         if not memory.fits:  # the error of its rows states all bytes
             memory = predict_for(pool, sizes, memory.slots, compile_always=True)
-        sizes = dataclasses.replace(sizes, slots=memory.slots)
-        fitting = sizes if memory.fits else _shorter_that_fit(predict_for, pool, sizes)
+        sizes = fitting = dataclasses.replace(sizes, slots=memory.slots)
+        if not memory.fits:
+            prompt_length = max(len(task.row.decoder_prompt) for task in pool)
+            fitting = sizes.with_half_the_new_tokens(prompt_length)
+            while fitting is not None and not predict_for(pool, fitting, sizes.shards).fits:
+                fitting = fitting.with_half_the_new_tokens(prompt_length)
         yield PoolPlan(pool, sizes, memory, fitting)
-
-
-def _shorter_that_fit(predict_for: Predict, tasks: Sequence[Task], sizes: Sizes) -> Sizes | None:
-    prompt_length = max(len(task.row.decoder_prompt) for task in tasks)
-    shorter = sizes.with_half_the_new_tokens(prompt_length)
-    while shorter is not None and not predict_for(tasks, shorter, sizes.shards).fits:
-        shorter = shorter.with_half_the_new_tokens(prompt_length)
-    return shorter
 
 
 def predict(

@@ -184,7 +184,16 @@ def groups(rows: Iterable[BatchRow], vocab_size: int) -> list[Group]:
         strategy = dataclasses.replace(strategy, sampling=sampling)
         for processor_rows in _by_processors(strategy_rows, shared_fields, vocab_size):
             for group_rows in _by_stop_lists(processor_rows):
-                result.append(_group(len(result), strategy, shared_fields, group_rows))
+                lists = (row.config.stop_strings for row in group_rows)
+                group = Group(
+                    number=len(result),
+                    rows=tuple(group_rows),
+                    strategy=strategy,
+                    shared_fields=shared_fields,
+                    stop_lists=tuple(sorted({strings for strings in lists if strings is not None})),
+                    eos_width=bucket(max(len(row.eos) for row in group_rows), 8),
+                )
+                result.append(group)
     return result
 
 
@@ -213,20 +222,6 @@ def _by_processors(
             signatures[row.config] = signature(processors_of(row, shared_fields, vocab_size))
         parts.setdefault(signatures[row.config], []).append(row)
     return parts.values()
-
-
-def _group(
-    number: int, strategy: SlotStrategy, shared_fields: tuple[str, ...], rows: Sequence[BatchRow]
-) -> Group:
-    stop_lists = {strings for row in rows if (strings := row.config.stop_strings) is not None}
-    return Group(
-        number=number,
-        rows=tuple(rows),
-        strategy=strategy,
-        shared_fields=shared_fields,
-        stop_lists=tuple(sorted(stop_lists)),
-        eos_width=bucket(max(len(row.eos) for row in rows), 8),
-    )
 
 
 def _by_stop_lists(rows: Sequence[BatchRow]) -> list[list[BatchRow]]:

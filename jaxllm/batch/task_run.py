@@ -39,14 +39,6 @@ class Queue:
         ):
             self._buckets.setdefault(task.width, deque()).append(task)
 
-    def __len__(self) -> int:
-        return sum(map(len, self._buckets.values()))
-
-    @property
-    def widths(self) -> list[int]:
-        """The buckets in which tasks wait."""
-        return sorted(width for width, tasks in self._buckets.items() if tasks)
-
     def take(self, count: int) -> list[Task]:
         """Removes up to `count` tasks of one bucket, that of the task with the most new tokens."""
         candidates = [tasks for tasks in self._buckets.values() if tasks]

@@ -89,15 +89,11 @@ def checkpoint_digests(path: Path, *, whole: bool = False) -> dict[str, str | No
         return {"model weights": _digest([path], whole=whole)}
     folder = path.parent if path.is_file() else path
     weights = [path] if path.is_file() else sorted(folder.glob("*.safetensors"))
-    names = {part: sorted(_matching(folder, patterns)) for part, patterns in FILES.items()}
-    return {
-        "model weights": _digest(weights, whole=whole),
-        **{part: _digest(files, whole=True) for part, files in names.items()},
-    }
-
-
-def _matching(folder: Path, patterns: Sequence[str]) -> set[Path]:
-    return {file for pattern in patterns for file in folder.glob(pattern)}
+    digests = {"model weights": _digest(weights, whole=whole)}
+    for part, patterns in FILES.items():
+        files = {file for pattern in patterns for file in folder.glob(pattern)}
+        digests[part] = _digest(sorted(files), whole=True)
+    return digests
 
 
 def _digest(files: Sequence[Path], *, whole: bool) -> str | None:

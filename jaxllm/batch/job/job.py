@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from jaxllm.batch.counts import BatchCounts
-from jaxllm.batch.job.journal import Journal, errors_file, journal_folder, report_file
+from jaxllm.batch.job.journal import Journal, errors_file, report_file
 from jaxllm.batch.job.report import Report, RunCounters, row_facts, row_statistics
 from jaxllm.batch.memory import Prediction
 from jaxllm.batch.rows import BatchOutput, RawRow
@@ -79,10 +79,6 @@ class Job:
     @property
     def errors_path(self) -> Path:
         return errors_file(self.output)
-
-    @property
-    def journal_path(self) -> Path:
-        return journal_folder(self.output)
 
     def run(self, clock: CompileClock) -> Generator[BatchOutput, None, None]:
         """Yields outputs as rows finish, journaled first. The output file exists after the last."""

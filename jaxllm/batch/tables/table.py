@@ -95,27 +95,22 @@ class Table(ABC):
         return None
 
 
-class JsonLines(Table):
-    """One JSON object per line; blank lines do not count."""
+class LineTable(Table):
+    """A file of lines, with the positions of its rows: the cells of millions of short lines would
+    take many times the bytes of the file."""
 
     unit = "line"
 
     def __init__(self, name: str, data: bytes) -> None:
         self.name, self._data = name, data
-        # Positions, since a file may have millions of short lines.
         self._numbers, self._starts, self._stops = array("Q"), array("Q"), array("Q")
-        start = len(BOM) if data.startswith(BOM) else 0
-        number = 1
-        while (first := first_nonblank(data, start)) is not None:
-            number += data.count(b"\n", start, first)
-            start = max(start, data.rfind(b"\n", start, first) + 1)
-            stop = data.find(b"\n", start)
-            stop = len(data) if stop < 0 else stop
-            self._numbers.append(number)
-            self._starts.append(start)
-            self._stops.append(stop)
-            check_row_count(name, len(self._numbers))
-            number, start = number + 1, stop + 1
+
+    def _add_row(self, number: int, start: int, stop: int) -> None:
+        """Adds the row between two positions, which begins on line `number`."""
+        self._numbers.append(number)
+        self._starts.append(start)
+        self._stops.append(stop)
+        check_row_count(self.name, len(self._numbers))
 
     def sha256(self) -> str:
         return hashlib.sha256(self._data).hexdigest()
@@ -125,6 +120,22 @@ class JsonLines(Table):
 
     def number(self, index: int) -> int:
         return self._numbers[index]
+
+
+class JsonLines(LineTable):
+    """One JSON object per line; blank lines do not count."""
+
+    def __init__(self, name: str, data: bytes) -> None:
+        super().__init__(name, data)
+        start = len(BOM) if data.startswith(BOM) else 0
+        number = 1
+        while (first := first_nonblank(data, start)) is not None:
+            number += data.count(b"\n", start, first)
+            start = max(start, data.rfind(b"\n", start, first) + 1)
+            stop = data.find(b"\n", start)
+            stop = len(data) if stop < 0 else stop
+            self._add_row(number, start, stop)
+            number, start = number + 1, stop + 1
 
     def column_names(self) -> list[str]:
         """The keys of all lines, in the order in which they appear."""
@@ -174,42 +185,24 @@ def first_nonblank(data: bytes, start: int = 0) -> int | None:
     return None
 
 
-class CsvTable(Table):
+class CsvTable(LineTable):
     """A CSV file with a header. The second column of a name gets a number, as in pandas."""
 
-    unit, has_texts = "line", True
+    has_texts = True
 
     def __init__(self, name: str, data: bytes, delimiter: str = ",") -> None:
-        self.name, self._data, self._delimiter = name, data, delimiter
-        # Positions of rows, since their cells would take many times the bytes of the file.
-        self._numbers, self._starts, self._stops = array("Q"), array("Q"), array("Q")
-        header = self._find_rows(name)
+        super().__init__(name, data)
+        self._delimiter = delimiter
+        lines = (match.group() for match in _LINE.finditer(data))
+        rows = csv_rows(name, lines, delimiter, max_lines=_MAX_LINES)
+        *_, header = next(rows)
+        for number, start, stop, _ in rows:
+            self._add_row(number, start, stop)
         self._columns = with_distinct_names(header)
         self.repeated = frozenset(column for column in header if header.count(column) > 1)
 
     def column_names(self) -> list[str]:
         return self._columns
-
-    def sha256(self) -> str:
-        return hashlib.sha256(self._data).hexdigest()
-
-    def _find_rows(self, name: str) -> list[str]:
-        """Finds where the rows stand, and returns the header."""
-        lines = (match.group() for match in _LINE.finditer(self._data))
-        rows = csv_rows(name, lines, self._delimiter, max_lines=_MAX_LINES)
-        *_, header = next(rows)
-        for number, start, stop, _ in rows:
-            self._numbers.append(number)
-            self._starts.append(start)
-            self._stops.append(stop)
-            check_row_count(name, len(self._numbers))
-        return header
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def number(self, index: int) -> int:
-        return self._numbers[index]
 
     def text(self, index: int) -> str:
         return self._data[self._starts[index] : self._stops[index]].decode("utf-8")
