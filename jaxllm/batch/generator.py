@@ -252,9 +252,24 @@ class BatchGenerator:
     def answer(self, rows: Iterable[RawRow]) -> Iterator[BatchOutput]:
         """Streams outputs of some rows of a larger job, which keep their numbers there."""
         self.counts, self.memory = BatchCounts(), []
-        for output in self._answer(rows):
-            self.counts.add_output(output)
-            yield output
+        checked_rows: list[BatchRow] = []
+        for row in self._checked(rows):
+            if isinstance(row, BatchOutput):
+                self.counts.add_output(row)
+                yield row
+            else:
+                checked_rows.append(row)
+        self.counts.work = sum(row.max_new_tokens * row.samples for row in checked_rows)
+        unfinished: dict[int, list[FinishedSequence]] = {}
+        for sequence in self._sequences(checked_rows):
+            row = sequence.task.row
+            sequences = unfinished.setdefault(row.index, [])
+            sequences.append(sequence)
+            if len(sequences) == row.samples:
+                self.counts.work_done += row.max_new_tokens * row.samples
+                output = self._output(row, unfinished.pop(row.index))
+                self.counts.add_output(output)
+                yield output
 
     def plan(self, rows: Iterable[RawRow]) -> RowPlan:
         """What `answer` would run. It reads no weights, so that the model may have none."""
@@ -293,23 +308,6 @@ class BatchGenerator:
             except JaxLLMError as error:
                 yield error_output(raw_row, error)
 
-    def _answer(self, rows: Iterable[RawRow]) -> Iterator[BatchOutput]:
-        checked_rows: list[BatchRow] = []
-        for row in self._checked(rows):
-            if isinstance(row, BatchOutput):
-                yield row
-            else:
-                checked_rows.append(row)
-        self.counts.work = sum(row.max_new_tokens * row.samples for row in checked_rows)
-        unfinished: dict[int, list[FinishedSequence]] = {}
-        for sequence in self._sequences(checked_rows):
-            row = sequence.task.row
-            sequences = unfinished.setdefault(row.index, [])
-            sequences.append(sequence)
-            if len(sequences) == row.samples:
-                self.counts.work_done += row.max_new_tokens * row.samples
-                yield self._output(row, unfinished.pop(row.index))
-
     def _sequences(self, rows: Sequence[BatchRow]) -> Iterator[FinishedSequence]:
         """The sequences of all rows: those that run in slots first."""
         for group in groups(filter(fits_slots, rows), self.model.config.vocab_size):
@@ -326,9 +324,8 @@ class BatchGenerator:
             yield from run_static_batch(self._model, self.tokenizer, batch, *options)
 
     def _pools(self, group: Group) -> Iterator[PoolPlan]:
-        tasks = group.tasks()
         options = (self._slots, self._budget, self.mesh)
-        return plans(self._model, self.tokenizer, group, tasks, *options)
+        return plans(self._model, self.tokenizer, group, *options)
 
     def _run_plan(self, group: Group, plan: PoolPlan) -> Iterator[FinishedSequence]:
         """Sequences as they end. Where memory runs out, half the slots go on."""

@@ -134,13 +134,12 @@ def plans(
     model: Decoder,
     tokenizer: Tokenizer | None,
     group: Group,
-    tasks: Sequence[Task],
     slots: int,
     budget: int,
     mesh: Mesh | None,
 ) -> Iterator[PoolPlan]:
-    """One pool for all tasks if memory allows `slots` slots of the longest; else the longest have a
-    pool of their own, with fewer slots, and so on with the rest.
+    """One pool for all tasks of a group if memory allows `slots` slots of the longest; else the
+    longest have a pool of their own, with fewer slots, and so on with the rest.
 
     If even the fewest slots do not fit, the plan's `memory.fits` is False.
     """
@@ -149,7 +148,7 @@ def plans(
     predict_for = partial(predict, model, tokenizer, group, budget, mesh)
     # Largest slots first.
     by_capacity: dict[tuple[int, int], list[Task]] = {}
-    for task in tasks:
+    for task in group.tasks():
         own = sizes_for([task], 1, *options)
         by_capacity.setdefault((own.capacity, own.encoder_columns or 0), []).append(task)
     classes = [by_capacity[capacity] for capacity in sorted(by_capacity, reverse=True)]

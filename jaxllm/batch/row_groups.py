@@ -49,14 +49,6 @@ class Task:
         """Columns of its prompt's bucket."""
         return bucket(len(self.row.input_ids), SMALLEST_BUCKET)
 
-    def columns(self, encoder_decoder: bool) -> int:
-        """Columns of its longest sequence, rounded up to a power of two.
-
-        For an encoder-decoder the prompt does not count: it is in the encoder part of the slot.
-        """
-        longest = self.row.max_length
-        return bucket(longest if encoder_decoder else max(longest, self.width), SMALLEST_BUCKET)
-
 
 @dataclasses.dataclass(frozen=True)
 class FinishedSequence:
@@ -78,12 +70,15 @@ class FinishedSequence:
 def sizes_for(
     tasks: Sequence[Task], slots: int, encoder_decoder: bool, shards: int, beams: int
 ) -> Sizes:
-    """Sizes that hold all of the tasks."""
+    """Sizes that hold all of the tasks, rounded up to powers of two."""
     longest = max(task.row.max_new_tokens for task in tasks)
+    width = max(task.width for task in tasks)
+    columns = bucket(max(task.row.max_length for task in tasks), SMALLEST_BUCKET)
     sizes = Sizes(
         slots=0,
-        columns=max(task.columns(encoder_decoder) for task in tasks),
-        encoder_columns=max(task.width for task in tasks) if encoder_decoder else None,
+        # The prompts of an encoder-decoder are in the encoder part of their slots.
+        columns=columns if encoder_decoder else max(columns, width),
+        encoder_columns=width if encoder_decoder else None,
         shards=shards,
         beams=beams,
         new_token_bucket=0 if beams == 1 else bucket(longest, SMALLEST_BUCKET),

@@ -340,31 +340,14 @@ def write_rows(old: T, new: T, slot_ids: Int[Array, " R"]) -> T:
     ):
         if old.ndim == 0:  # a number of all slots
             return old
-        if "heads" in axes:
-            return write_layer(old, new, slot_ids)
-        return write_padded_rows(old, new, slot_ids)
+        ids, own_axes = slot_ids, ("rows",)
+        if "heads" in axes and old.ndim == 4:
+            own_axes = ("rows", "heads")
+        elif "heads" in axes:  # they share the first axis with rows
+            heads = new.shape[0] // slot_ids.shape[0]
+            ids = (slot_ids[:, None] * heads + jnp.arange(heads)).reshape(-1)
+        pads = [(0, size - rest) for size, rest in zip(old.shape[1:], new.shape[1:], strict=True)]
+        padded = jnp.pad(jnp.asarray(new, old.dtype), [(0, 0), *pads])
+        return scatter_rows(old, padded, ids, own_axes)
 
     return map_with_axes(write, old, new)
-
-
-def write_padded_rows(
-    old: Shaped[Array, "B ..."],
-    new: Shaped[Array, "R ..."],
-    slot_ids: Int[Array, " R"],
-    axes: tuple[str, ...] = ("rows",),
-) -> Shaped[Array, "B ..."]:
-    """Replaces rows of `old`, padded with zeros to its columns; `axes` as in `scatter_rows`."""
-    pads = [(0, size - length) for size, length in zip(old.shape[1:], new.shape[1:], strict=True)]
-    new = jnp.pad(jnp.asarray(new, old.dtype), [(0, 0), *pads])
-    return scatter_rows(old, new, slot_ids, axes)
-
-
-def write_layer(
-    old: Shaped[Array, "*BK S H"], new: Shaped[Array, "*RK P H"], slot_ids: Int[Array, " R"]
-) -> Shaped[Array, "*BK S H"]:
-    """Replaces keys or values of some rows; K heads share the first axis with rows or have their
-    own."""
-    if old.ndim == 4:
-        return write_padded_rows(old, new, slot_ids, ("rows", "heads"))
-    heads = new.shape[0] // slot_ids.shape[0]
-    return write_padded_rows(old, new, (slot_ids[:, None] * heads + jnp.arange(heads)).reshape(-1))

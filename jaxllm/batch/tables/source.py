@@ -105,10 +105,7 @@ class Source:
 
     def kept(self, index: int) -> dict[str, Any]:
         """The kept cells of a row; None where it has none, or cannot be read."""
-        try:
-            cells = self.table.cells(index)
-        except JaxLLMError:
-            cells = {}
+        cells = self._cells(index)
         return {self.choice.keep_prefix + name: cells.get(name) for name in self._kept}
 
     def arrow(self) -> dict[str, Any]:
@@ -119,12 +116,9 @@ class Source:
     def inputs(self, index: int) -> dict[str, Any]:
         """The cells of a row, as a row of JSONL that means the same; empty if it has no cells."""
         row: dict[str, Any] = {}
-        try:
-            cells = self.table.cells(index)
-            with contextlib.suppress(JaxLLMError):  # such as of an empty prompt
-                row = self.choice.row(cells, are_texts=self.table.has_texts)
-        except JaxLLMError:
-            return {}
+        cells = self._cells(index)
+        with contextlib.suppress(JaxLLMError):  # such as of an empty prompt
+            row = self.choice.row(cells, are_texts=self.table.has_texts)
         fields = self.choice.fields(list(cells))
         typed = {name: row[name] for name in fields if name in row}
         settings = set(fields) & FIELDS.keys() if self.table.has_texts else ()
@@ -133,6 +127,13 @@ class Source:
             for name, cell in cells.items()
             if cell is not None and (cell or name not in settings)
         }
+
+    def _cells(self, index: int) -> dict[str, Any]:
+        """The cells of a row; none if it cannot be read."""
+        try:
+            return self.table.cells(index)
+        except JaxLLMError:
+            return {}
 
     def remarks(self) -> list[str]:
         """Remarks on the input for the user, one per line."""
