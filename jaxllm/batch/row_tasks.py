@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from functools import partial
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -68,6 +68,11 @@ def checked_batch_size(batch_size: int | None, default: int) -> int:
 class RowTask(ABC, Generic[T, R]):
     """Answers rows that need no slots, in batches of rows of similar length.
 
+    Args:
+        batch_size: rows that run at once.
+        run: gives the results of a batch.
+        size: number of tokens that run for an item.
+
     Attributes:
         name: for the counter of calls.
         counts: counters of the last call of `answer`.
@@ -76,8 +81,10 @@ class RowTask(ABC, Generic[T, R]):
     name: ClassVar[str]
     memory: Sequence[Prediction] = ()
 
-    def __init__(self, batch_size: int) -> None:
-        self._batch_size = batch_size
+    def __init__(
+        self, batch_size: int, run: Callable[[list[T]], Sequence[R]], size: Callable[[T], int]
+    ) -> None:
+        self._batch_size, self._run, self._size = batch_size, run, size
         self.counts = BatchCounts()
 
     @abstractmethod
@@ -87,14 +94,6 @@ class RowTask(ABC, Generic[T, R]):
         Raises:
             JaxLLMError: the row is wrong.
         """
-
-    @abstractmethod
-    def size(self, item: T) -> int:
-        """Number of tokens that run."""
-
-    @abstractmethod
-    def run(self, items: list[T]) -> Sequence[R]:
-        """The results of a batch."""
 
     @abstractmethod
     def output(self, row: RawRow, item: T, result: R) -> BatchOutput:
@@ -111,20 +110,20 @@ class RowTask(ABC, Generic[T, R]):
                 counts.add_output(output := error_output(row, error))
                 yield output
         items = [item for _, item in checked]
-        counts.work = sum(map(self.size, items))
+        counts.work = sum(map(self._size, items))
 
         def run(batch: list[T]) -> Sequence[R]:
             counts.doing = f"computing {len(batch)} rows at once"
-            results = self.run(batch)
+            results = self._run(batch)
             counts.add_call(f"{self.name} {len(batch)} rows")
             return results
 
         results = run_in_batches(
-            run, items, self._batch_size, length=self.size, on_halving=counts.add_halving
+            run, items, self._batch_size, length=self._size, on_halving=counts.add_halving
         )
         for i, result in results:
             row, item = checked[i]
-            counts.work_done += self.size(item)
+            counts.work_done += self._size(item)
             counts.add_output(output := self.output(row, item, result))
             yield output
 
@@ -177,8 +176,8 @@ class RowScorer(RowTask[Pair, tuple[np.ndarray, ...]]):
         system: str | None = None,
     ) -> None:
         self._model, self._tokenizer = checked_generative(model, "score"), tokenizer
-        super().__init__(checked_batch_size(batch_size, SCORED_ROWS))
-        self._score = batch_scorer(model)
+        rows = checked_batch_size(batch_size, SCORED_ROWS)
+        super().__init__(rows, batch_scorer(model), lambda pair: pair.size)
         self._prompts = PromptReader(tokenizer, model.config.vocab_size, chat, system)
 
     def read(self, row: RawRow) -> Pair:
@@ -187,12 +186,6 @@ class RowScorer(RowTask[Pair, tuple[np.ndarray, ...]]):
         if completion is None:
             prompt, completion = self._split(row_input)
         return make_pair(self._model, row.index, prompt, completion)
-
-    def size(self, item: Pair) -> int:
-        return item.size
-
-    def run(self, items: list[Pair]) -> Sequence[tuple[np.ndarray, ...]]:
-        return self._score(items)
 
     def output(self, row: RawRow, item: Pair, result: tuple[np.ndarray, ...]) -> BatchOutput:
         log_probs, is_best, is_finite = (x[: len(item.completion)] for x in result)
@@ -275,19 +268,13 @@ class RowEmbedder(RowTask[np.ndarray, np.ndarray]):
     ) -> None:
         rows = checked_batch_size(batch_size, EMBEDDED_ROWS)
         self._embedder = Embedder(model, model.config.context_length, pooling, rows=rows)
-        super().__init__(self._embedder.rows)
+        super().__init__(self._embedder.rows, self._embedder.embed_batch, len)
         self._prompts = PromptReader(tokenizer, model.config.vocab_size, chat, system)
 
     def read(self, row: RawRow) -> Int[np.ndarray, " T"]:
         ids = self._prompts.ids(checked_row(RowPrompt, row.mapping(EMBED_KEYS)))
         self._embedder.check_length("prompt", ids)
         return ids
-
-    def size(self, item: Int[np.ndarray, " T"]) -> int:
-        return len(item)
-
-    def run(self, items: list[np.ndarray]) -> Sequence[np.ndarray]:
-        return self._embedder.embed_batch(items)
 
     def output(
         self, row: RawRow, item: Int[np.ndarray, " T"], result: Float[np.ndarray, " D"]

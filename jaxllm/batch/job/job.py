@@ -68,17 +68,10 @@ class Job:
         self.engine, self.source, self.output = engine, source, output
         self.identity = {**identity, **source.identity}
         self._resume, self._retry = resume, retry
+        self.report_path, self.errors_path = report_file(output), errors_file(output)
         self._write = output_writer(output)
         self.resumed = 0
         """Rows that earlier runs answered."""
-
-    @property
-    def report_path(self) -> Path:
-        return report_file(self.output)
-
-    @property
-    def errors_path(self) -> Path:
-        return errors_file(self.output)
 
     def run(self, clock: CompileClock) -> Generator[BatchOutput, None, None]:
         """Yields outputs as rows finish, journaled first. The output file exists after the last."""
