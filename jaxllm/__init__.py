@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxllm.batch import BatchGenerator
-    from jaxllm.batch.texts import generate_texts
+    from jaxllm.batch.generator import generate_texts
     from jaxllm.common.compiling import enable_compile_cache
     from jaxllm.common.errors import JaxLLMError
     from jaxllm.common.progress import set_progress
@@ -52,7 +52,7 @@ _MODULE_OF = {
     "JaxLLMError": "common.errors",
     "enable_compile_cache": "common.compiling",
     "generate": "generation.generate",
-    "generate_texts": "batch.texts",
+    "generate_texts": "batch.generator",
     "load": "loading",
     "load_orbax": "loading",
     "make_mesh": "parallel.sharding",

@@ -24,9 +24,8 @@ import jaxllm.batch
 import jaxllm.evaluate
 import jaxllm.serve
 import jaxllm.training
-from jaxllm.batch.embedded_rows import RowEmbedder
+from jaxllm.batch.row_tasks import RowEmbedder, RowScorer
 from jaxllm.batch.rows import RawRow
-from jaxllm.batch.scored_rows import RowScorer
 from jaxllm.training.dpo import pair_logps
 from jaxllm.training.evaluation import evaluate
 from jaxllm.training.losses import loss_for

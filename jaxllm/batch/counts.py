@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
-from jaxllm.batch.queue import Task
 from jaxllm.batch.rows import BatchOutput
-
-if TYPE_CHECKING:
-    from jaxllm.batch.row_groups import Group
-    from jaxllm.batch.sizes import Sizes
 
 
 @dataclasses.dataclass
@@ -76,26 +71,6 @@ class BatchCounts:
         """The share of slot-steps occupied by an unfinished row."""
         return self.busy_slot_steps / self.slot_steps if self.slot_steps else 0.0
 
-    def add_prefill(self, tasks: Sequence[Task], sizes: Sizes, group: Group) -> None:
-        """Counts a prefill."""
-        self.prefill_tokens += sum(len(task.row.input_ids) for task in tasks)
-        self.prefill_columns += sizes.prefill_rows * tasks[0].width
-        self._add_slot_call(f"prefill {sizes.prefill_rows} x {tasks[0].width} into", sizes, group)
-
-    def add_rest(self, width: int, sizes: Sizes, group: Group) -> None:
-        """Counts the prefill of the rest of a prompt."""
-        self.prefill_columns += width
-        self._add_slot_call(f"prefill rest {width} into", sizes, group)
-
-    def add_chunk(self, width: int) -> None:
-        """Counts the prefill of a chunk of a prompt."""
-        self.prefill_columns += width
-        self.add_call(f"prefill chunk {width}")
-
-    def add_decode_call(self, sizes: Sizes, group: Group) -> None:
-        """Counts a call of the decode program."""
-        self._add_slot_call("decode", sizes, group)
-
     def add_decode_steps(self, steps: int, busy_slot_steps: int, slots: int) -> None:
         """Counts the steps of a decode call."""
         self.decode_steps += steps
@@ -112,15 +87,6 @@ class BatchCounts:
         self.prompt_tokens += output.prompt_tokens
         self.new_tokens += sum(output.new_lengths)
         self.finish_reasons.update(output.finish_reasons)
-
-    def _add_slot_call(self, program: str, sizes: Sizes, group: Group) -> None:
-        name = f"{program} {sizes.slots} x {sizes.capacity}"
-        if sizes.encoder_columns is not None:
-            name += f" (encoder {sizes.encoder_columns})"
-        if sizes.beams > 1:
-            name += f" of {sizes.beams} beams"
-        name += f", group {group.number}" if group.number else ""
-        self.add_call(name)
 
     def add_halving(self) -> None:
         """Counts a halving of the slots."""

@@ -12,17 +12,21 @@ import jax
 from jax.sharding import Mesh
 
 from jaxllm.batch.counts import BatchCounts
-from jaxllm.batch.memory import Prediction, memory_budget
-from jaxllm.batch.plan import PoolPlan, out_of_memory_error, plans, too_large_error
-from jaxllm.batch.queue import FinishedSequence
-from jaxllm.batch.row_groups import Group, check_processors, fits_slots, groups
+from jaxllm.batch.memory import (
+    PoolPlan,
+    Prediction,
+    memory_budget,
+    out_of_memory_error,
+    plans,
+    too_large_error,
+)
+from jaxllm.batch.row_groups import FinishedSequence, Group, check_processors, fits_slots, groups
 from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import BatchOutput, BatchRow, RawRow, error_output
-from jaxllm.batch.static_batches import batches, run_static_batch
+from jaxllm.batch.static_batches import run_static_batch, static_batches
 from jaxllm.batch.tables.columns import ColumnChoice
-from jaxllm.batch.tables.frames import table_of_frame
 from jaxllm.batch.tables.outputs import OutputTable, arrow_table, output_writer
-from jaxllm.batch.tables.read import RESULTS, read_table
+from jaxllm.batch.tables.read import RESULTS, read_table, table_of_frame
 from jaxllm.batch.tables.source import Source
 from jaxllm.batch.task_run import TaskRun
 from jaxllm.common.arguments import checked, checked_function, checked_iterable, checks_flags
@@ -40,6 +44,7 @@ from jaxllm.common.progress import progress_phase
 from jaxllm.generation.inputs.batching import is_exhausted
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.loading import load
 from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.models.decoder_only import with_rope_per_row
 from jaxllm.parallel.placement import mesh_of
@@ -247,9 +252,24 @@ class BatchGenerator:
     def answer(self, rows: Iterable[RawRow]) -> Iterator[BatchOutput]:
         """Streams outputs of some rows of a larger job, which keep their numbers there."""
         self.counts, self.memory = BatchCounts(), []
-        for output in self._answer(rows):
-            self.counts.add_output(output)
-            yield output
+        checked_rows: list[BatchRow] = []
+        for row in self._checked(rows):
+            if isinstance(row, BatchOutput):
+                self.counts.add_output(row)
+                yield row
+            else:
+                checked_rows.append(row)
+        self.counts.work = sum(row.max_new_tokens * row.samples for row in checked_rows)
+        unfinished: dict[int, list[FinishedSequence]] = {}
+        for sequence in self._sequences(checked_rows):
+            row = sequence.task.row
+            sequences = unfinished.setdefault(row.index, [])
+            sequences.append(sequence)
+            if len(sequences) == row.samples:
+                self.counts.work_done += row.max_new_tokens * row.samples
+                output = self._output(row, unfinished.pop(row.index))
+                self.counts.add_output(output)
+                yield output
 
     def plan(self, rows: Iterable[RawRow]) -> RowPlan:
         """What `answer` would run. It reads no weights, so that the model may have none."""
@@ -288,23 +308,6 @@ class BatchGenerator:
             except JaxLLMError as error:
                 yield error_output(raw_row, error)
 
-    def _answer(self, rows: Iterable[RawRow]) -> Iterator[BatchOutput]:
-        checked_rows: list[BatchRow] = []
-        for row in self._checked(rows):
-            if isinstance(row, BatchOutput):
-                yield row
-            else:
-                checked_rows.append(row)
-        self.counts.work = sum(row.max_new_tokens * row.samples for row in checked_rows)
-        unfinished: dict[int, list[FinishedSequence]] = {}
-        for sequence in self._sequences(checked_rows):
-            row = sequence.task.row
-            sequences = unfinished.setdefault(row.index, [])
-            sequences.append(sequence)
-            if len(sequences) == row.samples:
-                self.counts.work_done += row.max_new_tokens * row.samples
-                yield self._output(row, unfinished.pop(row.index))
-
     def _sequences(self, rows: Sequence[BatchRow]) -> Iterator[FinishedSequence]:
         """The sequences of all rows: those that run in slots first."""
         for group in groups(filter(fits_slots, rows), self.model.config.vocab_size):
@@ -316,14 +319,13 @@ class BatchGenerator:
                 if self._announce is not None:
                     self._announce(plan.memory)
                 yield from self._run_plan(group, plan)
-        others = (row for row in rows if not fits_slots(row))
-        for batch in batches(self._model, others, self._slots, row_shards(self.mesh)):
-            yield from run_static_batch(self._model, self.tokenizer, batch, self.counts)
+        options = (self._slots, row_shards(self.mesh), self.counts)
+        for batch in static_batches(row for row in rows if not fits_slots(row)):
+            yield from run_static_batch(self._model, self.tokenizer, batch, *options)
 
     def _pools(self, group: Group) -> Iterator[PoolPlan]:
-        tasks = group.tasks()
         options = (self._slots, self._budget, self.mesh)
-        return plans(self._model, self.tokenizer, group, tasks, *options)
+        return plans(self._model, self.tokenizer, group, *options)
 
     def _run_plan(self, group: Group, plan: PoolPlan) -> Iterator[FinishedSequence]:
         """Sequences as they end. Where memory runs out, half the slots go on."""
@@ -394,3 +396,52 @@ def checked_slots(slots: int | None, mesh: Mesh | None) -> int:
     if not is_integer(slots) or not 1 <= slots <= MAX_SLOTS:
         raise InputError(f"slots: expected an integer from 1 to {MAX_SLOTS}, found {quoted(slots)}")
     return slots
+
+
+def generate_texts(
+    model: GenerativeModel | str | PathLike[str],
+    prompts: Sequence[str | Sequence[Mapping[str, Any]] | Mapping[str, Any]],
+    tokenizer: Tokenizer | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Generates from many prompts, in slots that are refilled.
+
+    ::
+
+        texts = jaxllm.generate_texts("path/to/model", ["Once upon a time", "The sea"],
+                                      max_new_tokens=40)
+
+    Args:
+        model: a model, or what `jaxllm.load` takes.
+        prompts: texts, lists of messages, or rows of `BatchGenerator`.
+        tokenizer: the model's; needed with a model that is loaded already.
+        options: arguments of `BatchGenerator` (`seed`, `chat`, `system`, `schema`, `slots`, ...)
+            and generation fields of all prompts.
+
+    Returns:
+        A text for each prompt, without the prompt; a list of texts for prompts whose
+        `num_return_sequences` is above 1.
+
+    Raises:
+        InputError: there is no tokenizer, or a prompt cannot be answered; the message has its
+            number, from 0 on.
+    """
+    prompts = list(checked_iterable(prompts, "prompts", "a list of prompts"))
+    if isinstance(model, str | PathLike):
+        loaded, own = load(model)
+        tokenizer = own if tokenizer is None else tokenizer
+    else:
+        loaded = model
+    if tokenizer is None:
+        raise InputError("tokenizer: give the model's, since there is none")
+    for number, each in enumerate(prompts):
+        if isinstance(each, Mapping) and "role" in each:
+            raise InputError(f"prompts[{number}]: is a message; a chat is a list of messages")
+    rows = [each if isinstance(each, str | Mapping) else {"messages": each} for each in prompts]
+    texts = []
+    for output in BatchGenerator(loaded, tokenizer, **options).generate(rows):
+        if output.error is not None:
+            raise InputError(f"prompts[{output.index}]: {output.error}")
+        assert output.texts is not None
+        texts.append(output.texts[0] if len(output.texts) == 1 else list(output.texts))
+    return texts

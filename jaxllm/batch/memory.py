@@ -1,15 +1,28 @@
-"""Predicts the memory of a pool of slots from its compiled programs, and how many slots fit."""
+"""Plans pools of slots that fit the memory, which is predicted from their compiled programs."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
+from jaxllm.batch.programs import decode_slots, prefill_slots, slot_shapes
+from jaxllm.batch.row_groups import Group, Task, prefill_batch, sizes_for
+from jaxllm.batch.rows import BatchRow
+from jaxllm.batch.slots import PrefillBatch, Sizes, Slots
 from jaxllm.common.errors import InputError
-from jaxllm.common.hardware import format_bytes, host_memory, own_memory
+from jaxllm.common.hardware import format_bytes, host_memory, nbytes, own_memory
 from jaxllm.generation.inputs.values import is_integer
+from jaxllm.generation.stopping import StoppingCriteriaList
+from jaxllm.models.decoder import Decoder
+from jaxllm.nn.platform.decoding import steps_between_checks
+from jaxllm.parallel.placement import platform_of_arrays
+from jaxllm.parallel.sharding import row_shards, use_mesh
+from jaxllm.tokenizers.tokenizer import Tokenizer
 
 SHARE_OF_DEVICE = 0.9
 SHARE_OF_HOST = 0.5
@@ -104,3 +117,152 @@ def working_memory(compiled: jax.stages.Compiled, state: int) -> int:
     if memory is None:  # a backend that does not report it
         return 0
     return memory.temp_size_in_bytes + max(0, memory.output_size_in_bytes - state)
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolPlan:
+    """Tasks of one pool of slots."""
+
+    tasks: list[Task]
+    sizes: Sizes
+    memory: Prediction
+    fitting: Sizes | None
+    """`sizes`, or those of shorter sequences that would fit, or None."""
+
+
+def plans(
+    model: Decoder,
+    tokenizer: Tokenizer | None,
+    group: Group,
+    slots: int,
+    budget: int,
+    mesh: Mesh | None,
+) -> Iterator[PoolPlan]:
+    """One pool for all tasks of a group if memory allows `slots` slots of the longest; else the
+    longest have a pool of their own, with fewer slots, and so on with the rest.
+
+    If even the fewest slots do not fit, the plan's `memory.fits` is False.
+    """
+    shards = row_shards(mesh)
+    options = (model.is_encoder_decoder, shards, group.strategy.beams)
+    predict_for = partial(predict, model, tokenizer, group, budget, mesh)
+    # Largest slots first.
+    by_capacity: dict[tuple[int, int], list[Task]] = {}
+    for task in group.tasks():
+        own = sizes_for([task], 1, *options)
+        by_capacity.setdefault((own.capacity, own.encoder_columns or 0), []).append(task)
+    classes = [by_capacity[capacity] for capacity in sorted(by_capacity, reverse=True)]
+    while classes:
+        pool = [task for tasks in classes for task in tasks]
+        sizes = sizes_for(pool, slots, *options)
+        memory = fitting_slots(partial(predict_for, pool, sizes), sizes.slots, shards)
+        if memory.slots < sizes.slots and len(classes) > 1:
+            pool = classes.pop(0)
+            sizes = sizes_for(pool, slots, *options)
+            memory = fitting_slots(partial(predict_for, pool, sizes), sizes.slots, shards)
+        else:
+            classes = []
+        if not memory.fits:  # the error of its rows states all bytes
+            memory = predict_for(pool, sizes, memory.slots, compile_always=True)
+        sizes = fitting = dataclasses.replace(sizes, slots=memory.slots)
+        if not memory.fits:
+            prompt_length = max(len(task.row.decoder_prompt) for task in pool)
+            fitting = sizes.with_half_the_new_tokens(prompt_length)
+            while fitting is not None and not predict_for(pool, fitting, sizes.shards).fits:
+                fitting = fitting.with_half_the_new_tokens(prompt_length)
+        yield PoolPlan(pool, sizes, memory, fitting)
+
+
+def predict(
+    model: Decoder,
+    tokenizer: Tokenizer | None,
+    group: Group,
+    budget: int,
+    mesh: Mesh | None,
+    tasks: Sequence[Task],
+    sizes: Sizes,
+    slots: int,
+    *,
+    compile_always: bool = False,
+) -> Prediction:
+    """Predicts the memory of a pool with `slots` slots.
+
+    Compiles its programs for the widest prompt bucket, unless weights and cache alone exceed the
+    budget (`compile_always`: unless the weights alone do). The pool reuses these programs.
+    """
+    sizes = dataclasses.replace(sizes, slots=slots)
+    widest = max(tasks, key=lambda task: task.width)
+    batch = prefill_batch([widest], group, sizes, model.config.vocab_size)
+    shapes = slot_shapes(model, group.strategy, sizes, batch.settings, mesh)
+    prediction = Prediction(
+        weights=nbytes(model),
+        cache=nbytes(shapes),
+        activations=0,
+        budget=budget,
+        slots=slots,
+        capacity=sizes.capacity,
+        devices=1 if mesh is None else mesh.size,
+    )
+    if not prediction.fits and not (compile_always and prediction.weights < budget):
+        return prediction
+    stops = group.criteria(tokenizer, mesh)
+    with use_mesh(mesh):
+        programs = traced_programs(model, shapes, batch, stops, group, sizes)
+        activations = max(
+            working_memory(program.lower().compile(), prediction.cache) for program in programs
+        )
+    return dataclasses.replace(prediction, activations=activations)
+
+
+def traced_programs(
+    model: Decoder,
+    shapes: Slots,
+    batch: PrefillBatch,
+    stops: StoppingCriteriaList,
+    group: Group,
+    sizes: Sizes,
+) -> tuple[jax.stages.Traced, jax.stages.Traced]:
+    """The programs `prefill` and `decode` of a pool, traced; call it inside `use_mesh(mesh)`.
+
+    Args:
+        shapes: the slots, as `slot_shapes` returns them.
+    """
+    strategy, steps = group.strategy, steps_between_checks(platform_of_arrays(model))
+    slot_ids, number = np.zeros(sizes.prefill_rows, np.int32), np.int32(1)
+    return (
+        prefill_slots.trace(model, shapes, batch, slot_ids, stops, strategy=strategy, sizes=sizes),
+        decode_slots.trace(
+            model, shapes, stops, number, number, strategy=strategy, steps_per_check=steps
+        ),
+    )
+
+
+def too_large_error(task: Task, plan: PoolPlan) -> InputError:
+    """The error of a task that cannot run, with the number to change."""
+    memory, row = plan.memory, task.row
+    if memory.weights >= memory.budget:
+        return InputError(
+            f"memory: the weights alone take {format_bytes(memory.weights)} of a budget of "
+            f"{format_bytes(memory.budget)}; raise memory, or load the model in a smaller dtype"
+        )
+    needed = (
+        f"one slot of {memory.capacity} columns ({_lengths(row)}) takes "
+        f"{format_bytes(memory.total)}, but the budget is {format_bytes(memory.budget)}"
+    )
+    possible = 0 if plan.fitting is None else plan.fitting.max_new_tokens(len(row.decoder_prompt))
+    if possible >= 1:
+        return InputError(f"max_new_tokens: {needed}; ask for at most {possible}, or raise memory")
+    return InputError(f"memory: {needed}; shorten the prompt, or raise memory")
+
+
+def out_of_memory_error(task: Task, sizes: Sizes) -> InputError:
+    """The error of a task for which memory ran out although it was predicted to fit."""
+    return InputError(
+        f"max_new_tokens: the device ran out of memory with a single slot of {sizes.capacity} "
+        f"columns ({_lengths(task.row)}); ask for fewer"
+    )
+
+
+def _lengths(row: BatchRow) -> str:
+    beams = f" for each of {row.config.num_beams} beams" if row.config.num_beams > 1 else ""
+    return f"a prompt of {len(row.input_ids)} tokens, {row.max_new_tokens} new ones{beams}"

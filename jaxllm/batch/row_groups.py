@@ -1,4 +1,4 @@
-"""Groups of rows that share programs, and the arrays of their prompts and settings."""
+"""Groups of rows that share programs, their tasks, and the arrays of their prompts and settings."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.batch.queue import Task
 from jaxllm.batch.rows import BatchRow
-from jaxllm.batch.sizes import Sizes
-from jaxllm.batch.slot_placement import place
 from jaxllm.batch.slot_strategies import BeamSlotStrategy, SampleSlotStrategy, SlotStrategy
-from jaxllm.batch.slots import PrefillBatch, RowSettings
+from jaxllm.batch.slots import PrefillBatch, RowSettings, Sizes, place
+from jaxllm.common.errors import JaxLLMError
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, padded_rows
 from jaxllm.generation.inputs.values import NO_TOKEN, bucket
 from jaxllm.generation.processors import LogitsProcessor, LogitsProcessorList
@@ -28,6 +26,64 @@ from jaxllm.tokenizers.tokenizer import Tokenizer
 
 MAX_STOP_LISTS = 8
 """Lists of stop strings in one program: each is looked for in every row."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Task:
+    """A row, or one of its samples, that takes a slot."""
+
+    row: BatchRow
+    sample: int
+    num_sequences: int = 1
+    """Sequences that it ends with; beam search may return several."""
+
+    @property
+    def samples(self) -> list[Task]:
+        """A task for each sequence that it ends with."""
+        if self.num_sequences == 1:
+            return [self]
+        return [Task(self.row, sample) for sample in range(self.num_sequences)]
+
+    @property
+    def width(self) -> int:
+        """Columns of its prompt's bucket."""
+        return bucket(len(self.row.input_ids), SMALLEST_BUCKET)
+
+
+@dataclasses.dataclass(frozen=True)
+class FinishedSequence:
+    """A sequence that has ended."""
+
+    task: Task
+    tokens: list[int]
+    """New tokens."""
+    reason: str
+    error: JaxLLMError | None = None
+    """Why there are no tokens."""
+
+    @staticmethod
+    def failed(task: Task, error: JaxLLMError) -> list[FinishedSequence]:
+        """All sequences of a task that failed."""
+        return [FinishedSequence(sample, [], "", error) for sample in task.samples]
+
+
+def sizes_for(
+    tasks: Sequence[Task], slots: int, encoder_decoder: bool, shards: int, beams: int
+) -> Sizes:
+    """Sizes that hold all of the tasks, rounded up to powers of two."""
+    longest = max(task.row.max_new_tokens for task in tasks)
+    width = max(task.width for task in tasks)
+    columns = bucket(max(task.row.max_length for task in tasks), SMALLEST_BUCKET)
+    sizes = Sizes(
+        slots=0,
+        # The prompts of an encoder-decoder are in the encoder part of their slots.
+        columns=columns if encoder_decoder else max(columns, width),
+        encoder_columns=width if encoder_decoder else None,
+        shards=shards,
+        beams=beams,
+        new_token_bucket=0 if beams == 1 else bucket(longest, SMALLEST_BUCKET),
+    )
+    return sizes.with_slots(min(slots, bucket(len(tasks), 1)))
 
 
 def per_row_fields() -> frozenset[str]:
@@ -123,7 +179,16 @@ def groups(rows: Iterable[BatchRow], vocab_size: int) -> list[Group]:
         strategy = dataclasses.replace(strategy, sampling=sampling)
         for processor_rows in _by_processors(strategy_rows, shared_fields, vocab_size):
             for group_rows in _by_stop_lists(processor_rows):
-                result.append(_group(len(result), strategy, shared_fields, group_rows))
+                lists = (row.config.stop_strings for row in group_rows)
+                group = Group(
+                    number=len(result),
+                    rows=tuple(group_rows),
+                    strategy=strategy,
+                    shared_fields=shared_fields,
+                    stop_lists=tuple(sorted({strings for strings in lists if strings is not None})),
+                    eos_width=bucket(max(len(row.eos) for row in group_rows), 8),
+                )
+                result.append(group)
     return result
 
 
@@ -152,20 +217,6 @@ def _by_processors(
             signatures[row.config] = signature(processors_of(row, shared_fields, vocab_size))
         parts.setdefault(signatures[row.config], []).append(row)
     return parts.values()
-
-
-def _group(
-    number: int, strategy: SlotStrategy, shared_fields: tuple[str, ...], rows: Sequence[BatchRow]
-) -> Group:
-    stop_lists = {strings for row in rows if (strings := row.config.stop_strings) is not None}
-    return Group(
-        number=number,
-        rows=tuple(rows),
-        strategy=strategy,
-        shared_fields=shared_fields,
-        stop_lists=tuple(sorted(stop_lists)),
-        eos_width=bucket(max(len(row.eos) for row in rows), 8),
-    )
 
 
 def _by_stop_lists(rows: Sequence[BatchRow]) -> list[list[BatchRow]]:

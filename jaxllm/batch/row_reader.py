@@ -12,8 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxllm.batch.constraints import CONSTRAINT_KEYS, ConstraintCompiler
-from jaxllm.batch.row_prompts import PromptReader, RowPrompt, checked_row
-from jaxllm.batch.rows import BatchRow, RawRow
+from jaxllm.batch.rows import BatchRow, PromptReader, RawRow, RowPrompt, checked_row
 from jaxllm.common.errors import InputError, UnsupportedError, quoted, warn
 from jaxllm.generation.call import prompts
 from jaxllm.generation.call.merging import merged_config
@@ -58,14 +57,6 @@ class RowInput(RowPrompt):
 ROW_KEYS = frozenset(field.name for field in dataclasses.fields(RowInput))
 
 
-@dataclasses.dataclass(frozen=True)
-class SharedSettings:
-    """Settings that rows with the same generation fields share."""
-
-    config: GenerationConfig
-    eos: tuple[int, ...]
-
-
 class RowReader:
     """Reads rows: mappings, prompts or token ids.
 
@@ -95,10 +86,10 @@ class RowReader:
         self._fields, self._seed = dict(fields), checked_seed(seed)
         self._default_new_tokens = default_new_tokens
         self._prompts = PromptReader(tokenizer, model.config.vocab_size, chat, system)
-        self._settings: dict[str, SharedSettings] = {}
+        self._settings: dict[str, tuple[GenerationConfig, tuple[int, ...]]] = {}
         self._with_default_length: dict[tuple[GenerationConfig, int | None], GenerationConfig] = {}
         if constraint:
-            self._constraints.check_job(self._read_settings({}).eos)
+            self._constraints.check_job(self._read_settings({})[1])
 
     def read(self, row: RawRow) -> BatchRow:
         """Reads and checks a row.
@@ -113,7 +104,7 @@ class RowReader:
             if self._tokenizer is None:
                 raise InputError("tgt_lang: needs a tokenizer, which this model does not have")
             fields = self._tokenizer.with_target(fields, row_input.tgt_lang)
-        settings = self._read_settings(fields)
+        config, eos = self._read_settings(fields)
         input_ids = self._prompts.ids(row_input)
         context = self._model.config.longest_prompt
         if context is not None and len(input_ids) > context:
@@ -124,14 +115,11 @@ class RowReader:
             )
         decoder_prompt = input_ids
         if self._model.is_encoder_decoder:
-            decoder_prompt = prompts.decoder_prompt(
-                self._model, None, None, 1, settings.config
-            ).ids[0]
-        config, max_length = self._with_lengths(settings.config, decoder_prompt)
-        call = Call(
-            self._model, config, settings.eos, 1, len(decoder_prompt), max_length, CallArguments()
+            decoder_prompt = prompts.decoder_prompt(self._model, None, None, 1, config).ids[0]
+        config, max_length = self._with_lengths(config, decoder_prompt)
+        registered = registered_strategy(
+            Call(self._model, config, eos, 1, len(decoder_prompt), max_length, CallArguments())
         )
-        registered = registered_strategy(call)
         seed = row_input.seed
         own_constraint = {key: getattr(row_input, key) for key in CONSTRAINT_KEYS}
         return BatchRow(
@@ -140,12 +128,12 @@ class RowReader:
             input_ids=input_ids,
             decoder_prompt=decoder_prompt,
             config=config,
-            eos=settings.eos,
+            eos=eos,
             max_new_tokens=max_length - len(decoder_prompt),
             seed=self._seed if seed is None else checked_seed(seed),
             row_number=row.index if seed is None else 0,
             mode=registered.name if registered else generation_mode(config),
-            constraint=self._constraints.of_row(own_constraint, settings.eos, len(decoder_prompt)),
+            constraint=self._constraints.of_row(own_constraint, eos, len(decoder_prompt)),
         )
 
     def _with_lengths(
@@ -162,8 +150,8 @@ class RowReader:
         columns = PaddedBatch(decoder_prompt[None], np.ones((1, len(decoder_prompt)), bool))
         return checked_lengths(self._model, config, columns)
 
-    def _read_settings(self, fields: Mapping[str, Any]) -> SharedSettings:
-        """The settings of a row with these fields; rows with equal fields share them."""
+    def _read_settings(self, fields: Mapping[str, Any]) -> tuple[GenerationConfig, tuple[int, ...]]:
+        """Settings and end tokens of a row with these fields; rows with equal fields share them."""
         try:
             key = json.dumps(fields, sort_keys=True)
         except (TypeError, ValueError):  # values that JSON lacks, such as arrays: not cached
@@ -177,7 +165,9 @@ class RowReader:
             self._settings[key] = settings
         return settings
 
-    def _checked_settings(self, fields: Mapping[str, Any]) -> SharedSettings:
+    def _checked_settings(
+        self, fields: Mapping[str, Any]
+    ) -> tuple[GenerationConfig, tuple[int, ...]]:
         # A row's total length overrides the job's number of new tokens.
         job = {
             name: value
@@ -206,7 +196,7 @@ class RowReader:
                 raise InputError("stop_strings: needs a tokenizer, which this model does not have")
             StopStringCriteria(self._tokenizer, list(config.stop_strings))
         checked_pad(self._model, config, eos)
-        return SharedSettings(config, eos)
+        return config, eos
 
 
 def checked_seed(seed: Any) -> int:

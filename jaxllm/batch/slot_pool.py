@@ -7,30 +7,65 @@ of a batch, `jaxllm.serve` the requests of a server.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Int
+from jaxtyping import Array, Int
 
 from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.programs import (
     DecodeProgress,
-    decode_slots_program,
-    prefill_slots_program,
+    decode_slots,
+    empty_slots,
+    extend_prompt,
+    prefill_rest,
+    prefill_slots,
+    slot_shapes,
     steps_per_check_for,
 )
-from jaxllm.batch.prompt_cache import extend_prompt_program, prefill_rest_program
-from jaxllm.batch.queue import Task
-from jaxllm.batch.row_groups import Group
-from jaxllm.batch.sizes import Sizes
-from jaxllm.batch.slot_arrays import SlotArrays
-from jaxllm.batch.slot_placement import empty_slots, slot_shapes
-from jaxllm.batch.slots import PrefillBatch, RowSettings, Slots
+from jaxllm.batch.row_groups import Group, Task
+from jaxllm.batch.slots import PrefillBatch, RowSettings, Sizes, Slots
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.models.decoder import Decoder
 from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.parallel.sharding import use_mesh
 from jaxllm.tokenizers.tokenizer import Tokenizer
+
+MIN_SLOTS = 8
+"""Slots below which a copy of a quarter of them would save little."""
+
+
+def few_slots(slots: int, platform: str) -> int | None:
+    """Number of first slots that are decoded alone while the others are free; None: all always are.
+
+    >>> few_slots(16, "cpu"), few_slots(4, "cpu"), few_slots(128, "tpu")
+    (4, None, None)
+    """
+    # PERF(cpu): a decode step of 16 rows takes twice as long as one of 4; benchmarks/README.md. On
+    # an accelerator both take the time in which the weights are read.
+    return slots // 4 if platform == "cpu" and slots >= MIN_SLOTS else None
+
+
+@partial(jax.jit, static_argnames="count")
+def first_rows(slots: Slots, *, count: int) -> Slots:
+    """A copy of the first `count` slots."""
+
+    def rows(x: Array) -> Array:
+        return x[: x.shape[0] // slots.count * count]
+
+    return jax.tree.map(rows, slots)
+
+
+@partial(jax.jit, donate_argnames="slots")
+def with_first_rows(slots: Slots, first: Slots) -> Slots:
+    """The slots with other first rows, which are written in place."""
+
+    def write(x: Array, rows: Array) -> Array:
+        return jax.lax.dynamic_update_slice(x, rows, (0,) * x.ndim)
+
+    return jax.tree.map(write, slots, first)
 
 
 class SlotPool:
@@ -43,7 +78,6 @@ class SlotPool:
         few: slots that are decoded alone while the others are free; None: all always are.
 
     Attributes:
-        arrays: the slots on the device. A caller may replace leaves between two calls.
         tasks: the task in each slot; None: the slot is free.
     """
 
@@ -63,7 +97,36 @@ class SlotPool:
         self._stops = group.criteria(tokenizer, mesh)
         self.tasks: list[Task | None] = [None] * sizes.slots
         shapes = slot_shapes(model, group.strategy, sizes, settings, mesh)
-        self.arrays = SlotArrays(empty_slots(shapes, settings), few)
+        self._all, self._few = empty_slots(shapes, settings), few
+        self._first: Slots | None = None
+        """Stands for the first rows of `_all` while it is not None."""
+
+    @property
+    def slots(self) -> Slots:
+        """The slots on the device: all, or the first few if these were decoded last, with all busy
+        ones among them. A caller may replace leaves between two calls."""
+        return self._all if self._first is None else self._first
+
+    @slots.setter
+    def slots(self, slots: Slots) -> None:
+        if self._first is None:
+            self._all = slots
+        else:
+            self._first = slots
+
+    def _all_slots(self) -> Slots:
+        """All slots, also if the first few were decoded last."""
+        if self._first is not None:
+            self._all, self._first = with_first_rows(self._all, self._first), None
+        return self._all
+
+    def _first_slots(self, count: int) -> Slots:
+        """The first few slots if `count` are no more, else all."""
+        if self._few is None or count > self._few:
+            return self._all_slots()
+        if self._first is None:
+            self._first = first_rows(self._all, count=self._few)
+        return self.slots
 
     @property
     def free(self) -> list[int]:
@@ -88,25 +151,28 @@ class SlotPool:
             self.tasks[slot] = task
         self._counts.doing = f"reading prompts of up to {tasks[0].width} tokens"
         with use_mesh(self._mesh):
-            slots = prefill_slots_program(
+            self.slots = prefill_slots(
                 self._model,
-                self.arrays.all(),
+                self._all_slots(),
                 arrays,
                 slot_ids,
                 self._stops,
                 strategy=self._group.strategy,
                 sizes=self._sizes,
             )
-        self.arrays.replace(slots)
-        self._counts.add_prefill(tasks, self._sizes, self._group)
+        rows, width = self._sizes.prefill_rows, tasks[0].width
+        self._counts.prefill_tokens += sum(len(task.row.input_ids) for task in tasks)
+        self._counts.prefill_columns += rows * width
+        self._count_call(f"prefill {rows} x {width} into", self._sizes)
 
     def extend_prompt(self, cache: Cache, tokens: Int[np.ndarray, " T"], start: int) -> Cache:
         """Prefills a chunk of a prompt after the first `start` columns of its cache."""
         with use_mesh(self._mesh):
-            cache = extend_prompt_program(
+            cache = extend_prompt(
                 self._model, cache, tokens[None].astype(np.int32), np.int32(start)
             )
-        self._counts.add_chunk(len(tokens))
+        self._counts.prefill_columns += len(tokens)
+        self._counts.add_call(f"prefill chunk {len(tokens)}")
         return cache
 
     def prefill_rest(
@@ -125,9 +191,9 @@ class SlotPool:
         slot = self.free[0]
         self.tasks[slot] = task
         with use_mesh(self._mesh):
-            slots, cache = prefill_rest_program(
+            self.slots, cache = prefill_rest(
                 self._model,
-                self.arrays.all(),
+                self._all_slots(),
                 cache,
                 np.int32(start),
                 arrays,
@@ -137,8 +203,8 @@ class SlotPool:
                 sizes=self._sizes,
                 width=width,
             )
-        self.arrays.replace(slots)
-        self._counts.add_rest(width, self._sizes, self._group)
+        self._counts.prefill_columns += width
+        self._count_call(f"prefill rest {width} into", self._sizes)
         return cache
 
     def decode(self, free_slots: int, max_steps: int) -> DecodeProgress:
@@ -147,19 +213,19 @@ class SlotPool:
         slots only, all busy ones among them. On a GPU the other rows may be up to three steps
         further."""
         last_busy = max((i for i, task in enumerate(self.tasks) if task is not None), default=-1)
-        slots = self.arrays.first(last_busy + 1)
+        slots = self._first_slots(last_busy + 1)
         return self._decode(slots, free_slots - (self._sizes.slots - slots.count), max_steps)
 
     def run_decode_programs(self) -> None:
         """Runs each program of decoding once, without a step."""
-        self._decode(self.arrays.first(0), 1, 0)
-        self._decode(self.arrays.all(), 1, 0)
+        self._decode(self._first_slots(0), 1, 0)
+        self._decode(self._all_slots(), 1, 0)
 
     def _decode(self, slots: Slots, free_slots: int, max_steps: int) -> DecodeProgress:
         platform, sizes = platform_of_arrays(slots.unfinished), self._sizes.with_slots(slots.count)
         self._counts.doing = f"decoding {slots.count} rows at once"
         with use_mesh(self._mesh):
-            slots, progress = decode_slots_program(
+            self.slots, progress = decode_slots(
                 self._model,
                 slots,
                 self._stops,
@@ -168,9 +234,18 @@ class SlotPool:
                 strategy=self._group.strategy,
                 steps_per_check=steps_per_check_for(max_steps, platform),
             )
-        self.arrays.replace(slots)
-        self._counts.add_decode_call(sizes, self._group)
+        self._count_call("decode", sizes)
         return progress
+
+    def _count_call(self, program: str, sizes: Sizes) -> None:
+        """Counts a call of a program over slots of these sizes."""
+        name = f"{program} {sizes.slots} x {sizes.capacity}"
+        if sizes.encoder_columns is not None:
+            name += f" (encoder {sizes.encoder_columns})"
+        if sizes.beams > 1:
+            name += f" of {sizes.beams} beams"
+        name += f", group {self._group.number}" if self._group.number else ""
+        self._counts.add_call(name)
 
     def take_finished(self, progress: DecodeProgress) -> list[tuple[int, Task]]:
         """Frees the slots whose rows are finished; returns their numbers and tasks.

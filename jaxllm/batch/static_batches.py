@@ -8,7 +8,6 @@ all settings and the prompt bucket.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxllm.batch.counts import BatchCounts
-from jaxllm.batch.queue import FinishedSequence, Task
+from jaxllm.batch.row_groups import FinishedSequence, Task
 from jaxllm.batch.rows import BatchRow
 from jaxllm.common.errors import InputError, JaxLLMError
 from jaxllm.generation.generate import generate
@@ -31,24 +30,8 @@ from jaxllm.models.decoder import GenerativeModel
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 
-@dataclasses.dataclass(frozen=True)
-class StaticBatch:
-    """Rows that can share a call of `generate`."""
-
-    rows: list[BatchRow]
-    batch_size: int
-    """Maximum number of rows per call."""
-
-
-def batches(
-    model: GenerativeModel, rows: Iterable[BatchRow], slots: int, shards: int
-) -> list[StaticBatch]:
-    """Groups rows by all that rows of one batch must have in common, the longest results first.
-
-    Args:
-        slots: maximum number of beams of a batch, over all its rows.
-        shards: number of shards of the row axis on a mesh.
-    """
+def static_batches(rows: Iterable[BatchRow]) -> list[list[BatchRow]]:
+    """Groups rows by all that rows of one batch must have in common, the longest results first."""
     groups: dict[Hashable, list[BatchRow]] = {}
     for row in rows:
         config, width = row.config, bucket(len(row.input_ids), SMALLEST_BUCKET)
@@ -61,19 +44,26 @@ def batches(
         lengths = (row.max_new_tokens, _min_new_tokens(row), width)
         key = (config, row.eos, lengths, row.seed, row.index if runs_alone else None)
         groups.setdefault(key, []).append(row)
-    result = []
-    for rows in sorted(groups.values(), key=lambda rows: (-rows[0].max_new_tokens, rows[0].index)):
-        size = max(1, slots // rows[0].config.num_beams)
-        result.append(StaticBatch(rows, size - size % shards or size))
-    return result
+    return sorted(groups.values(), key=lambda rows: (-rows[0].max_new_tokens, rows[0].index))
 
 
 def run_static_batch(
-    model: GenerativeModel, tokenizer: Tokenizer | None, batch: StaticBatch, counts: BatchCounts
+    model: GenerativeModel,
+    tokenizer: Tokenizer | None,
+    rows: Sequence[BatchRow],
+    slots: int,
+    shards: int,
+    counts: BatchCounts,
 ) -> Iterator[FinishedSequence]:
-    """Yields the finished sequences of a batch. If a call fails, its rows run one by one, so that
-    only rows that fail alone get an error."""
-    batch_size = min(batch.batch_size, bucket(len(batch.rows), 1))
+    """Yields the finished sequences of rows that `static_batches` put together. If a call fails,
+    its rows run one by one, so that only rows that fail alone get an error.
+
+    Args:
+        slots: maximum number of beams of a call, over all its rows.
+        shards: number of shards of the row axis on a mesh.
+    """
+    size = max(1, slots // rows[0].config.num_beams)
+    batch_size = min(size - size % shards or size, bucket(len(rows), 1))
 
     def run(rows: list[BatchRow]) -> Sequence[np.ndarray | JaxLLMError]:
         """The new tokens of each row's samples, [samples, N]."""
@@ -97,13 +87,13 @@ def run_static_batch(
 
     results = run_in_batches(
         run,
-        batch.rows,
+        rows,
         batch_size,
         length=lambda row: len(row.input_ids),
         on_halving=counts.add_halving,
     )
     for number, result in results:
-        row = batch.rows[number]
+        row = rows[number]
         for sample in range(row.samples):
             task = Task(row, sample)
             if isinstance(result, JaxLLMError):

@@ -7,23 +7,51 @@ While the device decodes, the host prepares the next prompts and yields finished
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 from jax.sharding import Mesh
 
 from jaxllm.batch.counts import BatchCounts
-from jaxllm.batch.queue import FinishedSequence, Queue, Task
-from jaxllm.batch.row_groups import Group, prefill_batch
-from jaxllm.batch.sizes import Sizes
+from jaxllm.batch.row_groups import FinishedSequence, Group, Task, prefill_batch
 from jaxllm.batch.slot_pool import SlotPool
-from jaxllm.batch.slots import PrefillBatch, SlotOutputs
+from jaxllm.batch.slots import PrefillBatch, Sizes, SlotOutputs
 from jaxllm.generation.strategies.strategy import NEVER, nonfinite_error
 from jaxllm.models.decoder import Decoder
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 MAX_STEPS = 256
 """Decode steps of one call at most, so that progress is shown."""
+
+
+class Queue:
+    """Tasks that wait for a slot, in buckets of power-of-two prompt lengths.
+
+    Those with the most new tokens come first: a long sequence that starts last would be decoded
+    alone, while all other slots are free.
+    """
+
+    def __init__(self, tasks: Iterable[Task]) -> None:
+        self._buckets: dict[int, deque[Task]] = {}
+        for task in sorted(
+            tasks, key=lambda task: (-task.row.max_new_tokens, task.row.index, task.sample)
+        ):
+            self._buckets.setdefault(task.width, deque()).append(task)
+
+    def take(self, count: int) -> list[Task]:
+        """Removes up to `count` tasks of one bucket, that of the task with the most new tokens."""
+        candidates = [tasks for tasks in self._buckets.values() if tasks]
+        if not candidates:
+            return []
+        tasks = max(candidates, key=lambda tasks: (tasks[0].row.max_new_tokens, tasks[0].width))
+        return [tasks.popleft() for _ in range(min(count, len(tasks)))]
+
+    def take_all(self) -> list[Task]:
+        """All tasks that wait."""
+        tasks = [task for bucket in self._buckets.values() for task in bucket]
+        self._buckets.clear()
+        return tasks
 
 
 @dataclasses.dataclass(frozen=True)

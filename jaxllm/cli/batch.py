@@ -23,21 +23,26 @@ from rich.text import Text
 
 from jaxllm.batch import BatchGenerator
 from jaxllm.batch.constraints import CONSTRAINT_KEYS, constraint_source, only_one
-from jaxllm.batch.embedded_rows import EMBED_KEYS, EMBED_RESULTS, RowEmbedder
 from jaxllm.batch.generator import RowPlan
-from jaxllm.batch.job.file_digests import checkpoint_digests
-from jaxllm.batch.job.job import Job, RowEngine
-from jaxllm.batch.job.job_files import ENVIRONMENT, check_output, check_paths, started_elsewhere
+from jaxllm.batch.job.identity import ENVIRONMENT, checkpoint_digests
+from jaxllm.batch.job.job import Job, RowEngine, StreamedJob
+from jaxllm.batch.job.journal import check_output, check_paths, started_elsewhere
 from jaxllm.batch.job.ray_engine import RayEngine
 from jaxllm.batch.job.report import explained
-from jaxllm.batch.job.streamed_job import StreamedJob
+from jaxllm.batch.row_tasks import (
+    EMBED_KEYS,
+    EMBED_RESULTS,
+    SCORE_KEYS,
+    SCORE_RESULTS,
+    RowEmbedder,
+    RowScorer,
+)
 from jaxllm.batch.rows import BatchOutput
-from jaxllm.batch.scored_rows import SCORE_KEYS, SCORE_RESULTS, RowScorer
 from jaxllm.batch.tables import ColumnChoice, Source, read_source
 from jaxllm.batch.tables.columns import generation_keys
-from jaxllm.batch.tables.openai_requests import OpenAIRequests
 from jaxllm.batch.tables.outputs import output_writer
 from jaxllm.batch.tables.read import RESULTS
+from jaxllm.batch.tables.source import OpenAIRequests
 from jaxllm.batch.tables.templates import row_template
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.checkpoint.load import open_checkpoint

@@ -211,7 +211,7 @@ def _running(count: int) -> str:
 
 def _state(arguments: argparse.Namespace, keys: tuple[bytes, ...] | None) -> ServerState:
     """Loads the model; nothing is compiled yet."""
-    from jaxllm.batch.embedder import Embedder
+    from jaxllm.batch.row_tasks import Embedder
     from jaxllm.serve.http.state import Limits, ServerState
     from jaxllm.serve.text_worker import TextWorker
 

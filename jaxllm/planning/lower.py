@@ -13,13 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxllm.batch.plan import traced_programs
-from jaxllm.batch.row_groups import Group, groups, prefill_batch
+from jaxllm.batch.memory import traced_programs
+from jaxllm.batch.programs import slot_shapes
+from jaxllm.batch.row_groups import Group, groups, prefill_batch, sizes_for
 from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import RawRow
-from jaxllm.batch.sizes import Sizes, sizes_for
-from jaxllm.batch.slot_placement import slot_shapes
-from jaxllm.batch.slots import PrefillBatch, Slots
+from jaxllm.batch.slots import PrefillBatch, Sizes, Slots
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError, quoted
 from jaxllm.generation.call.prepare import Request, prepare_call

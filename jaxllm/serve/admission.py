@@ -17,10 +17,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from jaxllm.batch.prompt_cache import empty_prompt_cache, prompt_cache_shapes
+from jaxllm.batch.programs import empty_arrays, prompt_cache_shapes
 from jaxllm.batch.row_groups import padded_prompts, prefill_batch
-from jaxllm.batch.sizes import Sizes
 from jaxllm.batch.slot_pool import SlotPool
+from jaxllm.batch.slots import Sizes
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.common.hardware import nbytes
@@ -251,7 +251,7 @@ class Admission:
         """The first task that waits, once a part of its prompt is prefilled."""
         self._prefixes: PrefixStore | None = None
         if options.cache_shapes is not None:
-            empty = empty_prompt_cache(options.cache_shapes)
+            empty = empty_arrays(options.cache_shapes)
             self._prefixes = PrefixStore(options.kept_prefixes, empty)
         self.waiting: deque[LiveTask] = deque()
         self.counts = PrefixCounts()

@@ -16,12 +16,11 @@ from jax.sharding import Mesh
 
 from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.generator import check_model, check_tokenizer, checked_slots
-from jaxllm.batch.memory import Prediction, fitting_slots, memory_budget
-from jaxllm.batch.plan import predict
+from jaxllm.batch.memory import Prediction, fitting_slots, memory_budget, predict
 from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import BatchOutput
-from jaxllm.batch.sizes import Sizes
-from jaxllm.batch.slot_arrays import few_slots
+from jaxllm.batch.slot_pool import few_slots
+from jaxllm.batch.slots import Sizes
 from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket, is_integer

@@ -15,12 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, UInt32
 
-from jaxllm.batch.queue import Task
-from jaxllm.batch.row_groups import Group, fits_slots, per_row_fields, processors_of
+from jaxllm.batch.row_groups import Group, Task, fits_slots, per_row_fields, processors_of
 from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import BatchRow, RawRow
-from jaxllm.batch.sizes import Sizes
-from jaxllm.batch.streamed_slots import StreamedSettings, StreamedSlotStrategy
+from jaxllm.batch.slot_strategies import StreamedSettings, StreamedSlotStrategy
+from jaxllm.batch.slots import Sizes
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.processors import LogitsProcessorList
 from jaxllm.generation.processors.base import (

@@ -15,10 +15,9 @@ from jaxtyping import UInt32
 
 from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.programs import DecodeProgress
-from jaxllm.batch.sizes import Sizes
-from jaxllm.batch.slot_placement import place
 from jaxllm.batch.slot_pool import SlotPool
-from jaxllm.batch.streamed_slots import Logprobs
+from jaxllm.batch.slot_strategies import Logprobs
+from jaxllm.batch.slots import Sizes, place
 from jaxllm.common.errors import JaxLLMError
 from jaxllm.generation.processors import LogitsProcessorList
 from jaxllm.generation.processors.host import WORD_BITS
@@ -185,7 +184,7 @@ class LiveRun:
         if not any(task.row.changes_mask(task.tokens) for task in self.running):
             return []
         every_token = np.full(-(-self._vocab // WORD_BITS), ALL_TOKENS)
-        masks = [every_token] * self._pool.arrays.current.count
+        masks = [every_token] * self._pool.slots.count
         failed: dict[int, tuple[LiveTask, Chunk]] = {}
         for slot, task in enumerate(self._tasks):
             if task is None:
@@ -204,22 +203,22 @@ class LiveRun:
                 return processor
             return jax.tree.map(lambda old: self._placed_as(masks, old), processor)
 
-        slots = self._pool.arrays.current
+        slots = self._pool.slots
         processors = LogitsProcessorList(map(replaced, slots.settings.processors))
         settings = dataclasses.replace(slots.settings, processors=processors)
-        self._pool.arrays.replace(dataclasses.replace(slots, settings=settings))
+        self._pool.slots = dataclasses.replace(slots, settings=settings)
 
     def _release(self, slots: list[int]) -> None:
         """Frees slots whose rows are not finished."""
         if not slots:
             return
-        arrays = self._pool.arrays.current
+        arrays = self._pool.slots
         unfinished = np.array(arrays.unfinished)
         unfinished[slots] = False
         for slot in slots:
             self._pool.tasks[slot] = None
         placed = self._placed_as(unfinished, arrays.unfinished)
-        self._pool.arrays.replace(dataclasses.replace(arrays, unfinished=placed))
+        self._pool.slots = dataclasses.replace(arrays, unfinished=placed)
 
     def _placed_as(self, new: np.ndarray, old: jax.Array) -> jax.Array:
         """A host array on the devices of the array that it replaces."""

@@ -68,12 +68,12 @@ none = BatchGenerator(there, slots=8, memory=found.weights + 1).generate(rows)
 assert all("shorten the prompt" in output.error for output in none)
 
 # A device that has less than it says.
-program = pools.decode_slots_program
+program = pools.decode_slots
 def refuse(model, slots, *arguments, **options):
     if slots.count > 2:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
     return program(model, slots, *arguments, **options)
-pools.decode_slots_program = refuse
+pools.decode_slots = refuse
 assert engine.generate(rows) == want
 assert engine.counts.halvings == 2
 print("done")
@@ -92,7 +92,7 @@ def spy(name):
         return program(*arguments, **options)
     setattr(pools, name, call)
 
-for name in ("decode_slots_program", "prefill_slots_program"):
+for name in ("decode_slots", "prefill_slots"):
     spy(name)
 
 def collectives(model):
@@ -100,7 +100,7 @@ def collectives(model):
     BatchGenerator(model, slots=8).generate(rows)
     return [sorted(f"{kind} {shape}" for shape, kind in re.findall(
         r"= (\\S+?)\\{?[\\d,]*\\}? (all-\\w+|reduce-scatter|collective-permute)(?:-start)?\\(",
-        texts[name])) for name in ("decode_slots_program", "prefill_slots_program")]
+        texts[name])) for name in ("decode_slots", "prefill_slots")]
 
 DEPTH = {"llama": ["num_hidden_layers"], "gpt2": ["n_layer"]}
 rows = [{"input_ids": [5, 6, 7], "max_new_tokens": 5}] * 8

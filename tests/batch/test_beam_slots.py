@@ -126,13 +126,13 @@ def test_programs_are_one_a_bucket_and_none_the_second_time():
 @pytest.mark.slow
 def test_decoding_sorts_no_vocabulary_and_copies_no_cache(monkeypatch):
     texts = []
-    program = pools.decode_slots_program
+    program = pools.decode_slots
 
     def spy(*arguments, **options):
         texts.append(compiled_as_users(program.lower(*arguments, **options)).as_text())
         return program(*arguments, **options)
 
-    monkeypatch.setattr(pools, "decode_slots_program", spy)
+    monkeypatch.setattr(pools, "decode_slots", spy)
     net = tiny.make("llama", num_hidden_layers=1, vocab_size=500)
     rows = [{"input_ids": [5, 6, 7], "max_new_tokens": 3}] * 8
     engine = BatchGenerator(net, slots=8, num_beams=3)

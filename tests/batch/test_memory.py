@@ -45,14 +45,14 @@ def test_prediction_is_what_the_slots_take():
 @pytest.mark.parametrize("width", [64, 512])
 def test_activations_are_near_what_the_compiler_allocates(width, monkeypatch):
     compiled = []
-    program = pools.prefill_slots_program
+    program = pools.prefill_slots
 
     def spy(*arguments, **options):
         lowered = program.lower(*arguments, **options)
         compiled.append(compiled_as_users(lowered).memory_analysis().temp_size_in_bytes)
         return program(*arguments, **options)
 
-    monkeypatch.setattr(pools, "prefill_slots_program", spy)
+    monkeypatch.setattr(pools, "prefill_slots", spy)
     engine = BatchGenerator(MODEL, slots=2)
     engine.generate([{"input_ids": [5] * width, "max_new_tokens": 3}])
     assert 0.5 * compiled[0] < engine.memory[0].activations < 4 * compiled[0]
@@ -117,7 +117,7 @@ def test_slots_are_halved_when_memory_runs_out(monkeypatch):
     """A device that has less than it says, at any call."""
     rows = uneven_rows(30, prompts=16, new=16)
     expected = BatchGenerator(MODEL, slots=8).generate(rows)
-    program, calls = pools.decode_slots_program, []
+    program, calls = pools.decode_slots, []
 
     def refuse(model, slots, *arguments, **options):
         calls.append(slots.count)
@@ -126,7 +126,7 @@ def test_slots_are_halved_when_memory_runs_out(monkeypatch):
         return program(model, slots, *arguments, **options)
 
     # The prediction traces the program under its other name.
-    monkeypatch.setattr(pools, "decode_slots_program", refuse)
+    monkeypatch.setattr(pools, "decode_slots", refuse)
     engine = BatchGenerator(MODEL, slots=8)
     assert engine.generate(rows) == expected
     assert engine.counts.halvings == 2
@@ -138,7 +138,7 @@ def test_other_failures_of_the_device_are_not_hidden(monkeypatch):
     def fail(*arguments, **options):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
-    monkeypatch.setattr(pools, "decode_slots_program", fail)
+    monkeypatch.setattr(pools, "decode_slots", fail)
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         BatchGenerator(MODEL, slots=8).generate(ROWS)
 
@@ -148,6 +148,6 @@ def test_out_of_memory_with_one_slot_is_the_rows_error(monkeypatch):
     def fail(*arguments, **options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
 
-    monkeypatch.setattr(pools, "decode_slots_program", fail)
+    monkeypatch.setattr(pools, "decode_slots", fail)
     outputs = BatchGenerator(MODEL, slots=2).generate(ROWS[:3])
     assert all("ran out of memory with a single slot" in output.error for output in outputs)

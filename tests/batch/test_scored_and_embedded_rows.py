@@ -11,10 +11,9 @@ from serving_tools import chat_tokenizer
 from small_tokenizers import small_tokenizer
 
 import jaxllm
-from jaxllm.batch import embedder
-from jaxllm.batch.embedded_rows import RowEmbedder
+from jaxllm.batch import row_tasks
+from jaxllm.batch.row_tasks import RowEmbedder, RowScorer
 from jaxllm.batch.rows import RawRow
-from jaxllm.batch.scored_rows import RowScorer
 from jaxllm.common.errors import NonFiniteError
 from jaxllm.tokenizers import LlamaTokenizer
 from jaxllm.tokenizers.settings import TokenizerSettings
@@ -122,7 +121,7 @@ def test_hidden_states_that_are_not_finite(scale):
     norms = jax.tree.map(lambda x: x * scale if x.ndim == 1 else x, model)
     (output,) = answers(RowEmbedder(norms, TOKENIZER), ["Hello"])
     assert output.error_kind == "NonFiniteError"
-    server = embedder.Embedder(norms, model.config.context_length)
+    server = row_tasks.Embedder(norms, model.config.context_length)
     with pytest.raises(NonFiniteError, match=r"input\[0\]: the model's hidden states are NaN"):
         server.embed([[5, 6]])
 
@@ -133,7 +132,7 @@ def test_smaller_batches_are_embedded_when_memory_runs_out(monkeypatch):
     model = tiny.make("llama", vocab_size=len(TOKENIZER))
     rows = ["Hello", "you", "Hi", "Bye", "there"]
     expected = [x.embedding for x in answers(RowEmbedder(model, TOKENIZER, batch_size=4), rows)]
-    program, sizes = embedder._pooled, []
+    program, sizes = row_tasks._pooled, []
 
     def refuse(model, tokens, mask, **options):
         sizes.append(len(tokens))
@@ -141,13 +140,13 @@ def test_smaller_batches_are_embedded_when_memory_runs_out(monkeypatch):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
         return program(model, tokens, mask, **options)
 
-    monkeypatch.setattr(embedder, "_pooled", refuse)
+    monkeypatch.setattr(row_tasks, "_pooled", refuse)
     engine = RowEmbedder(model, TOKENIZER, batch_size=4)
     outputs = answers(engine, rows)
     np.testing.assert_allclose([x.embedding for x in outputs], expected, atol=1e-5)
     assert sizes == [4, 2, 2, 2]
     assert engine.counts.halvings == 1
     texts = [TOKENIZER.encode(row) for row in rows]
-    server = embedder.Embedder(model, model.config.context_length, rows=4)
+    server = row_tasks.Embedder(model, model.config.context_length, rows=4)
     np.testing.assert_allclose(server.embed(texts), expected, atol=1e-5)
     assert sizes == [4, 2, 2, 2, 4, 2, 2, 2, 2]

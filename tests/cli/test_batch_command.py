@@ -26,7 +26,7 @@ import jaxllm
 from jaxllm import BatchGenerator
 from jaxllm.batch import BatchOutput
 from jaxllm.batch.job.job import Job
-from jaxllm.batch.job.job_files import journal_folder, report_file
+from jaxllm.batch.job.journal import journal_folder, report_file
 from jaxllm.batch.tables import read_source
 from jaxllm.cli.batch import BatchProgress
 from jaxllm.cli.generate import main

@@ -20,7 +20,7 @@ import pytest
 import tiny
 from small_tokenizers import DATA
 
-from jaxllm.batch.embedder import Embedder
+from jaxllm.batch.row_tasks import Embedder
 from jaxllm.serve import AsyncEngine
 from jaxllm.serve.http.server import HttpServer, bound_socket
 from jaxllm.serve.http.state import Limits, ServerState

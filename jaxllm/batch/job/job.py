@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from jaxllm.batch.counts import BatchCounts
-from jaxllm.batch.job.job_files import errors_file, journal_folder, report_file
-from jaxllm.batch.job.journal import Journal
+from jaxllm.batch.job.journal import Journal, errors_file, report_file
 from jaxllm.batch.job.report import Report, RunCounters, row_facts, row_statistics
 from jaxllm.batch.memory import Prediction
 from jaxllm.batch.rows import BatchOutput, RawRow
@@ -69,21 +68,10 @@ class Job:
         self.engine, self.source, self.output = engine, source, output
         self.identity = {**identity, **source.identity}
         self._resume, self._retry = resume, retry
+        self.report_path, self.errors_path = report_file(output), errors_file(output)
         self._write = output_writer(output)
         self.resumed = 0
         """Rows that earlier runs answered."""
-
-    @property
-    def report_path(self) -> Path:
-        return report_file(self.output)
-
-    @property
-    def errors_path(self) -> Path:
-        return errors_file(self.output)
-
-    @property
-    def journal_path(self) -> Path:
-        return journal_folder(self.output)
 
     def run(self, clock: CompileClock) -> Generator[BatchOutput, None, None]:
         """Yields outputs as rows finish, journaled first. The output file exists after the last."""
@@ -164,4 +152,49 @@ class RunWatch:
             compile_seconds=self._clock.seconds - seconds,
             programs=self._clock.programs - programs,
             programs_from_cache=self._clock.cached - cached,
+        )
+
+
+class StreamedJob:
+    """Writes a line of JSON for each row, in the order of the rows.
+
+    A line is written as soon as those before it are. Nothing is kept, so that such a job cannot be
+    resumed.
+
+    Args:
+        output: a binary stream.
+    """
+
+    resumed = 0
+
+    def __init__(self, engine: RowEngine, source: Source, output: BinaryIO) -> None:
+        self.engine, self.source = engine, source
+        self._output = output
+
+    def run(self, clock: CompileClock) -> Generator[BatchOutput, None, None]:
+        """Yields outputs as rows finish; `report` is there after the last.
+
+        Raises:
+            BrokenPipeError: the reader of the stream is gone.
+        """
+        watch = RunWatch(clock)
+        waiting: dict[int, bytes] = {}
+        records = []
+        next_index = 0
+        for output in self.engine.answer(map(self.source.row, range(len(self.source)))):
+            result = self.source.result(output)
+            waiting[output.index] = encoded(self.source.output_line(output.index, result))
+            records.append({"index": output.index, "facts": row_facts(output), "line": result})
+            while next_index in waiting:
+                self._output.write(waiting.pop(next_index))
+                next_index += 1
+            self._output.flush()
+            yield output
+        self.report = Report(
+            input=self.source.name,
+            output="stdout",
+            settings={},
+            resumed=0,
+            run=watch.counters(self.engine),
+            **row_statistics(records),
         )

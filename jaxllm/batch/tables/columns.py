@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal
 
-from jaxllm.batch.row_prompts import PROMPT_KEYS
 from jaxllm.batch.row_reader import ROW_KEYS
+from jaxllm.batch.rows import PROMPT_KEYS
 from jaxllm.batch.tables.templates import RowTemplate, row_template
 from jaxllm.common.arguments import checked_iterable, names_in
 from jaxllm.common.errors import DataError, InputError, listed, nearest, quoted

@@ -9,6 +9,7 @@ import gzip
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -59,9 +60,12 @@ def output_writer(output: Path) -> Writer:
         )
     if suffix == ".parquet":
         require("pyarrow.parquet", extra="parquet", purpose="Parquet files")
-    writer = {".csv": _write_csv, ".tsv": _write_tsv, ".parquet": _write_parquet}.get(
-        suffix, _write_jsonl
-    )
+    writers = {
+        ".csv": _write_csv,
+        ".tsv": partial(_write_csv, delimiter="\t"),
+        ".parquet": _write_parquet,
+    }
+    writer = writers.get(suffix, _write_jsonl)
     return _gzipped(writer) if compressed else writer
 
 
@@ -84,13 +88,9 @@ def _write_csv(file: BinaryIO, table: OutputTable, delimiter: str = ",") -> None
     writer = csv.writer(text, delimiter=delimiter, lineterminator="\n")
     writer.writerow(table.columns)
     for line in table.lines():
-        writer.writerow([_cell(line.get(column)) for column in table.columns])
+        writer.writerow([_text(line.get(column)) or "" for column in table.columns])
     text.flush()
     text.detach()
-
-
-def _write_tsv(file: BinaryIO, table: OutputTable) -> None:
-    _write_csv(file, table, "\t")
 
 
 def _write_parquet(file: BinaryIO, table: OutputTable) -> None:
@@ -134,16 +134,9 @@ def result_types(name: str, *, several: bool) -> list[Any]:
 
 def _text(value: Any) -> str | None:
     """A value as a text: a string as it is, anything else as JSON, or as Python shows it."""
-    return value if value is None or isinstance(value, str) else _json_text(value)
-
-
-def _json_text(value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return value
     try:
         return json.dumps(value, ensure_ascii=False)
     except TypeError:
         return str(value)
-
-
-def _cell(value: Any) -> str:
-    """A cell of a CSV file; no value is an empty one."""
-    return "" if value is None else _text(value) or ""

@@ -1,21 +1,44 @@
-"""Reads inputs: finds what kind of file a name is, and checks it against the content."""
+"""Reads inputs: files of the kinds that their names say, data sets, and data frames in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gzip
+import io
+import sys
+import zlib
+from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from jaxllm.batch.tables.columns import ColumnChoice
-from jaxllm.batch.tables.content import BOM, DATASET_PREFIX, GZIP, STDIN, read_content
-from jaxllm.batch.tables.json_lines import JsonLines, first_nonblank
-from jaxllm.batch.tables.openai_requests import OpenAIRequests
-from jaxllm.batch.tables.source import EXAMPLE, Source
-from jaxllm.batch.tables.table import CsvTable, DatasetTable, ParquetTable, Table
-from jaxllm.common.errors import DataError, InputError
+from jaxllm.batch.tables.source import EXAMPLE, OpenAIRequests, Source
+from jaxllm.batch.tables.table import (
+    BOM,
+    MAX_INPUT_BYTES,
+    ArrowTable,
+    CsvTable,
+    DatasetTable,
+    JsonLines,
+    ParquetTable,
+    Table,
+    first_nonblank,
+)
+from jaxllm.common.errors import (
+    DataError,
+    InputError,
+    MissingFileError,
+    naming_file,
+    quoted,
+    shortened,
+)
 from jaxllm.common.files import expanded
-from jaxllm.common.optional_packages import load_dataset
+from jaxllm.common.optional_packages import load_dataset, require
 
+STDIN = "-"
+DATASET_PREFIX = "datasets:"
+GZIP = b"\x1f\x8b"
+_CHUNK = 2**20
 KINDS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "JSONL"),
     ".csv": "CSV",
@@ -137,3 +160,108 @@ def check_content(name: str, data: bytes, kind: str) -> None:
         raise DataError(
             f"{name}: expected {kind}, found {shown}; {advice}, or write JSONL, {EXAMPLE}"
         )
+
+
+def read_content(name: str) -> bytes:
+    """The bytes of a file, or of stdin if it is called "-", decompressed.
+
+    Raises:
+        MissingFileError: there is no such file.
+        DataError: the file cannot be read, its name does not say whether it is compressed, its gzip
+            data is damaged, or there are more than `MAX_INPUT_BYTES`.
+    """
+    path = expanded(name)
+    if name == STDIN:
+        return _decompressed("stdin", _limited("stdin", sys.stdin.buffer), says_gzip=None)
+    try:
+        with naming_file(path, DataError, "read"), path.open("rb") as file:
+            data = _limited(str(path), file)
+    except DataError as failure:
+        if isinstance(failure.__cause__, FileNotFoundError):
+            raise MissingFileError(
+                f"{path}: no such file (a data set of the Hub is {DATASET_PREFIX}NAME)"
+            ) from None
+        raise
+    return _decompressed(name, data, says_gzip=path.suffix.lower() == ".gz")
+
+
+def _limited(name: str, file: BinaryIO | gzip.GzipFile) -> bytes:
+    """All bytes of a file; it may be a pipe or a device, which has no size."""
+    content = io.BytesIO()
+    while chunk := file.read(_CHUNK):
+        content.write(chunk)
+        if content.tell() > MAX_INPUT_BYTES:
+            raise _too_large(f"{name}: has")
+    return content.getvalue()
+
+
+def _decompressed(name: str, data: bytes, *, says_gzip: bool | None) -> bytes:
+    """
+    Args:
+        says_gzip: whether the name says that the data is compressed; None: the name says nothing.
+    """
+    if not data.startswith(GZIP):
+        if says_gzip and data:
+            raise DataError(f"{name}: its name says gzip, but it is not compressed; rename it")
+        return data
+    if says_gzip is False:
+        raise DataError(f"{name}: is compressed by gzip; rename it to {name}.gz")
+    try:
+        # A few kilobytes can become many gigabytes, so they are counted before they are kept.
+        size = 0
+        with gzip.open(io.BytesIO(data)) as file:
+            while chunk := file.read(_CHUNK):
+                size += len(chunk)
+                if size > MAX_INPUT_BYTES:
+                    raise _too_large(f"{name}: decompresses to")
+        with gzip.open(io.BytesIO(data)) as file:
+            return _limited(name, file)
+    except (EOFError, OSError, zlib.error) as failure:
+        raise DataError(f"{name}: damaged gzip data ({failure}); fetch it again") from None
+
+
+def _too_large(found: str) -> DataError:
+    return DataError(
+        f"{found} more than {MAX_INPUT_BYTES} bytes; split it into several files, a job for each"
+    )
+
+
+def table_of_frame(frame: Any) -> tuple[Table, Callable[[Any], Any]]:
+    """A data frame as a table, and the function that makes a data frame of its kind.
+
+    Args:
+        frame: a pandas or Polars data frame, or a `pyarrow.Table`. The index of a pandas frame is
+            no column; the frame that is made has the same index.
+
+    Raises:
+        InputError: it is something else.
+        MissingExtraError: pyarrow is missing.
+    """
+    arrow = require("pyarrow", extra="parquet", purpose="data frames")
+    kind, name = type(frame).__module__.partition(".")[0], type(frame).__name__
+    if isinstance(frame, arrow.Table):
+        return ArrowTable("table", frame), lambda table: table
+    if (kind, name) == ("pandas", "DataFrame"):
+        if not frame.columns.is_unique:
+            twice = frame.columns[frame.columns.duplicated()][0]
+            raise InputError(f"table: the column {twice!r} is there twice; rename one")
+        try:
+            own = arrow.Table.from_pandas(frame, preserve_index=False)
+        except arrow.ArrowException as failure:  # a column of several types
+            reasons = "; ".join(map(str, reversed(failure.args)))
+            raise InputError(
+                f"table: {shortened(reasons, 300)}; give it one type, such as astype(str)"
+            ) from None
+
+        def to_pandas(table: Any) -> Any:
+            # The metadata has pandas' own types of the columns.
+            typed = table.replace_schema_metadata(own.schema.metadata)
+            return typed.to_pandas().set_axis(frame.index)
+
+        return ArrowTable("table", own), to_pandas
+    if (kind, name) == ("polars", "DataFrame"):
+        return ArrowTable("table", frame.to_arrow()), type(frame)
+    raise InputError(
+        "table: expected a pandas or Polars data frame, a pyarrow.Table or a path, found "
+        f"{quoted(type(frame).__name__)}"
+    )

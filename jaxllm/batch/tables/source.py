@@ -1,4 +1,4 @@
-"""`Source`: the rows of a job, one by one, from a table."""
+"""`Source`: the rows of a job, one by one, from a table or from an OpenAI batch file."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxllm.batch.row_prompts import PROMPT_KEYS
-from jaxllm.batch.rows import BatchOutput, RawRow
-from jaxllm.batch.tables.columns import ColumnChoice
-from jaxllm.batch.tables.table import Table
+from jaxllm.batch.rows import PROMPT_KEYS, BatchOutput, RawRow
+from jaxllm.batch.tables.columns import FAILED, ColumnChoice
+from jaxllm.batch.tables.table import JsonLines, Table
 from jaxllm.common.errors import DataError, InputError, JaxLLMError, listed, quoted, shortened
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.settings.config import FIELDS
@@ -106,10 +105,7 @@ class Source:
 
     def kept(self, index: int) -> dict[str, Any]:
         """The kept cells of a row; None where it has none, or cannot be read."""
-        try:
-            cells = self.table.cells(index)
-        except JaxLLMError:
-            cells = {}
+        cells = self._cells(index)
         return {self.choice.keep_prefix + name: cells.get(name) for name in self._kept}
 
     def arrow(self) -> dict[str, Any]:
@@ -120,12 +116,9 @@ class Source:
     def inputs(self, index: int) -> dict[str, Any]:
         """The cells of a row, as a row of JSONL that means the same; empty if it has no cells."""
         row: dict[str, Any] = {}
-        try:
-            cells = self.table.cells(index)
-            with contextlib.suppress(JaxLLMError):  # such as of an empty prompt
-                row = self.choice.row(cells, are_texts=self.table.has_texts)
-        except JaxLLMError:
-            return {}
+        cells = self._cells(index)
+        with contextlib.suppress(JaxLLMError):  # such as of an empty prompt
+            row = self.choice.row(cells, are_texts=self.table.has_texts)
         fields = self.choice.fields(list(cells))
         typed = {name: row[name] for name in fields if name in row}
         settings = set(fields) & FIELDS.keys() if self.table.has_texts else ()
@@ -134,6 +127,13 @@ class Source:
             for name, cell in cells.items()
             if cell is not None and (cell or name not in settings)
         }
+
+    def _cells(self, index: int) -> dict[str, Any]:
+        """The cells of a row; none if it cannot be read."""
+        try:
+            return self.table.cells(index)
+        except JaxLLMError:
+            return {}
 
     def remarks(self) -> list[str]:
         """Remarks on the input for the user, one per line."""
@@ -185,3 +185,53 @@ class Source:
         return DataError(
             f"{self.name}: no {self.unit} has a prompt, messages or input_ids ({shown}); {advice}"
         )
+
+
+class OpenAIRequests(Source):
+    """Lines with `custom_id`, `method`, `url` and `body`; a row's id is its `custom_id`."""
+
+    def __init__(self, table: JsonLines, choice: ColumnChoice) -> None:
+        for flag in choice.options:
+            raise InputError(
+                f"{flag}: {table.name} is an OpenAI batch file, with prompts in `body`"
+            )
+        self.table, self.choice, self.sha256 = table, choice, table.sha256()
+        self.columns = ["id", "custom_id", "response", "error"]
+
+    def row(self, index: int) -> RawRow:
+        try:
+            cells = self.table.cells(index)
+            # A file of errors of an earlier job has these two keys as well.
+            added = ("id", FAILED) if FAILED in cells else ()
+            raw: Any = {key: cells[key] for key in cells if key not in added}
+        except JaxLLMError as error:
+            raw = error
+        custom_id = raw.get("custom_id") if isinstance(raw, Mapping) else None
+        row_id = custom_id if isinstance(custom_id, str) else self.number(index)
+        return RawRow(index, row_id, raw)
+
+    def has_prompt(self, row: RawRow) -> bool:
+        return isinstance(row.raw, Mapping) and "body" in row.raw
+
+    def result(self, output: BatchOutput) -> dict[str, Any]:
+        return output.to_dict()
+
+    def output_line(self, index: int, result: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(result)
+
+    def arrow(self) -> dict[str, Any]:
+        return {}
+
+    def inputs(self, index: int) -> dict[str, Any]:
+        raw = self.row(index).raw
+        return dict(raw) if isinstance(raw, Mapping) else {}
+
+    def remarks(self) -> list[str]:
+        models: dict[str, None] = {}
+        for index in range(len(self)):
+            body = self.inputs(index).get("body")
+            if isinstance(body, Mapping) and isinstance(body.get("model"), str):
+                models[body["model"]] = None
+        if not models:
+            return []
+        return [f"{self.name}: its requests name {listed(list(models))}; --model answers them"]

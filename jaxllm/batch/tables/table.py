@@ -1,4 +1,4 @@
-"""Rows of tables: CSV, Parquet, and Hugging Face data sets."""
+"""Tables: the rows of JSONL, CSV and Parquet files, and of data sets."""
 
 from __future__ import annotations
 
@@ -16,13 +16,26 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
-from jaxllm.batch.tables.content import BOM, MAX_INPUT_BYTES, MAX_ROW_BYTES, check_row_count
-from jaxllm.common.errors import DataError, shortened
+from jaxllm.common.errors import DataError, JaxLLMError, shortened
+from jaxllm.common.files import parse_json
 from jaxllm.common.optional_packages import require
 
+MAX_INPUT_BYTES = 2**30
+"""Largest input, after decompression."""
+MAX_ROW_BYTES = 2**24
+"""Longest row of a file of lines."""
+MAX_ROWS = 2**22
+"""Most rows of an input."""
+BOM = b"\xef\xbb\xbf"
 _LINE = re.compile(rb"[^\r\n]+(?:\r\n?|\n)?|\r\n?|\n")
 """A line with its end; the last one may have none."""
 _MAX_LINES = 2**24
+
+
+def check_row_count(name: str, count: int) -> None:
+    """Raises DataError if an input has more rows than `MAX_ROWS`."""
+    if count > MAX_ROWS:
+        raise DataError(f"{name}: has more than {MAX_ROWS} rows; split it, a job for each part")
 
 
 class Table(ABC):
@@ -82,42 +95,114 @@ class Table(ABC):
         return None
 
 
-class CsvTable(Table):
-    """A CSV file with a header. The second column of a name gets a number, as in pandas."""
+class LineTable(Table):
+    """A file of lines, with the positions of its rows: the cells of millions of short lines would
+    take many times the bytes of the file."""
 
-    unit, has_texts = "line", True
+    unit = "line"
 
-    def __init__(self, name: str, data: bytes, delimiter: str = ",") -> None:
-        self.name, self._data, self._delimiter = name, data, delimiter
-        # Positions of rows, since their cells would take many times the bytes of the file.
+    def __init__(self, name: str, data: bytes) -> None:
+        self.name, self._data = name, data
         self._numbers, self._starts, self._stops = array("Q"), array("Q"), array("Q")
-        header = self._find_rows(name)
-        self._columns = with_distinct_names(header)
-        self.repeated = frozenset(column for column in header if header.count(column) > 1)
 
-    def column_names(self) -> list[str]:
-        return self._columns
+    def _add_row(self, number: int, start: int, stop: int) -> None:
+        """Adds the row between two positions, which begins on line `number`."""
+        self._numbers.append(number)
+        self._starts.append(start)
+        self._stops.append(stop)
+        check_row_count(self.name, len(self._numbers))
 
     def sha256(self) -> str:
         return hashlib.sha256(self._data).hexdigest()
-
-    def _find_rows(self, name: str) -> list[str]:
-        """Finds where the rows stand, and returns the header."""
-        lines = (match.group() for match in _LINE.finditer(self._data))
-        rows = csv_rows(name, lines, self._delimiter, max_lines=_MAX_LINES)
-        *_, header = next(rows)
-        for number, start, stop, _ in rows:
-            self._numbers.append(number)
-            self._starts.append(start)
-            self._stops.append(stop)
-            check_row_count(name, len(self._numbers))
-        return header
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def number(self, index: int) -> int:
         return self._numbers[index]
+
+
+class JsonLines(LineTable):
+    """One JSON object per line; blank lines do not count."""
+
+    def __init__(self, name: str, data: bytes) -> None:
+        super().__init__(name, data)
+        start = len(BOM) if data.startswith(BOM) else 0
+        number = 1
+        while (first := first_nonblank(data, start)) is not None:
+            number += data.count(b"\n", start, first)
+            start = max(start, data.rfind(b"\n", start, first) + 1)
+            stop = data.find(b"\n", start)
+            stop = len(data) if stop < 0 else stop
+            self._add_row(number, start, stop)
+            number, start = number + 1, stop + 1
+
+    def column_names(self) -> list[str]:
+        """The keys of all lines, in the order in which they appear."""
+        keys: dict[str, None] = {}
+        for index in range(len(self)):
+            with contextlib.suppress(JaxLLMError):
+                keys.update(dict.fromkeys(self.cells(index)))
+        return list(keys)
+
+    def first_keys(self) -> list[str]:
+        """The keys of the first line that is an object; none if no line is."""
+        for index in range(len(self)):
+            with contextlib.suppress(JaxLLMError):
+                return list(self.cells(index))
+        return []
+
+    def text(self, index: int) -> str:
+        line = self._data[self._starts[index] : self._stops[index]]
+        return line[:MAX_ROW_BYTES].decode("utf-8", "backslashreplace")
+
+    def cells(self, index: int) -> dict[str, Any]:
+        number, start, stop = self.number(index), self._starts[index], self._stops[index]
+        if stop - start > MAX_ROW_BYTES:
+            raise DataError(
+                f"line {number}: has {stop - start} bytes, and a row at most {MAX_ROW_BYTES}"
+            )
+        raw = parse_json(self._data[start:stop], source=f"line {number}", error=DataError)
+        if not isinstance(raw, dict):
+            raise DataError(f"line {number}: is {type(raw).__name__}, not an object")
+        return raw
+
+
+def first_nonblank(data: bytes, start: int = 0) -> int | None:
+    """Position of the first byte from `start` on that is no white space; None if there is none.
+
+    Looks at blocks, since blank lines may take any number of bytes.
+
+    >>> first_nonblank(b" \\n a"), first_nonblank(b"a ", 1)
+    (3, None)
+    """
+    size = 64
+    while block := data[start : start + size]:
+        rest = block.lstrip()
+        if rest:
+            return start + len(block) - len(rest)
+        start, size = start + size, min(16 * size, 2**20)
+    return None
+
+
+class CsvTable(LineTable):
+    """A CSV file with a header. The second column of a name gets a number, as in pandas."""
+
+    has_texts = True
+
+    def __init__(self, name: str, data: bytes, delimiter: str = ",") -> None:
+        super().__init__(name, data)
+        self._delimiter = delimiter
+        lines = (match.group() for match in _LINE.finditer(data))
+        rows = csv_rows(name, lines, delimiter, max_lines=_MAX_LINES)
+        *_, header = next(rows)
+        for number, start, stop, _ in rows:
+            self._add_row(number, start, stop)
+        self._columns = with_distinct_names(header)
+        self.repeated = frozenset(column for column in header if header.count(column) > 1)
+
+    def column_names(self) -> list[str]:
+        return self._columns
 
     def text(self, index: int) -> str:
         return self._data[self._starts[index] : self._stops[index]].decode("utf-8")

@@ -120,17 +120,13 @@ def _references(tree: Any, global_names: frozenset[str]) -> Iterator[tuple[Any, 
     cells = [
         node
         for node in tree.find_all((nodes.Getitem, nodes.Getattr))
-        if _is_row(node.node) and _column(node) is not None
+        if getattr(node.node, "name", None) == ROW and _column(node) is not None
     ]
     within = [node.node for node in cells]
     for node in (*cells, *tree.find_all(nodes.Name)):
         is_column = not isinstance(node, nodes.Name) or node.name in undeclared
         if is_column and not any(node is each for each in within):
             yield node, any(node is guard for guard in guards)
-
-
-def _is_row(node: Any) -> bool:
-    return getattr(node, "name", None) == ROW
 
 
 def _column(node: Any) -> str | None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from jaxllm.batch.embedder import Embedder
+from jaxllm.batch.row_tasks import Embedder
 from jaxllm.common.optional_packages import require
 from jaxllm.generation.processors.grammar import GrammarLogitsProcessor, json_schema
 from jaxllm.generation.settings.config import GenerationConfig

@@ -20,9 +20,8 @@ import filelock
 import numpy as np
 from jaxtyping import Int64
 
-from jaxllm.batch.tables.content import BOM
 from jaxllm.batch.tables.read import check_content, kind_of
-from jaxllm.batch.tables.table import Table, check_distinct, csv_rows, without_nulls
+from jaxllm.batch.tables.table import BOM, Table, check_distinct, csv_rows, without_nulls
 from jaxllm.common.compiling import cache_folder
 from jaxllm.common.errors import DataError, naming_file, shortened
 from jaxllm.common.files import replacing

@@ -19,10 +19,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from jaxllm.batch.tables.content import BOM
-from jaxllm.batch.tables.json_lines import JsonLines
 from jaxllm.batch.tables.read import read_table
-from jaxllm.batch.tables.table import csv_rows
+from jaxllm.batch.tables.table import BOM, JsonLines, csv_rows
 from jaxllm.batch.tables.templates import RowTemplate
 from jaxllm.common.errors import DataError, MissingFileError, naming_file
 from jaxllm.common.files import expanded, parse_json

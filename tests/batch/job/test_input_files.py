@@ -19,7 +19,7 @@ import pytest
 from recorded_job import RecordedEngine, run
 
 from jaxllm.batch.job.job import Job
-from jaxllm.batch.tables import ColumnChoice, Source, content, json_lines, read_source, table
+from jaxllm.batch.tables import ColumnChoice, Source, read, read_source, table
 from jaxllm.batch.tables.outputs import OutputTable, output_writer
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import DataError, JaxLLMError, MissingExtraError, UnsupportedError
@@ -164,12 +164,11 @@ BOMBS = {
 @pytest.mark.parametrize("name", BOMBS)
 def test_what_would_fill_the_memory_is_refused(tmp_path, monkeypatch, name):
     """With limits a thousandth of the real ones."""
-    monkeypatch.setattr(content, "MAX_INPUT_BYTES", 2 * MIB)
-    monkeypatch.setattr(content, "MAX_ROWS", 64)
-    monkeypatch.setattr(table, "MAX_INPUT_BYTES", 2 * MIB)
-    monkeypatch.setattr(table, "_MAX_LINES", 1024)
-    for module in (json_lines, table):
-        monkeypatch.setattr(module, "MAX_ROW_BYTES", 2**16)
+    for module in (read, table):
+        monkeypatch.setattr(module, "MAX_INPUT_BYTES", 2 * MIB)
+    limits = {"MAX_ROWS": 64, "MAX_ROW_BYTES": 2**16, "_MAX_LINES": 1024}
+    for limit, value in limits.items():
+        monkeypatch.setattr(table, limit, value)
     make, message = BOMBS[name]
     path = tmp_path / name
     if name == "-":

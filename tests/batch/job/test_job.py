@@ -14,8 +14,7 @@ from conformance_runs import DATA
 import jaxllm
 from jaxllm import BatchGenerator
 from jaxllm.batch.job.job import Job
-from jaxllm.batch.job.job_files import is_finished
-from jaxllm.batch.job.journal import Journal, read_rows, with_checksum
+from jaxllm.batch.job.journal import Journal, is_finished, read_rows, with_checksum
 from jaxllm.batch.tables import read_source
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import DataError, MissingFileError, RunError

@@ -18,9 +18,8 @@ from paths import ROOT, SUPPORT
 from recorded_job import IDENTITY, run
 
 from jaxllm.batch.job import journal
-from jaxllm.batch.job.file_digests import checkpoint_digests
-from jaxllm.batch.job.job_files import check_output, journal_folder, report_file
-from jaxllm.batch.job.journal import Journal
+from jaxllm.batch.job.identity import checkpoint_digests
+from jaxllm.batch.job.journal import Journal, check_output, journal_folder, report_file
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import CheckpointError, DataError, MissingFileError, RunError
 

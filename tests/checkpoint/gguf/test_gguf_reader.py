@@ -24,7 +24,7 @@ from weight_files import (
     written,
 )
 
-from jaxllm.batch.job.file_digests import checkpoint_digests
+from jaxllm.batch.job.identity import checkpoint_digests
 from jaxllm.checkpoint.gguf.reader import MAX_HEADER_BYTES, GGUFFile
 from jaxllm.common.errors import CheckpointError, JaxLLMError, MissingFileError, UnsupportedError
 

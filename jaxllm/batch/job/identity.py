@@ -1,17 +1,28 @@
-"""Digests of a checkpoint's files, by which a resumed job notices that its model has changed."""
+"""Identity of a job: all that its results depend on, by which a resumed job notices a change."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxllm.checkpoint.load import gguf_in
-from jaxllm.common.errors import CheckpointError, naming_file
+from jaxllm.common.errors import CheckpointError, RunError, naming_file, quoted
 from jaxllm.common.files import is_there
 from jaxllm.tokenizers.settings import FILE_NAMES, TEMPLATES_FOLDER
 
+ENVIRONMENT = "environment"
+"""The part of an identity that has versions and devices, where the caller gives them."""
+OUTPUT_DIGEST = "output"
+"""The digest of the output, beside the identity of a job whose rows can be tried again."""
+LIMITS = frozenset({"--max-new-tokens", "--max-length", "--context"})
+"""Parts of an identity that may also change when rows with errors are tried again."""
+ERRORS_DIGEST = "errors file"
+"""The digest of the file of errors, which may change when rows are tried again."""
+NOT_COMPARED = frozenset({"--model", ENVIRONMENT, OUTPUT_DIGEST, ERRORS_DIGEST})
+"""Parts of an identity that may change: the model's files are compared, not their path."""
 HEAD_BYTES = {".gguf": 64 << 20}
 """Bytes at the start of a weight file that are always hashed, by its suffix: the largest header, of
 a GGUF file with the vocabulary."""
@@ -19,12 +30,40 @@ DEFAULT_HEAD_BYTES = 16 << 20
 STRIDE_BYTES = 1 << 20
 """Distance of the samples in the rest of a weight file."""
 SAMPLE_BYTES = 4096
-
 FILES = {
     "model config": ("config.json", "*.safetensors.index.json", "adapter_config.json"),
     "tokenizer": (*FILE_NAMES, f"{TEMPLATES_FOLDER}/*.jinja"),
     "generation config": ("generation_config.json",),
 }
+
+
+def check_identity(
+    before: Mapping[str, Any], identity: Mapping[str, Any], *, retry: bool = False
+) -> None:
+    """Checks that a job is the one that was begun; with `retry`, `LIMITS` may differ.
+
+    Raises:
+        RunError: it is not; names the first part that differs.
+    """
+    now = json.loads(json.dumps(identity))  # as read from a file
+    if ENVIRONMENT in now and ENVIRONMENT not in before:
+        raise RunError(
+            "an earlier version of jaxllm began this job, and its dtype and settings of JAX are "
+            "unknown; finish it with that version, or begin another output"
+        )
+    for name in dict.fromkeys((*before, *now)):
+        old, new = before.get(name), now.get(name)
+        if old != new and name not in NOT_COMPARED and not (retry and name in LIMITS):
+            change = f"was {quoted(old)} when this job began, and is {quoted(new)} now"
+            if name == "input":  # a digest
+                change = "has other rows than when this job began"
+            raise RunError(f"{name}: {change}; resume with what it was, or begin another output")
+
+
+def job_id(identity: Mapping[str, Any]) -> str:
+    """Digest of an identity."""
+    compared = {name: value for name, value in identity.items() if name not in NOT_COMPARED}
+    return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def checkpoint_digests(path: Path, *, whole: bool = False) -> dict[str, str | None]:
@@ -50,15 +89,11 @@ def checkpoint_digests(path: Path, *, whole: bool = False) -> dict[str, str | No
         return {"model weights": _digest([path], whole=whole)}
     folder = path.parent if path.is_file() else path
     weights = [path] if path.is_file() else sorted(folder.glob("*.safetensors"))
-    names = {part: sorted(_matching(folder, patterns)) for part, patterns in FILES.items()}
-    return {
-        "model weights": _digest(weights, whole=whole),
-        **{part: _digest(files, whole=True) for part, files in names.items()},
-    }
-
-
-def _matching(folder: Path, patterns: Sequence[str]) -> set[Path]:
-    return {file for pattern in patterns for file in folder.glob(pattern)}
+    digests = {"model weights": _digest(weights, whole=whole)}
+    for part, patterns in FILES.items():
+        files = {file for pattern in patterns for file in folder.glob(pattern)}
+        digests[part] = _digest(sorted(files), whole=True)
+    return digests
 
 
 def _digest(files: Sequence[Path], *, whole: bool) -> str | None:
