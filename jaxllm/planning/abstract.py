@@ -56,10 +56,12 @@ def abstract_model(
     mesh: Mesh | None = None,
     device: Any = None,
     dtype: Any = "bfloat16",
+    param_dtype: Any = None,
     attn_implementation: str = "auto",
     remat: bool | str = False,
     scan_layers: bool = False,
     quantize: str | None = None,
+    quantize_embeddings: bool = True,
 ) -> Any:
     """A model of `jax.ShapeDtypeStruct` parameters: no weights are read or allocated.
 
@@ -71,8 +73,9 @@ def abstract_model(
         mesh: a mesh of `jaxllm.make_mesh` that the parameters are sharded over, also of devices
             that this machine does not have.
         device: the device that holds all parameters, in place of a mesh. None: the first of JAX.
-        dtype: dtype of weights and computation: float32, bfloat16 or float16.
-        attn_implementation, remat, scan_layers, quantize: as `jaxllm.load`.
+        dtype: dtype of the computation: float32, bfloat16 or float16.
+        param_dtype: dtype of the weights. None: that of the computation.
+        attn_implementation, remat, scan_layers, quantize, quantize_embeddings: as `jaxllm.load`.
 
     Raises:
         MissingFileError: there is no config.json.
@@ -96,14 +99,16 @@ def abstract_model(
     options = Options.on(
         platform,
         dtype=dtype,
-        param_dtype=dtype,
+        param_dtype=dtype if param_dtype is None else float_dtype("param_dtype", param_dtype),
         attn_implementation=attn_implementation,
         remat=remat,
         scan_layers=scan_layers,
     )
     model = model_shapes(spec.make, spec.config, options)
     if quantize is not None:
-        model = quantized_shapes(model, layer_formats(model, quantize))
+        model = quantized_shapes(
+            model, layer_formats(model, quantize, embeddings=quantize_embeddings)
+        )
     if mesh is not None:
         check_heads(spec.config.head_counts, mesh)
         model = put_tree(model, mesh)

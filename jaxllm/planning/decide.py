@@ -162,7 +162,7 @@ def decide(
     if isinstance(placed, LanguageModel):
         costs = Costs.of(placed, plain, workload)
         heads = math.gcd(*plain.config.head_counts.values())
-        tensors = [n for n in range(1, count + 1) if count % n == 0 and heads % n == 0]
+        tensors = [n for n in range(1, heads + 1) if count % n == 0 and heads % n == 0]
         # Gathering weights for each step is slow: only where they fit in no other way.
         for rows in ("data", "fsdp"):
             if not any(bounds.rows for bounds in meshes):

@@ -121,6 +121,12 @@ def test_gpus_have_bounds_without_a_compiler(name: str) -> None:
     assert decision.best is not None
 
 
+def test_many_devices_take_no_longer() -> None:
+    decision = decide(tiny.CONFIGS["gpt2"], "v5p:1000x1000x1000", prompt=8, new=8)
+    assert decision.devices == 10**9
+    assert decision.best is not None
+
+
 def test_wrong_inputs() -> None:
     config = tiny.CONFIGS["gpt2"]
     with pytest.raises(UnsupportedError, match="'cpu'; name a TPU or GPU"):
