@@ -26,6 +26,7 @@ from jaxllm.checkpoint.hub import BUNDLED, smollm2
 from jaxllm.checkpoint.load import float_dtype, named_spec, read_config_file
 from jaxllm.common.arguments import checked, checked_path, checks_flags
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError, quoted
+from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.build_options import Options
 from jaxllm.models.lora import LoraConfig, add_lora
@@ -123,6 +124,8 @@ def with_lora(model: Any, rank: int) -> Any:
     Raises:
         InputError: the rank is not an integer from 1 on.
     """
+    if not is_integer(rank) or rank < 1:
+        raise InputError(f"lora_rank: expected an integer from 1 on, found {quoted(rank)}")
     config, card = LoraConfig(rank=rank), model.checked_card("lora_rank")
     adapted = jax.eval_shape(lambda model: add_lora(model.with_card(card), config), model)
     mesh, leaf = mesh_of(model), jax.tree.leaves(model)[0]

@@ -136,7 +136,7 @@ def test_wrong_inputs() -> None:
     sizes = {"prompt": 8, "new": 8}
     with pytest.raises(InputError, match="lora_rank: quantized weights are not trained"):
         decide(config, "l4", quantize="int8", lora_rank=4, **sizes)
-    with pytest.raises(InputError, match="rank: expected an integer from 1 on, found 0"):
+    with pytest.raises(InputError, match="lora_rank: expected an integer from 1 on, found 0"):
         decide(config, "l4", lora_rank=0, **sizes)
     with pytest.raises(UnsupportedError, match="expected l4 or a number of them"):
         decide(config, "l4:2x2")
