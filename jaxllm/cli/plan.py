@@ -158,7 +158,8 @@ def _run(arguments: argparse.Namespace) -> int:
 def why_not(decision: Decision) -> str:
     """Why nothing can be compiled for a topology."""
     if not decision.meshes:
-        return "the model does not generate; add --program train"
+        hint = "" if decision.training is None else "; add --program train"
+        return f"the model does not generate{hint}"
     if decision.best is None:
         return "the weights fit on none of the meshes"
     extra = "tpu" if decision.device.startswith("TPU") else "gpu"

@@ -211,6 +211,18 @@ def test_a_plan_refuses_a_decision_about_other_devices() -> None:
         jaxllm.plan(tiny.CONFIGS["gpt2"], "cpu", mesh=decision, program="decode")
 
 
+def test_an_encoder_has_bounds_of_nothing(tmp_path: Path, capsys: Any) -> None:
+    raw = tiny.CONFIGS["t5"] | {"architectures": ["T5EncoderModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert main(["plan", str(tmp_path), "--topology", "l4"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("The model has no language-model head, and does not generate.")
+    assert "Train" not in captured.out
+    assert captured.err.endswith("no programs are compiled: the model does not generate\n")
+    with pytest.raises(InputError, match="lora_rank: a T5EncoderModel is not trained"):
+        decide(raw, "l4", lora_rank=4)
+
+
 def test_a_classifier_has_bounds_of_training_alone(tmp_path: Path, capsys: Any) -> None:
     raw = tiny.CONFIGS["llama"] | {"architectures": ["LlamaForSequenceClassification"]}
     decision = decide(raw, "l4:2", prompt=8, new=8)
