@@ -371,7 +371,7 @@ def constraint(arguments: argparse.Namespace) -> dict[str, Any]:
 
     Raises:
         InputError: there are several, or a schema is no JSON object.
-        UnsupportedError: llguidance is not installed.
+        MissingExtraError: llguidance is not installed.
     """
     chosen = only_one({f"--{key}": getattr(arguments, key) for key in CONSTRAINT_KEYS})
     if chosen is None:
