@@ -78,6 +78,11 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unexpected argument {unknown[0]!r}; {usage}")
         return parsed
 
+    def flags(self, *, take_values: bool) -> set[str]:
+        """Options that take a value, or else those that take none."""
+        actions = [action for action in self._actions if (action.nargs != 0) == take_values]
+        return {flag for action in actions for flag in action.option_strings}
+
     def error(self, message: str) -> NoReturn:
         message = str(JaxLLMError(one_line(message)))  # of at most 500 characters
         print(f"{self.prog}: error: {message} (see --help)", file=sys.stderr)
