@@ -103,6 +103,26 @@ def test_dropout_is_for_training_only():
     assert dropout_key(key, train=False) is None
 
 
+class Unnamed(flax_classes.FlaxPreTrainedModel):
+    """A script's own class, of no class of jaxllm."""
+
+
+def test_wrong_calls_are_named():
+    config = flax_classes.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=50, n_positions=32)
+    model = flax_classes.FlaxAutoModelForCausalLM.from_config(config)
+    assert type(model) is flax_classes.FlaxGPT2LMHeadModel  # `Unnamed` changes nothing
+    for message, options in {
+        "max_length": {"max_length": "x"},
+        "generation_config: expected a GenerationConfig or a dict": {"generation_config": 3},
+    }.items():
+        with pytest.raises(InputError, match=message):
+            model.generate(IDS % 50, **options)
+    with pytest.raises(InputError, match="input_ids: given twice, by position and by name"):
+        model(IDS % 50, input_ids=IDS % 50)
+    with pytest.raises(InputError, match="save_directory: expected a path, found 3"):
+        model.save_pretrained(3)
+
+
 @pytest.mark.ci
 def test_results_have_all_columns():
     model, _ = loaded("tiny-gpt2 FlaxGPT2LMHeadModel")

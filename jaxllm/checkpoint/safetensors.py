@@ -39,6 +39,7 @@ from jaxllm.checkpoint.source import (
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import (
     CheckpointError,
+    InputError,
     MissingFileError,
     UnsupportedError,
     listed,
@@ -382,7 +383,9 @@ def _layout(arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> tuple[byt
     for name, array in arrays.items():
         if not isinstance(name, str) or name == _METADATA:
             raise CheckpointError(f"{name!r} cannot be the name of a tensor")
-        code = _CODES.get(np.dtype(array.dtype))
+        if not (hasattr(array, "dtype") and hasattr(array, "shape")):
+            raise InputError(f"tensor {quoted(name)}: expected an array, found {quoted(array)}")
+        code = _CODES.get(array.dtype)
         if code is None:
             raise UnsupportedError(f"tensor {quoted(name)}: safetensors cannot hold {array.dtype}")
         codes[name] = code

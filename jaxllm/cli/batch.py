@@ -45,10 +45,11 @@ from jaxllm.batch.tables.read import RESULTS
 from jaxllm.batch.tables.source import OpenAIRequests
 from jaxllm.batch.tables.templates import row_template
 from jaxllm.checkpoint.hub import resolve
-from jaxllm.checkpoint.load import open_checkpoint
+from jaxllm.checkpoint.load import choose_dtypes, compute_dtype_of, open_checkpoint
 from jaxllm.cli.devices import DEFAULT_RESOURCES, RAY, local_mesh
 from jaxllm.cli.options import (
     STREAM,
+    check_model_flags,
     generation_fields,
     load_named,
     model_options,
@@ -61,6 +62,7 @@ from jaxllm.generation.processors.grammar import llguidance
 from jaxllm.generation.settings.resolve import DEFAULT_NEW_TOKENS
 from jaxllm.loading import read_generation_config, tokenizer_of, with_settings
 from jaxllm.models.decoder import checked_generative
+from jaxllm.models.quantize import KEEP
 from jaxllm.parallel.environment import devices, jax_settings, versions
 from jaxllm.serve.http.batch_requests import BatchRequests
 
@@ -146,8 +148,7 @@ def checked_job(arguments: argparse.Namespace) -> tuple[Source, dict[str, Any], 
         JaxLLMError: the input or the output is wrong, or of another job.
     """
     source = checked_source(arguments)
-    platform = actor_platform(arguments) if arguments.engine == RAY else jax.default_backend()
-    identity = job_identity(arguments, platform)
+    identity = job_identity(arguments, chosen_platform(arguments))
     if arguments.output == STREAM:
         return source, identity, False
     output, whole = Path(arguments.output), {**identity, **source.identity}
@@ -224,18 +225,26 @@ def without_weights(arguments: argparse.Namespace, mesh: Mesh | None) -> tuple[A
     """The model without weights, and its tokenizer."""
     from jaxllm.planning.abstract import abstract_model  # with the planner, which takes a second
 
-    if arguments.architecture is not None:
-        raise InputError("--architecture cannot be combined with --dry-run; add --calibrate")
-    if arguments.adapter is not None:
-        raise InputError("--adapter cannot be combined with --dry-run; add --calibrate")
-    path = resolve(arguments.model)
-    platform = None if mesh is None else mesh.devices.flat[0].platform
-    dtype = model_options(arguments, platform or "cpu")["--dtype"]
+    check_model_flags(arguments)
+    message = "cannot be combined with --dry-run; add --calibrate"
+    reject(arguments, ("architecture", "adapter"), message)
+    if arguments.quantize == KEEP:
+        raise InputError(f"--quantize {KEEP}: {message}")
+    path, platform = resolve(arguments.model), chosen_platform(arguments)
     checkpoint = open_checkpoint(path)
     with checkpoint.weights:
         tokenizer = tokenizer_of(checkpoint)
+        dtype = arguments.dtype or compute_dtype_of(path, platform)
+        dtype, param_dtype = choose_dtypes(checkpoint.weights, dtype, arguments.param_dtype)
         fields: Mapping[str, Any] = {**checkpoint.config, **dict(arguments.config)}
-        model = abstract_model(fields, mesh=mesh, dtype=dtype, quantize=arguments.quantize)
+        model = abstract_model(
+            fields,
+            mesh=mesh,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            quantize=arguments.quantize,
+            quantize_embeddings=arguments.quantize_embeddings,
+        )
         return with_settings(model, read_generation_config(checkpoint), tokenizer), tokenizer
 
 
@@ -367,7 +376,7 @@ def constraint(arguments: argparse.Namespace) -> dict[str, Any]:
 
     Raises:
         InputError: there are several, or a schema is no JSON object.
-        UnsupportedError: llguidance is not installed.
+        MissingExtraError: llguidance is not installed.
     """
     chosen = only_one({f"--{key}": getattr(arguments, key) for key in CONSTRAINT_KEYS})
     if chosen is None:
@@ -417,7 +426,8 @@ def load_engine(
         constraint: of `constraint`.
         are_requests: the rows are requests of an OpenAI batch file.
     """
-    model, tokenizer = load_named(arguments, mesh, reporter)
+    chat_flag = "--chat" if arguments.chat else None
+    model, tokenizer = load_named(arguments, mesh, reporter, chat_flag=chat_flag)
     path = arguments.model
     rows: dict[str, Any] = {
         "batch_size": arguments.slots,
@@ -463,8 +473,10 @@ def generator_options(
     }
 
 
-def actor_platform(arguments: argparse.Namespace) -> str:
-    """Platform of the actors, by what they take of the cluster."""
+def chosen_platform(arguments: argparse.Namespace) -> str:
+    """Platform that answers the rows: that of actors, by what they take of the cluster, or ours."""
+    if arguments.engine != RAY:
+        return jax.default_backend()
     names = (arguments.actor_resources or DEFAULT_RESOURCES).keys()
     return "tpu" if "TPU" in names else "gpu" if "GPU" in names else "cpu"
 

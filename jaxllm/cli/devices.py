@@ -105,7 +105,9 @@ def join_processes(arguments: argparse.Namespace) -> None:
             ) from failure
     elif not missing:
         count, index = arguments.num_processes, arguments.process_id
-        if count < 1 or not 0 <= index < count:
+        if count < 1:
+            raise InputError(f"--num-processes: expected 1 or more, found {count}")
+        if not 0 <= index < count:
             raise InputError(f"--process-id: expected 0 to {count - 1}, found {index}")
         connect(arguments.coordinator, count, index)
     elif len(missing) < len(options):

@@ -14,11 +14,12 @@ from jaxllm.cli.devices import add_mesh_flag, local_mesh
 from jaxllm.cli.options import (
     add_model,
     add_model_flags,
+    check_seed,
     load_named,
 )
-from jaxllm.cli.process import Flags, Parser, add_flags, command, dests, reject
+from jaxllm.cli.process import Flags, Parser, add_flags, command, dests, path, reject
 from jaxllm.common.errors import InputError, RunError, naming_file
-from jaxllm.common.files import expanded, read_text, write_whole
+from jaxllm.common.files import read_text, write_whole
 from jaxllm.common.progress import Reporter
 from jaxllm.evaluate import perplexity
 from jaxllm.models.decoder import GenerativeModel, checked_generative
@@ -37,7 +38,7 @@ _WINDOW_FLAGS: Flags = {
 }
 _TASK_FLAGS: Flags = {
     "--include-path FOLDER": {
-        "type": expanded,
+        "type": path,
         "help": "a folder with further tasks (YAML files)",
     },
     "--num-fewshot N": "the examples before each question",
@@ -47,7 +48,7 @@ _TASK_FLAGS: Flags = {
     },
     "--apply-chat-template": "send the prompts as chat messages",
     "--system TEXT": "the system message of the prompts",
-    "--output FILE": {"type": expanded, "help": "the JSON file for all results"},
+    "--output FILE": {"type": path, "help": "the JSON file for all results"},
     "--seed N": "the seed of sampling (0)",
 }
 """Options of ``--tasks``, for `add_flags`."""
@@ -64,7 +65,7 @@ def _parser(program: str) -> Parser:
     add_model(parser)
     job = parser.add_mutually_exclusive_group(required=True)
     job.add_argument(
-        "--perplexity", type=expanded, metavar="FILE", help="measure the perplexity of a UTF-8 text"
+        "--perplexity", type=path, metavar="FILE", help="measure the perplexity of a UTF-8 text"
     )
     job.add_argument(
         "--tasks",
@@ -93,6 +94,7 @@ def _run(arguments: argparse.Namespace) -> int:
         reject(arguments, dests(_TASK_FLAGS), "needs --tasks")
     else:
         reject(arguments, ["stride"], "needs --perplexity")
+    check_seed(arguments.seed)
     reporter = Reporter(quiet=arguments.quiet)
     if arguments.tasks is not None:
         if not arguments.quiet:
@@ -155,7 +157,7 @@ def _run_tasks(arguments: argparse.Namespace, reporter: Reporter) -> int:
         tasks,
         num_fewshot=arguments.num_fewshot,
         limit=arguments.limit,
-        apply_chat_template=bool(arguments.apply_chat_template),
+        apply_chat_template=arguments.apply_chat_template,
         system_instruction=arguments.system,
     )
     print(results_table(results))
@@ -179,7 +181,10 @@ def _check_output(path: Path) -> None:
 
 def _load(arguments: argparse.Namespace, reporter: Reporter) -> tuple[GenerativeModel, Tokenizer]:
     mesh = local_mesh(arguments)
-    model, tokenizer = load_named(arguments, mesh, reporter, needs_tokenizer="a text")
+    flag = "--apply-chat-template" if arguments.apply_chat_template else None
+    model, tokenizer = load_named(
+        arguments, mesh, reporter, needs_tokenizer="a text", chat_flag=flag
+    )
     return checked_generative(model, arguments.model), tokenizer
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from jaxllm.cli.process import Parser, add_flags, command
+from jaxllm.cli.process import Parser, add_flags, command, path
 from jaxllm.common.errors import InputError, quoted
-from jaxllm.common.files import expanded
 
 WHICH = ("best", "last")
 MAX_DIGITS = 18
@@ -18,8 +17,8 @@ def _parser(program: str) -> Parser:
         program,
         description="Write the model of a training run as a folder for transformers or PEFT.",
     )
-    parser.add_argument("run", type=expanded, help="the output_dir of a run")
-    parser.add_argument("out", type=expanded, help="the new folder")
+    parser.add_argument("run", type=path, help="the output_dir of a run")
+    parser.add_argument("out", type=path, help="the new folder")
     flags = {
         "--step STEP": "the number of a step, best or last (default: best if the run was "
         "evaluated, else last)",

@@ -305,7 +305,8 @@ def _load(
     arguments: argparse.Namespace, mesh: Mesh | None, reporter: Reporter
 ) -> tuple[GenerativeModel, Tokenizer | None, GenerativeModel | None]:
     """Loads model, tokenizer and assistant model."""
-    model, tokenizer = load_named(arguments, mesh, reporter)
+    chat_flag = "--chat" if arguments.chat else None
+    model, tokenizer = load_named(arguments, mesh, reporter, chat_flag=chat_flag)
     model = checked_generative(model, arguments.model)
     assistant = None
     options = {"dtype": arguments.dtype, "param_dtype": arguments.param_dtype, "mesh": mesh}

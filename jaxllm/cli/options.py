@@ -12,10 +12,9 @@ from jax.sharding import Mesh
 from jaxllm import load
 from jaxllm.checkpoint.hub import BUNDLED, resolve
 from jaxllm.checkpoint.load import compute_dtype_of
-from jaxllm.cli.process import Flags, add_flags
+from jaxllm.cli.process import Flags, add_flags, path
 from jaxllm.common.compiling import enable_compile_cache
 from jaxllm.common.errors import InputError, RunError, UnsupportedError, quoted
-from jaxllm.common.files import expanded
 from jaxllm.common.hardware import device_report
 from jaxllm.common.precision import PRECISIONS
 from jaxllm.common.progress import Reporter
@@ -141,7 +140,9 @@ def int_list(text: str) -> list[int]:
     >>> int_list("[1, 2]"), int_list("7")
     ([1, 2], [7])
     """
-    return [int(part) for part in text.strip().removeprefix("[").removesuffix("]").split(",")]
+    text = text.strip()
+    has_brackets = text.startswith("[") and text.endswith("]")
+    return [int(part) for part in (text[1:-1] if has_brackets else text).split(",")]
 
 
 def add_model(parser: argparse.ArgumentParser, name: str = "model") -> None:
@@ -154,7 +155,7 @@ def add_model(parser: argparse.ArgumentParser, name: str = "model") -> None:
 def add_adapter_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter",
-        type=expanded,
+        type=path,
         metavar="FOLDER",
         help="the folder of a LoRA adapter, in PEFT's format",
     )
@@ -167,7 +168,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     cache = parser.add_mutually_exclusive_group()
     cache.add_argument(
         "--compile-cache",
-        type=expanded,
+        type=path,
         metavar="FOLDER",
         help="the folder that keeps compiled programs for the next start",
     )
@@ -191,7 +192,6 @@ def model_options(arguments: argparse.Namespace, platform: str) -> dict[str, Any
     All of them change results. Except for the dtypes, those that are not used are left out. The
     compute dtype is the one that is chosen if none is given, which depends on the platform.
     """
-    path = resolve(arguments.model)
     options = {
         "--adapter": None if arguments.adapter is None else str(arguments.adapter.absolute()),
         "--matmul-precision": arguments.matmul_precision,
@@ -202,10 +202,16 @@ def model_options(arguments: argparse.Namespace, platform: str) -> dict[str, Any
         "--config": dict(arguments.config),
     }
     return {
-        "--dtype": arguments.dtype or compute_dtype_of(path, platform),
+        "--dtype": arguments.dtype or compute_dtype_of(resolve(arguments.model), platform),
         "--param-dtype": arguments.param_dtype,
         **{name: value for name, value in options.items() if value},
     }
+
+
+def check_model_flags(arguments: argparse.Namespace) -> None:
+    """Raises InputError for an option of `add_model_flags` that needs another one."""
+    if not arguments.quantize_embeddings and arguments.quantize is None:
+        raise InputError("--float-embeddings has no effect without --quantize")
 
 
 def load_named(
@@ -214,6 +220,7 @@ def load_named(
     reporter: Reporter,
     *,
     needs_tokenizer: str | None = None,
+    chat_flag: str | None = None,
 ) -> tuple[Any, Any]:
     """Loads the model of `add_model` and its tokenizer as the options of `add_model_flags` say.
 
@@ -221,6 +228,7 @@ def load_named(
 
     Args:
         needs_tokenizer: what needs the tokenizer, such as "a server". None: there may be none.
+        chat_flag: the option that needs a chat template, if it is given.
 
     Raises:
         JaxLLMError: as `jaxllm.load`.
@@ -230,8 +238,7 @@ def load_named(
             enable_compile_cache(arguments.compile_cache)
         except RunError as problem:
             reporter.say(str(problem))
-    if not arguments.quantize_embeddings and arguments.quantize is None:
-        raise InputError("--float-embeddings has no effect without --quantize")
+    check_model_flags(arguments)
     with reporter.phase(f"loading {Path(arguments.model).absolute().name}") as update:
         model, tokenizer = load(
             arguments.model,
@@ -252,4 +259,6 @@ def load_named(
         raise UnsupportedError(
             f"{arguments.model}: has no tokenizer files, which {needs_tokenizer} needs"
         )
+    if chat_flag is not None and tokenizer is not None and tokenizer.chat_template is None:
+        raise InputError(f"{chat_flag}: {arguments.model} has no chat template; leave it out")
     return model, tokenizer

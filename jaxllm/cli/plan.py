@@ -16,7 +16,7 @@ from rich.table import Column, Table
 
 from jaxllm.cli.devices import mesh_sizes
 from jaxllm.cli.options import DTYPE_NAMES, add_model
-from jaxllm.cli.process import Parser, add_flags, command
+from jaxllm.cli.process import Parser, add_flags, command, reject
 from jaxllm.common.errors import InputError
 from jaxllm.common.progress import Reporter
 from jaxllm.models.quantize import FORMATS
@@ -31,14 +31,14 @@ examples:
   jaxllm plan ~/models/llama --topology v5e:2x4 --mesh tensor=8 --program decode
   jaxllm plan ~/models/gpt2 --topology h100 --batch 8 --prompt 1024 --program train --json
 """
-
-
 _SIZES = (
     ("--batch N", 8, "rows of prefill, decode loop and training step (default: 8)"),
     ("--prompt N", 512, "tokens of a prompt, or of a row of the training step (default: 512)"),
     ("--new N", 128, "new tokens of a row (default: 128)"),
-    ("--slots N", 64, "slots of the batch engine (default: 64)"),
+    ("--slots N", None, "slots of the batch engine (default: 64)"),
 )
+_COMPILED = ("slots", "program", "attn_implementation", "remat", "scan_layers")
+"""Options of the compiled programs, which bounds do not depend on."""
 
 
 def _parser(program: str) -> Parser:
@@ -83,7 +83,7 @@ def _parser(program: str) -> Parser:
         help="what to compile; may be repeated (default: all)",
     )
     implementations = f"auto (the default), {', '.join(IMPLEMENTATIONS)}"
-    parser.add_argument("--attn-implementation", default="auto", help=implementations)
+    parser.add_argument("--attn-implementation", metavar="NAME", help=implementations)
     parser.add_argument(
         "--lora-rank", type=int, metavar="N", help="training updates LoRA matrices of this rank"
     )
@@ -91,7 +91,6 @@ def _parser(program: str) -> Parser:
         "--remat",
         nargs="?",
         const="full",
-        default=False,
         choices=("full", "dots"),
         help="training recomputes activations: full, the default here, or all but products, dots",
     )
@@ -120,8 +119,10 @@ def _run(arguments: argparse.Namespace) -> int:
         "lora_rank": arguments.lora_rank,
     }
     compiles, mesh = not arguments.bounds, arguments.mesh
-    if arguments.bounds and arguments.mesh != "auto":
-        raise InputError("--bounds compares all meshes; leave out --mesh")
+    if arguments.bounds:
+        reject(arguments, _COMPILED, "has no effect with --bounds, which compiles nothing")
+        if mesh != "auto":
+            raise InputError("--bounds compares all meshes; leave out --mesh")
     if arguments.bounds or (arguments.mesh == "auto" and chip.memory_bytes is not None):
         mesh = decision = decide(arguments.model, arguments.topology, **common)
         found["decision"] = decision.to_dict()
@@ -136,17 +137,14 @@ def _run(arguments: argparse.Namespace) -> int:
             compiles = False
             reporter.say(f"no programs are compiled: {why_not(decision)}")
     if compiles:
+        given = {name: getattr(arguments, name) for name in _COMPILED}
         result = plan(
             arguments.model,
             arguments.topology,
             mesh=mesh,
-            slots=arguments.slots,
-            program=arguments.program,
-            attn_implementation=arguments.attn_implementation,
-            remat=arguments.remat,
-            scan_layers=arguments.scan_layers,
             progress=lambda name: reporter.say(f"compiling {name}"),
             **common,
+            **{name: value for name, value in given.items() if value is not None},
         )
         found |= result.to_dict()
         if not arguments.json:
@@ -160,7 +158,8 @@ def _run(arguments: argparse.Namespace) -> int:
 def why_not(decision: Decision) -> str:
     """Why nothing can be compiled for a topology."""
     if not decision.meshes:
-        return "the model does not generate; add --program train"
+        hint = "" if decision.training is None else "; add --program train"
+        return f"the model does not generate{hint}"
     if decision.best is None:
         return "the weights fit on none of the meshes"
     extra = "tpu" if decision.device.startswith("TPU") else "gpu"

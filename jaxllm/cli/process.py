@@ -22,6 +22,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxllm.common.errors import InputError, JaxLLMError
@@ -77,6 +78,11 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unexpected argument {unknown[0]!r}; {usage}")
         return parsed
 
+    def flags(self, *, take_values: bool) -> set[str]:
+        """Options that take a value, or else those that take none."""
+        actions = [action for action in self._actions if (action.nargs != 0) == take_values]
+        return {flag for action in actions for flag in action.option_strings}
+
     def error(self, message: str) -> NoReturn:
         message = str(JaxLLMError(one_line(message)))  # of at most 500 characters
         print(f"{self.prog}: error: {message} (see --help)", file=sys.stderr)
@@ -113,6 +119,13 @@ def dests(flags: Iterable[str]) -> list[str]:
     return [flag.split()[0].removeprefix("--").replace("-", "_") for flag in flags]
 
 
+def path(text: str) -> Path:
+    """The path that an option gives, with ``~`` expanded; "" would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, found an empty text")
+    return Path(os.path.expanduser(text))
+
+
 def reject(arguments: argparse.Namespace, names: Sequence[str], reason: str) -> None:
     """Raises InputError if one of some options is given."""
     for name in names:
@@ -128,9 +141,9 @@ def run_command(
     """Runs a command on its arguments and returns the exit code.
 
     A :class:`~jaxllm.JaxLLMError` prints one line (with ``--debug`` also the traceback) and gives
-    2, and so do a full disk, a name that is too long, missing permissions and a platform of
-    JAX_PLATFORMS that is not there. Any other exception is a bug and keeps its traceback. A closed
-    pipe (``| head``) gives 141, without a message.
+    2, and so do a full disk, a name that is too long, missing permissions, devices whose memory is
+    full and a platform of JAX_PLATFORMS that is not there. Any other exception is a bug and keeps
+    its traceback. A closed pipe (``| head``) gives 141, without a message.
     SIGINT, SIGTERM and SIGHUP give 130, 143 and 129 (see `Signals`).
     """
     with signals.handled(program):
@@ -202,6 +215,9 @@ def _explained(failure: Exception) -> str | None:
     if isinstance(failure, JaxLLMError):
         return str(failure)
     if not isinstance(failure, OSError):
+        if "RESOURCE_EXHAUSTED" in str(failure):
+            reason = str(failure).splitlines()[0]
+            return f"the memory of the devices is full; lower the sizes of the work ({reason})"
         return backend_failure()
     if failure.errno in _NAMED and failure.filename is not None:
         return f"{failure.filename}: {failure.strerror}"

@@ -19,10 +19,10 @@ from jaxllm.cli.options import (
     generation_fields,
     load_named,
 )
-from jaxllm.cli.process import Flags, Parser, add_flags, command, signals
+from jaxllm.cli.process import Flags, Parser, add_flags, command, path, signals
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import InputError, MissingFileError, quoted
-from jaxllm.common.files import expanded, read_text
+from jaxllm.common.files import read_text
 from jaxllm.common.optional_packages import require
 from jaxllm.common.progress import PLAIN_SECONDS, Reporter
 from jaxllm.serve.async_engine import DEFAULT_QUEUE_SIZE, AsyncEngine
@@ -61,7 +61,7 @@ _HTTP_FLAGS: Flags = {
     "--host HOST": {"default": "127.0.0.1", "help": "the address to listen on (127.0.0.1)"},
     "--port N": {"default": 8000, "help": "the port to listen on; 0 takes a free one (8000)"},
     "--api-keys FILE": {
-        "type": expanded,
+        "type": path,
         "help": "a file with the keys of clients, one on each line",
     },
     "--cors-origin ORIGIN": {

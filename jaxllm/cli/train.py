@@ -32,16 +32,6 @@ from jaxllm.common.errors import InputError, RunError
 if TYPE_CHECKING:
     from jaxllm.training.run import Recipe
 
-SWITCHES = (
-    *("--list", "--resume", "--quiet", "--no-compile-cache", "--debug", "--help"),
-    "--distributed",
-)
-VALUED = (
-    *("--coordinator", "--num-processes", "--process-id"),
-    *("--engine", "--address", "--workers", "--worker-resources"),
-    *("--restarts", "--topology", "--accelerator-type"),
-)
-"""Options that are not recipe fields: `SWITCHES` without a value, `VALUED` with one."""
 DEFAULT_RESTARTS = 3
 RAY_ONLY = ("restarts", "topology", "accelerator_type")
 ASSIGNED = re.compile(r"[a-z][\w.-]*=", re.IGNORECASE)
@@ -99,8 +89,9 @@ def check_flags(options: argparse.Namespace) -> None:
 
 def _run(argv: list[str], program: str) -> int:
     """Runs the command; raises JaxLLMError for errors that the user can correct."""
-    own, overrides = split_options(argv)
-    options = _parser(program).parse(own)
+    parser = _parser(program)
+    own, overrides = split_options(argv, parser)
+    options = parser.parse(own)
     check_flags(options)
     if options.list:
         from jaxllm.training.run.recipe import description, recipes
@@ -182,21 +173,23 @@ def closed_loops_hidden() -> Generator[None]:
         sys.unraisablehook = earlier
 
 
-def split_options(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Separates recipe fields from other arguments; returns (other arguments, fields).
+def split_options(argv: Sequence[str], parser: Parser) -> tuple[list[str], dict[str, str]]:
+    """Separates recipe fields from the parser's arguments; returns (those arguments, fields).
 
-    >>> split_options(["--max-steps", "6", "a.yaml", "--optimizer.name=lion", "lora=null"])
+    >>> words = ["--max-steps", "6", "a.yaml", "--optimizer.name=lion", "lora=null"]
+    >>> split_options(words, _parser("train"))
     (['a.yaml'], {'max_steps': '6', 'optimizer.name': 'lion', 'lora': 'null'})
     """
+    switches, valued = parser.flags(take_values=False), parser.flags(take_values=True)
     own: list[str] = []
     found: dict[str, str] = {}
     words = iter(argv)
     for word in words:
         option, equals, value = word.partition("=")
         is_field = word.startswith("--") or (ASSIGNED.match(word) and not Path(word).exists())
-        if not is_field or word in SWITCHES or option in VALUED:
+        if not is_field or word in switches or option in valued:
             own.append(word)
-            if option in VALUED and not equals:
+            if option in valued and not equals:
                 own.extend(itertools.islice(words, 1))
             continue
         if not equals:

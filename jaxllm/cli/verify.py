@@ -7,7 +7,6 @@ float64, so that only jaxllm's rounding is measured. Only this command needs tor
 from __future__ import annotations
 
 import argparse
-import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from jaxllm import load
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.cli.options import add_adapter_flag, add_model
 from jaxllm.cli.process import Parser, command
-from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.errors import InputError
 from jaxllm.common.hardware import device_report
 from jaxllm.common.optional_packages import require
 from jaxllm.common.progress import Reporter
@@ -177,14 +176,10 @@ def _columns(row: Distance, model: Model[Any]) -> str:
 
 
 def _import_reference() -> tuple[Any, Any]:
-    try:
-        torch = importlib.import_module("torch")
-        transformers = importlib.import_module("transformers")
-    except ImportError as failure:
-        raise UnsupportedError(
-            f"verify compares with transformers on torch, and cannot import them ({failure}): "
-            "pip install 'jaxllm[verify]'"
-        ) from failure
+    torch, transformers = (
+        require(name, extra="verify", purpose="comparisons with transformers")
+        for name in ("torch", "transformers")
+    )
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return torch, transformers

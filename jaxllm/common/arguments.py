@@ -30,6 +30,8 @@ def checked_path(path: str | PathLike[str], name: str) -> Path:
     Traceback (most recent call last):
     jaxllm.common.errors.InputError: folder: expected a path, found 3 (int)
     """
+    if isinstance(path, str) and not path:  # which would be the current folder
+        raise InputError(f"{name}: expected a path, found an empty text")
     return expanded(checked(path, (str, PathLike), name, "a path"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from jaxllm.common.errors import DataError, MissingExtraError, UnsupportedError
+from jaxllm.common.errors import DataError, MissingExtraError
 from jaxllm.common.files import expanded
 
 
@@ -13,7 +13,7 @@ def require(module: str, *, extra: str, purpose: str) -> Any:
     """Imports an optional module.
 
     Raises:
-        MissingExtraError: it is not installed.
+        MissingExtraError: it is not installed, or cannot be imported.
 
     >>> require("no_such_package", extra="plot", purpose="plots")
     Traceback (most recent call last):
@@ -22,13 +22,14 @@ pip install 'jaxllm[plot]'
     """
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as failure:
+    except ImportError as failure:
         package = module.split(".")[0]
-        if failure.name is None or failure.name.split(".")[0] != package:
-            raise  # installed, but one of its own dependencies is missing
+        is_missing = (failure.name or "").split(".")[0] == package
+        # Installed, but a dependency of its own is missing, or of another version.
+        reason = "" if is_missing else f", which cannot be imported ({failure})"
         raise MissingExtraError(
-            f"{purpose} need the package {package}: pip install 'jaxllm[{extra}]'"
-        ) from None
+            f"{purpose} need the package {package}{reason}: pip install 'jaxllm[{extra}]'"
+        ) from failure
 
 
 def load_dataset(
@@ -41,16 +42,10 @@ def load_dataset(
         field: what names the data set, for messages.
 
     Raises:
-        UnsupportedError: the package ``datasets`` is not installed.
+        MissingExtraError: the package ``datasets`` is not installed.
         DataError: the data set cannot be loaded, or has no such split.
     """
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError as failure:
-        raise UnsupportedError(
-            f"{field}: {dataset!r} needs the package datasets, which cannot be imported "
-            f"({failure}): pip install 'jaxllm[datasets]'"
-        ) from failure
+    datasets = require("datasets", extra="datasets", purpose=f"data sets such as {dataset!r}")
     folder = expanded(dataset)
     has_splits, is_one = ((folder / n).is_file() for n in ("dataset_dict.json", "state.json"))
     if name is not None and (has_splits or is_one):

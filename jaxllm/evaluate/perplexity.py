@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.scoring import score
-from jaxllm.models.decoder import GenerativeModel
+from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 
@@ -66,13 +67,16 @@ def perplexity(
         UnsupportedError: the model is an encoder-decoder.
         InputError: the text has fewer than two tokens, or a number is out of range.
     """
+    checked_generative(model, "perplexity")
+    checked(tokenizer, (Tokenizer,), "tokenizer", "the model's tokenizer")
+    checked(text, (str,), "text", "a text")
     if model.is_encoder_decoder:
         raise UnsupportedError("perplexity: an encoder-decoder has none of a text alone")
     limit = model.config.context_length
     context = model.config.default_window if context is None else context
-    stride = max(context // 2, 1) if stride is None else stride
     if not is_integer(context) or context < 2 or (limit is not None and context > limit):
         raise InputError(f"context: expected 2 to {limit or 'any'} tokens, found {context!r}")
+    stride = max(context // 2, 1) if stride is None else stride
     if not is_integer(stride) or not 1 <= stride <= context:
         raise InputError(f"stride: expected 1 to context ({context}), found {stride!r}")
     text_bytes = len(text.encode("utf-8"))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -23,6 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxllm import models
+from jaxllm.common.arguments import checked, checked_path
 from jaxllm.common.errors import InputError, quoted
 from jaxllm.generation.call.output import GenerateOutput
 from jaxllm.generation.settings.config import GenerationConfig
@@ -210,6 +210,8 @@ class FlaxPreTrainedModel:
         names = self._positional[: len(args)]
         if len(args) > len(names):
             raise InputError(f"{type(self).__name__}: give the arguments after {names} by name")
+        if twice := [name for name in names if name in inputs]:
+            raise InputError(f"{twice[0]}: given twice, by position and by name")
         inputs.update(zip(names, args, strict=True))
         given = {name: value for name, value in inputs.items() if value is not None}
         key = dropout_key(dropout_rng, train)
@@ -234,13 +236,12 @@ class FlaxPreTrainedModel:
         key = jax.random.key(0) if prng_key is None else prng_key
         defaults = as_dict(model.generation_config)
         sources = (fields, as_dict(generation_config), defaults)
+        lengths = [first_value(name, sources) for name in ("max_new_tokens", "max_length")]
+        default = {"max_length": DEFAULT_MAX_LENGTH} if lengths == [None, None] else {}
+        options = {**default, **fields, "trace": None}
+        out = model.generate(input_ids, generation_config=generation_config, key=key, **options)
         start = fields.get("decoder_input_ids") if model.is_encoder_decoder else input_ids
         length = max_length(1 if start is None else np.shape(start)[-1], sources)
-        if length is None:
-            length = fields["max_length"] = DEFAULT_MAX_LENGTH
-        out = model.generate(
-            input_ids, generation_config=generation_config, key=key, **{**fields, "trace": None}
-        )
         missing = length - out.sequences.shape[1]
         sequences = out.sequences
         if missing > 0:
@@ -263,7 +264,7 @@ class FlaxPreTrainedModel:
         With `push_to_hub` they are uploaded to the repository `repo_id` too, by default that of the
         folder's name; `commit_message` is for it.
         """
-        repo_id = options.pop("repo_id", Path(save_directory).name)
+        repo_id = options.pop("repo_id", checked_path(save_directory, "save_directory").name)
         message = {k: options.pop(k) for k in ("commit_message",) if k in options}
         model = self._bind(params)
         model.save_pretrained(save_directory, **options)
@@ -304,7 +305,10 @@ def _class_of(model: Model[Any]) -> type[FlaxPreTrainedModel]:
     """The Flax class of a model; the base where transformers has none, as for Qwen."""
     classes = FlaxPreTrainedModel.__subclasses__()
     classes += [each for cls in classes for each in cls.__subclasses__()]
-    return next((c for c in classes if isinstance(model, c.model_class)), FlaxPreTrainedModel)
+    return next(
+        (c for c in classes if isinstance(model, getattr(c, "model_class", ()))),
+        FlaxPreTrainedModel,
+    )
 
 
 def loaded(
@@ -328,7 +332,9 @@ def loaded(
 
 def as_dict(config: GenerationConfig | Mapping[str, Any] | None) -> Mapping[str, Any]:
     """The fields that a generation config sets."""
-    return config.to_dict() if isinstance(config, GenerationConfig) else config or {}
+    if isinstance(config, GenerationConfig):
+        return config.to_dict()
+    return checked(config or {}, (Mapping,), "generation_config", "a GenerationConfig or a dict")
 
 
 def first_value(name: str, sources: tuple[Mapping[str, Any], ...]) -> Any:
@@ -336,14 +342,14 @@ def first_value(name: str, sources: tuple[Mapping[str, Any], ...]) -> Any:
     return next((s[name] for s in sources if s.get(name) is not None), None)
 
 
-def max_length(start: int, sources: tuple[Mapping[str, Any], ...]) -> int | None:
-    """Columns of the result of a prompt of `start` columns; None: no length is set."""
+def max_length(start: int, sources: tuple[Mapping[str, Any], ...]) -> int:
+    """Columns of the result of a prompt of `start` columns."""
     for source in sources:
         if source.get("max_new_tokens") is not None:
-            return start + int(source["max_new_tokens"])
+            return start + source["max_new_tokens"]
         if source.get("max_length") is not None:
-            return int(source["max_length"])
-    return None
+            return source["max_length"]
+    return DEFAULT_MAX_LENGTH
 
 
 def dropout_key(rng: Array | None, train: bool) -> Array | None:

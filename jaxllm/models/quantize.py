@@ -92,7 +92,8 @@ def layer_formats(model: Model[Any], name: str, *, embeddings: bool = True) -> d
             more effect on a model's answers than other layers.
     """
     if name not in FORMATS:
-        raise InputError(f"quantize: unknown {quoted(name)}; known: {', '.join((*FORMATS, KEEP))}")
+        known = FORMATS if name == KEEP else (*FORMATS, KEEP)  # which only `load` knows
+        raise InputError(f"quantize: unknown {quoted(name)}; known: {', '.join(known)}")
     layers = quantized_layers(model, embeddings=embeddings)
     return {path: "int8" if path.rpartition(".")[2] in EMBEDDINGS else name for path in layers}
 

@@ -26,6 +26,7 @@ from jaxllm.checkpoint.hub import BUNDLED, smollm2
 from jaxllm.checkpoint.load import float_dtype, named_spec, read_config_file
 from jaxllm.common.arguments import checked, checked_path, checks_flags
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError, quoted
+from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.build_options import Options
 from jaxllm.models.lora import LoraConfig, add_lora
@@ -56,10 +57,12 @@ def abstract_model(
     mesh: Mesh | None = None,
     device: Any = None,
     dtype: Any = "bfloat16",
+    param_dtype: Any = None,
     attn_implementation: str = "auto",
     remat: bool | str = False,
     scan_layers: bool = False,
     quantize: str | None = None,
+    quantize_embeddings: bool = True,
 ) -> Any:
     """A model of `jax.ShapeDtypeStruct` parameters: no weights are read or allocated.
 
@@ -71,8 +74,9 @@ def abstract_model(
         mesh: a mesh of `jaxllm.make_mesh` that the parameters are sharded over, also of devices
             that this machine does not have.
         device: the device that holds all parameters, in place of a mesh. None: the first of JAX.
-        dtype: dtype of weights and computation: float32, bfloat16 or float16.
-        attn_implementation, remat, scan_layers, quantize: as `jaxllm.load`.
+        dtype: dtype of the computation: float32, bfloat16 or float16.
+        param_dtype: dtype of the weights. None: that of the computation.
+        attn_implementation, remat, scan_layers, quantize, quantize_embeddings: as `jaxllm.load`.
 
     Raises:
         MissingFileError: there is no config.json.
@@ -96,14 +100,16 @@ def abstract_model(
     options = Options.on(
         platform,
         dtype=dtype,
-        param_dtype=dtype,
+        param_dtype=dtype if param_dtype is None else float_dtype("param_dtype", param_dtype),
         attn_implementation=attn_implementation,
         remat=remat,
         scan_layers=scan_layers,
     )
     model = model_shapes(spec.make, spec.config, options)
     if quantize is not None:
-        model = quantized_shapes(model, layer_formats(model, quantize))
+        model = quantized_shapes(
+            model, layer_formats(model, quantize, embeddings=quantize_embeddings)
+        )
     if mesh is not None:
         check_heads(spec.config.head_counts, mesh)
         model = put_tree(model, mesh)
@@ -118,6 +124,8 @@ def with_lora(model: Any, rank: int) -> Any:
     Raises:
         InputError: the rank is not an integer from 1 on.
     """
+    if not is_integer(rank) or rank < 1:
+        raise InputError(f"lora_rank: expected an integer from 1 on, found {quoted(rank)}")
     config, card = LoraConfig(rank=rank), model.checked_card("lora_rank")
     adapted = jax.eval_shape(lambda model: add_lora(model.with_card(card), config), model)
     mesh, leaf = mesh_of(model), jax.tree.leaves(model)[0]

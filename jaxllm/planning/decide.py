@@ -22,7 +22,7 @@ from jaxllm.checkpoint.load_parameters import READ_AHEAD
 from jaxllm.common.arguments import checks_flags
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.models.expert_use import used_shares
-from jaxllm.models.model import LanguageModel, Model
+from jaxllm.models.model import BaseModel, LanguageModel, Model
 from jaxllm.models.weights import parameters
 from jaxllm.parallel.placement import put_tree
 from jaxllm.parallel.sharding import FSDP, TENSOR, abstract_mesh, row_shards
@@ -96,7 +96,7 @@ class Decision:
     meshes: tuple[MeshBounds, ...]
     """Ranked by requests per second; empty for a model that does not generate, as a classifier."""
     training: TrainingBounds | None
-    """None: quantized weights are not trained."""
+    """None: quantized weights, and models without a head, are not trained."""
     checkpoint_bytes: int
     """Bytes of all weights in their dtype."""
     load_seconds: float
@@ -162,17 +162,18 @@ def decide(
     if isinstance(placed, LanguageModel):
         costs = Costs.of(placed, plain, workload)
         heads = math.gcd(*plain.config.head_counts.values())
-        tensors = [n for n in range(1, count + 1) if count % n == 0 and heads % n == 0]
+        tensors = [n for n in range(1, heads + 1) if count % n == 0 and heads % n == 0]
         # Gathering weights for each step is slow: only where they fit in no other way.
         for rows in ("data", "fsdp"):
             if not any(bounds.rows for bounds in meshes):
                 sizes = [{rows: count // n, "tensor": n} for n in tensors]
                 meshes += [costs.on(abstract_mesh(**axes), chip) for axes in sizes]
     training = None
-    if quantize is None:
+    if quantize is None and not isinstance(plain, BaseModel):
         training = training_bounds(plain, workload, chip, count, lora_rank)
     elif lora_rank is not None:
-        raise InputError("lora_rank: quantized weights are not trained; leave out one of the two")
+        what = f"a {type(plain).__name__} is" if quantize is None else "quantized weights are"
+        raise InputError(f"lora_rank: {what} not trained; leave it out")
     largest = max(x.size for x in jax.tree.leaves(plain)) * plain.dtype.itemsize
     total = device_bytes(plain)
     return Decision(

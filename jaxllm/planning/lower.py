@@ -94,6 +94,9 @@ def lower(
     checked(model, (Model,), "model", "a model")
     if not isinstance(program, str) or program not in PROGRAMS:
         raise InputError(f"program: unknown {quoted(program)}; known: {', '.join(PROGRAMS)}")
+    for name in ("max_length", "max_new_tokens"):
+        if name in fields:
+            raise InputError(f"{name}: leave it out; `new` is the number of new tokens")
     workload = Workload(batch=batch, prompt=prompt, new=new, slots=slots)
     return tuple(PROGRAMS[program](Target.of(model), workload, fields))
 

@@ -180,12 +180,13 @@ def plan(
     Raises:
         MissingExtraError: the compiler for the topology is not installed.
         UnsupportedError, InputError: an unknown topology or program, a mesh larger than the
-            topology, no mesh on which the weights fit ("auto"), or `remat` or `lora_rank` without a
-            training step.
+            topology, no mesh on which the weights fit ("auto"), or `remat`, `lora_rank` or
+            `scan_layers` without a training step.
         JaxLLMError: as `abstract_model`.
     """
     programs = checked_programs(program, quantized=quantize is not None)
-    for name, value in (("remat", remat), ("lora_rank", lora_rank is not None)):
+    of_training = {"remat": remat, "lora_rank": lora_rank is not None, "scan_layers": scan_layers}
+    for name, value in of_training.items():
         if value and "train" not in programs:
             raise InputError(
                 f"{name}: has an effect on a training step only; add the program train"

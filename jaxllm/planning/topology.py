@@ -177,12 +177,12 @@ def chip_and_count(name: str) -> tuple[Chip, int]:
             )
         return chip, len(jax.devices("cpu"))
     if chip.platform == "tpu":
-        if not re.fullmatch(r"\d{1,4}(x\d{1,4}){1,2}", sizes):
+        if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3}){1,2}", sizes):
             raise UnsupportedError(
                 f"topology: {name!r}: expected the sizes of a slice, such as v5e:2x4"
             )
         return chip, math.prod(map(int, sizes.split("x")))
-    if not re.fullmatch(r"\d{0,4}", sizes) or sizes == "0":
+    if not re.fullmatch(r"([1-9]\d{0,3})?", sizes):
         raise UnsupportedError(f"topology: {name!r}: expected {kind} or a number of them, {kind}:8")
     return chip, int(sizes or 1)
 

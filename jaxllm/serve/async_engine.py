@@ -184,6 +184,10 @@ class AsyncEngine:
         self.counts = BatchCounts()
         sizes = _most_sizes(model, context, slots, mesh)
         limit = None if model.is_encoder_decoder else model.config.context_length
+        if context is not None and limit is not None and context > limit:
+            raise InputError(
+                f"context: expected at most the model's {limit} tokens, found {context}"
+            )
         self.context = sizes.columns if limit is None else min(sizes.columns, limit)
         prefill = prefill_options(model, sizes.columns, prefill_chunk_size, kept_prefixes, mesh)
         self._widths = buckets(min(self.context, prefill.longest_whole))

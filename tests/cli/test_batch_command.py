@@ -83,24 +83,12 @@ def test_rows_report_and_errors(tmp_path, capsys):
     assert (code, "--seed: was 0" in err) == (2, True)
 
 
-def test_chat(tmp_path, capsys):
-    _, tokenizer = jaxllm.load(MODEL)
+def test_chat_without_a_template(tmp_path, capsys):
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "Hello"}])
     files = ("--input", tmp_path / "rows.jsonl", "--output", tmp_path / "out.jsonl")
     code, err = in_process(capsys, "--model", MODEL, *files, "--chat", "--max-new-tokens", 3)
-    if tokenizer.chat_template is None:
-        (line,) = read_lines(tmp_path / "out.jsonl.errors.jsonl")
-        assert line["prompt"] == "Hello"
-        assert line["failed_row"]["error_kind"] == "TemplateError"
-        assert (code, "no row succeeded" in err) == (1, True)
-        assert [path.name for path in sorted(tmp_path.iterdir())] == [
-            "out.jsonl.errors.jsonl",
-            "rows.jsonl",
-        ]
-    else:
-        (line,) = read_lines(tmp_path / "out.jsonl")
-        assert code == 0
-        assert len(line["output_ids"]) == 3
+    assert (code, "s_llama_tok has no chat template; leave it out" in err) == (2, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -183,12 +171,38 @@ def test_a_dry_run(tmp_path, capsys):
         (("--calibrate", "--output", "x"), "--calibrate: has no effect without --dry-run"),
         (("--dry-run", "--price-per-hour", 2), "--price-per-hour has no effect without --cal"),
         (("--dry-run", "--score"), "--dry-run: only for rows that generate"),
+        (("--dry-run", "--float-embeddings"), "--float-embeddings has no effect without --quant"),
+        (("--dry-run", "--quantize", "keep"), "--quantize keep: cannot be combined with --dry-run"),
+        (
+            ("--dry-run", "--adapter", "a"),
+            "--adapter: cannot be combined with --dry-run; add --cal",
+        ),
     ],
 )
 def test_options_of_dry_runs(tmp_path, capsys, options, why):
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "Hello"}])
     code, err = in_process(capsys, "--model", MODEL, "--input", tmp_path / "rows.jsonl", *options)
     assert (code, why in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--param-dtype", "bfloat16"),
+        ("--dtype", "bfloat16"),  # of the computation: the weights stay in the file's float32
+        ("--quantize", "int8", "--float-embeddings"),
+    ],
+)
+def test_a_dry_run_has_the_weights_of_the_job(tmp_path, capsys, options):
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "Hello"}])
+    job = ("--model", MODEL, "--input", tmp_path / "rows.jsonl", *options, "--max-new-tokens", 1)
+    code, plan = in_process(capsys, *job, "--dry-run")
+    assert code == 0
+    code, run = in_process(capsys, *job, "--output", tmp_path / "out.jsonl")
+    assert code == 0
+    planned, held = (re.findall(r"weights ([\d.]+\s+\w+)", text) for text in (plan, run))
+    assert planned[0].split() == held[0].split()
 
 
 @pytest.mark.parametrize(

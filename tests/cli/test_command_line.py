@@ -108,3 +108,13 @@ def test_a_bug_keeps_its_traceback() -> None:
 
     with pytest.raises(RuntimeError, match="a bug"):
         run_command(command, "test", [])
+
+
+def test_full_devices_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def command(arguments: list[str]) -> int:
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nbuffers: ...")
+
+    assert run_command(command, "x", []) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("x: error: the memory of the devices is full; lower ")
+    assert error.endswith("(RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.)\n")

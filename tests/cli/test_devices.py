@@ -65,6 +65,10 @@ def test_mesh_sizes():
             ["--coordinator", "a:1", "--num-processes", "2", "--process-id", "2"],
             "--process-id: expected 0 to 1, found 2",
         ),
+        (
+            ["--coordinator", "a:1", "--num-processes", "0", "--process-id", "0"],
+            "--num-processes: expected 1 or more, found 0",
+        ),
         (["--coordinator", "a", "--num-processes", "2", "--process-id", "0"], "HOST:PORT"),
         (["--coordinator", "a:b", "--num-processes", "2", "--process-id", "0"], "HOST:PORT"),
         (["--coordinator", "a:70000", "--num-processes", "2", "--process-id", "0"], "HOST:PORT"),

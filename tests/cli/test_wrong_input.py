@@ -58,6 +58,34 @@ CASES = {
         "more than 1073741824 token ids",
     ),
     "topology": (("plan", MODEL, "--topology", "abacus"), "topology: unknown 'abacus'"),
+    "a topology without chips": (("plan", MODEL, "--topology", "v5e:0x4"), "the sizes of a slice"),
+    "no GPUs": (("plan", MODEL, "--topology", "h100:00"), "expected h100 or a number of them"),
+    "slots of bounds": (("plan", MODEL, "--bounds", "--slots", "9"), "--slots: has no effect with"),
+    "program of bounds": (
+        ("plan", MODEL, "--bounds", "--program", "train"),
+        "with --bounds, which",
+    ),
+    "scan": (
+        ("plan", MODEL, "--topology", "cpu", "--program", "decode", "--scan-layers"),
+        "scan_layers: has an effect on a training step only",
+    ),
+    "chat: no template": (
+        (*ROWS, "rows.jsonl", "--chat"),
+        "s_llama_tok has no chat template; leave",
+    ),
+    "chat: no template for a prompt": (
+        ("generate", "--quiet", "--model", MODEL, "--chat", "a"),
+        "--chat: " + MODEL,
+    ),
+    "ids": (("generate", "--input-ids", "[1,2"), "expected comma separated integers, found '[1,2'"),
+    "column: no name": ((*ROWS, "rows.jsonl", "--prompt-column", ""), "found an empty text"),
+    "cache: no name": (("chat", MODEL, "--compile-cache", ""), "--compile-cache: expected a path"),
+    "adapter: no name": (("chat", MODEL, "--adapter", ""), "--adapter: expected a path, found an"),
+    "seed of tasks": (
+        ("eval", MODEL, "--tasks", "a", "--seed", "-1"),
+        "--seed must be from 0 to 2",
+    ),
+    "plan: no name": (("plan", "", "--bounds"), "source: expected a path, found an empty text"),
     "a command": (("x\ny",), "no command 'x y'"),
 }
 

@@ -9,7 +9,8 @@ import pytest
 from jaxllm.batch.memory import memory_budget
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.common.files import RunLock
-from jaxllm.errors import InputError, JaxLLMError, MissingFileError, RunError
+from jaxllm.common.optional_packages import require
+from jaxllm.errors import InputError, JaxLLMError, MissingExtraError, MissingFileError, RunError
 from jaxllm.training.run import read_recipe
 
 
@@ -35,3 +36,12 @@ def test_impossible_paths(path: str) -> None:
 def test_impossible_memory(memory: str) -> None:
     with pytest.raises(InputError, match="memory"):
         memory_budget(memory, 1)
+
+
+def test_a_package_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is installed, but a package that it needs is not."""
+    (tmp_path / "broken_package.py").write_text("import no_such_package")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reason = r"package broken_package, which cannot be imported \(No module named 'no_such_pack"
+    with pytest.raises(MissingExtraError, match=reason):
+        require("broken_package", extra="plot", purpose="plots")

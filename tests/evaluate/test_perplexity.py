@@ -52,10 +52,14 @@ def test_wrong_arguments_are_named():
     for arguments, error in [
         ({"context": 1}, "context: expected 2 to 64"),
         ({"context": 65}, "context: expected 2 to 64"),
+        ({"context": "x"}, "context: expected 2 to 64"),
         ({"context": 8, "stride": 9}, "stride: expected 1 to context"),
+        ({"text": 3}, "text: expected a text, found 3"),
+        ({"tokenizer": None}, "tokenizer: expected the model's tokenizer, found None"),
+        ({"model": 3}, "perplexity: int has no language-model head"),
     ]:
         with pytest.raises(jaxllm.JaxLLMError, match=error):
-            perplexity(MODEL, TOKENIZER, TEXT, **arguments)
+            perplexity(**{"model": MODEL, "tokenizer": TOKENIZER, "text": TEXT, **arguments})
     with pytest.raises(jaxllm.JaxLLMError, match="needs two or more"):
         perplexity(MODEL, TOKENIZER, "")
     with pytest.raises(jaxllm.JaxLLMError, match="encoder-decoder"):

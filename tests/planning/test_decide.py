@@ -121,6 +121,12 @@ def test_gpus_have_bounds_without_a_compiler(name: str) -> None:
     assert decision.best is not None
 
 
+def test_many_devices_take_no_longer() -> None:
+    decision = decide(tiny.CONFIGS["gpt2"], "v5p:1000x1000x1000", prompt=8, new=8)
+    assert decision.devices == 10**9
+    assert decision.best is not None
+
+
 def test_wrong_inputs() -> None:
     config = tiny.CONFIGS["gpt2"]
     with pytest.raises(UnsupportedError, match="'cpu'; name a TPU or GPU"):
@@ -130,7 +136,7 @@ def test_wrong_inputs() -> None:
     sizes = {"prompt": 8, "new": 8}
     with pytest.raises(InputError, match="lora_rank: quantized weights are not trained"):
         decide(config, "l4", quantize="int8", lora_rank=4, **sizes)
-    with pytest.raises(InputError, match="rank: expected an integer from 1 on, found 0"):
+    with pytest.raises(InputError, match="lora_rank: expected an integer from 1 on, found 0"):
         decide(config, "l4", lora_rank=0, **sizes)
     with pytest.raises(UnsupportedError, match="expected l4 or a number of them"):
         decide(config, "l4:2x2")
@@ -203,6 +209,18 @@ def test_a_plan_refuses_a_decision_about_other_devices() -> None:
     decision = decide(tiny.CONFIGS["gpt2"], "h100:2", prompt=8, new=8)
     with pytest.raises(InputError, match="about h100:2, and the topology is cpu"):
         jaxllm.plan(tiny.CONFIGS["gpt2"], "cpu", mesh=decision, program="decode")
+
+
+def test_an_encoder_has_bounds_of_nothing(tmp_path: Path, capsys: Any) -> None:
+    raw = tiny.CONFIGS["t5"] | {"architectures": ["T5EncoderModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert main(["plan", str(tmp_path), "--topology", "l4"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("The model has no language-model head, and does not generate.")
+    assert "Train" not in captured.out
+    assert captured.err.endswith("no programs are compiled: the model does not generate\n")
+    with pytest.raises(InputError, match="lora_rank: a T5EncoderModel is not trained"):
+        decide(raw, "l4", lora_rank=4)
 
 
 def test_a_classifier_has_bounds_of_training_alone(tmp_path: Path, capsys: Any) -> None:

@@ -183,7 +183,7 @@ except jaxllm.JaxLLMError as error:
 def test_meshes_over_the_first_devices() -> None:
     *lines, error = on_devices(MESH).splitlines()
     rows = [line.split() for line in lines]
-    assert [row[0] for row in rows] == ["2"] * 5 + ["8"] * 5
+    assert [row[0] for row in rows] == ["8"] * 10  # of the topology, not of the mesh
     full = sum(x.nbytes for x in jax.tree.leaves(tiny.cached("llama")))
     assert all(0.5 <= int(row[2]) / full < 0.6 for row in rows[:5])
     assert all(0.25 <= int(row[2]) / full < 0.4 for row in rows[5:])
@@ -235,11 +235,14 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         ("program", [[]], r"program: unknown \[\]"),
         ("progress", "rich", "progress: expected a function"),
         ("quantize", ["int8"], "quantize: expected a name or None"),
+        ("quantize", "keep", "quantize: unknown 'keep'; known: int8, int4$"),
         ("scan_layers", "no", "scan_layers: expected True or False"),
         ("remat", True, "remat: has an effect on a training step only"),
     ):
         with pytest.raises(InputError, match=why):
             jaxllm.plan(config, "cpu", **{"program": "decode", argument: value})
+    with pytest.raises(InputError, match="max_new_tokens: leave it out; `new` is the number"):
+        lower(abstract_model(config), max_new_tokens=3)
     with pytest.raises(InputError, match="model: expected a model, found llama"):
         jaxllm.planning.lower("llama")
     with pytest.raises(InputError, match="devices: expected devices of JAX"):

@@ -278,3 +278,9 @@ def test_fields_of_all_requests_override_the_models_own():
     assert state.fields(SamplingFields())["top_p"] == 0.8
     assert state.fields(SamplingFields(top_p=0.9))["top_p"] == 0.9
     assert "top_p" not in state.fields(SamplingFields(temperature=0))
+
+
+def test_a_context_longer_than_the_models_is_refused():
+    limit = MODEL.config.context_length
+    with pytest.raises(jaxllm.errors.InputError, match=f"at most the model's {limit} tokens"):
+        AsyncEngine(MODEL, slots=4, context=limit + 1)

@@ -58,6 +58,8 @@ class ColumnChoice:
         names = self.prompt, self.completion, self.keep_prefix, *self.keep
         if wrong := [name for name in names if not isinstance(name, str | None)]:
             raise InputError(f"expected the name of a column, found {quoted(wrong[0])}")
+        if "" in (self.prompt, self.completion):
+            raise InputError("expected the name of a column, found an empty text")
         if self.template is not None and self.prompt is not None:
             raise InputError("--template cannot be combined with --prompt-column; remove one")
         if self.keep_prefix and not self.keep:

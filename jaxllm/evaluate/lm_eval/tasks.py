@@ -126,7 +126,7 @@ def run_tasks(
         system_instruction: first message of such a chat, or first text of a prompt.
         gen_kwargs: generation fields that replace those of the tasks.
     """
-    if limit is not None and limit <= 0:
+    if limit is not None and not limit > 0:
         raise InputError(f"limit: expected a positive number, found {limit}")
     if num_fewshot is not None and num_fewshot < 0:
         raise InputError(f"num_fewshot: expected 0 or more, found {num_fewshot}")

@@ -9,7 +9,6 @@ complete. Needs ``pip install 'jaxllm[grammar]'``.
 
 from __future__ import annotations
 
-import importlib
 import json
 import threading
 import weakref
@@ -22,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, UInt32
 
-from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.errors import InputError
+from jaxllm.common.optional_packages import require
 from jaxllm.generation.inputs.values import TokenIds, id_list, int_leaf, is_integer
 from jaxllm.generation.processors.base import (
     CurLen,
@@ -115,7 +115,7 @@ def json_schema(
 
     Raises:
         InputError: the schema is invalid; the message has llguidance's reason.
-        UnsupportedError: llguidance is not installed.
+        MissingExtraError: llguidance is not installed.
     """
 
     def compile_schema(matcher: Any, source: Any) -> str:
@@ -344,11 +344,5 @@ class GrammarVocabulary:
 
 
 def llguidance() -> Any:
-    """The package; UnsupportedError with the way to install it if it cannot be imported."""
-    try:
-        return importlib.import_module("llguidance")
-    except ImportError as failure:
-        raise UnsupportedError(
-            f"grammars need llguidance, which cannot be imported ({failure}): "
-            "pip install 'jaxllm[grammar]'"
-        ) from failure
+    """The package; MissingExtraError if it is not installed."""
+    return require("llguidance", extra="grammar", purpose="grammars")

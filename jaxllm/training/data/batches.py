@@ -25,6 +25,7 @@ from jaxllm.training.data.stream import Stream
 
 PREFETCHED_BATCHES = 4
 """Number of batches that a thread prefetches."""
+_OTHER = "resume from another checkpoint"
 
 HostBatch = dict[str, np.ndarray]
 """Arrays [B, ...] by model argument name."""
@@ -240,7 +241,9 @@ class Batches(Iterator[HostBatch]):
         windows = batches.windows(epoch, window, carried)
         current = next(windows)
         if batch > len(current):
-            raise DataError(f"data state: batch {batch} of epoch {epoch}, which has {len(current)}")
+            raise DataError(
+                f"data state: batch {batch} of epoch {epoch}, which has {len(current)}; {_OTHER}"
+            )
         self.epoch, self.window, self.batch, self.carried = epoch, window, batch, [*carried]
         self._windows, self._open_window = windows, current
         self._iterator = current.iterate(batch)
@@ -348,19 +351,23 @@ class Batches(Iterator[HostBatch]):
                 )
         for name in position.keys() - {"carried"}:
             if type(state[name]) is not int or state[name] < 0:
-                raise DataError(f"data state: {name} is {state[name]!r}, not a number from 0 on")
+                raise DataError(
+                    f"data state: {name} is {state[name]!r}, not a number from 0 on; {_OTHER}"
+                )
         epoch, window, batch = state["epoch"], state.get("window", 0), state["batch"]
         if self._epochs is not None and epoch >= self._epochs:
-            raise DataError(f"data state: epoch {epoch}, but there are {self._epochs} (0 first)")
+            raise DataError(
+                f"data state: epoch {epoch}, but there are {self._epochs} (0 first); {_OTHER}"
+            )
         if window >= self.examples.windows:
             raise DataError(
-                f"data state: window {window}, but an epoch has {self.examples.windows}"
+                f"data state: window {window}, but an epoch has {self.examples.windows}; {_OTHER}"
             )
         carried = state.get("carried", [])
         if isinstance(self.examples, Stream) and not self.examples.are_sizes(carried):
             raise DataError(
                 f"data state: carried is {str(carried)[:60]}, not places of distinct examples "
-                "within max_length; resume from another checkpoint"
+                f"within max_length; {_OTHER}"
             )
         self._open(epoch, window, batch, carried)
 

@@ -277,6 +277,8 @@ class Recipe:
                 raise ConfigError("epochs cannot be combined with max_steps; remove one of them")
             if not self.epochs > 0:
                 raise ConfigError(f"epochs: expected more than 0, found {self.epochs}")
+        if self.output_dir == "":
+            raise ConfigError("output_dir: expected a folder, found an empty text")
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed: expected 0 to {2**32 - 1}, found {self.seed}")
         if self.batch_size % self.accumulation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -62,6 +63,9 @@ class TestWriting:
             ({"w": np.zeros(1, np.complex64)}, "cannot hold complex64"),
             ({"w": np.zeros(1, ">f4")}, "cannot hold >f4"),
             ({"w": np.array(["a"])}, "cannot hold"),
+            ({"w": jax.random.key(0)}, "cannot hold key<fry>"),
+            ({"w": [1.0]}, "tensor 'w': expected an array, found \\[1.0\\]"),
+            ({"a": np.zeros(1), "w": None}, "tensor 'w': expected an array, found None"),
         ],
     )
     def test_invalid_names_and_dtypes(self, tensors, message, tmp_path):

@@ -211,11 +211,11 @@ def test_state_of_another_run_is_refused(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"epoch": -1}, "epoch is -1"),
+        ({"epoch": -1}, "epoch is -1, .*; resume from another checkpoint"),
         ({"batch": 1.0}, "batch is 1.0"),
         ({"batch": True}, "batch is True"),
-        ({"batch": 8}, "batch 8 of epoch 0, which has 7"),
-        ({"epoch": 2}, "epoch 2, but there are 2"),
+        ({"batch": 8}, "batch 8 of epoch 0, which has 7; resume from another checkpoint"),
+        ({"epoch": 2}, r"epoch 2, but there are 2 .*; resume from another checkpoint"),
         ({"more": 1}, "expected the fields .* found .*more"),
     ],
 )

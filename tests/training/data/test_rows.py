@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet as pq
 import pytest
 
-from jaxllm.common.errors import DataError, MissingFileError, UnsupportedError
+from jaxllm.common.errors import DataError, MissingExtraError, MissingFileError
 from jaxllm.training.data.rows import SequenceRows, dataset_rows, open_rows
 
 
@@ -150,5 +150,5 @@ def test_sequence_rows_are_checked():
 
 def test_datasets_is_an_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UnsupportedError, match=r"jaxllm\[datasets\]"):
+    with pytest.raises(MissingExtraError, match=r"jaxllm\[datasets\]"):
         dataset_rows("some/name")

@@ -249,7 +249,7 @@ def test_state_of_another_run_is_refused(change, message):
     other = make_batches(arguments.pop("config"), BYTES, model=CAUSAL, **arguments)
     with pytest.raises(DataError, match=message):
         other.restore(state)
-    with pytest.raises(DataError, match="window 9, but an epoch has 4"):
+    with pytest.raises(DataError, match="window 9, but an epoch has 4; resume from another"):
         batches_of("text").restore({**state, "window": 9})
     with pytest.raises(DataError, match="batch 99 of epoch 0, which has 4"):
         batches_of("text").restore({**state, "batch": 99})

@@ -15,7 +15,8 @@ from tiny_runs import write_recipe
 
 from jaxllm.cli.generate import _parser as parser
 from jaxllm.cli.generate import check_flags
-from jaxllm.cli.train import SWITCHES, VALUED, split_options
+from jaxllm.cli.train import _parser as train_parser
+from jaxllm.cli.train import split_options
 from jaxllm.training.run.recipe import parse_yaml, read_recipe
 
 DEPLOY = ROOT / "deploy"
@@ -40,8 +41,9 @@ def commands() -> dict[str, str]:
 @pytest.mark.parametrize("name", ["sbatch", "jobset"])
 def test_the_options_exist(name: str, tmp_path: Path):
     _, words = commands()[name].split("jaxllm train ")
-    own, overrides = split_options(shlex.split(words.replace('"$@"', "recipe.yaml")))
-    known = {*SWITCHES, *VALUED}
+    options = train_parser("jaxllm train")
+    own, overrides = split_options(shlex.split(words.replace('"$@"', "recipe.yaml")), options)
+    known = options.flags(take_values=True) | options.flags(take_values=False)
     assert "--resume" in own
     assert {word for word in own if word.startswith("--")} <= known
     overrides = {name: value for name, value in overrides.items() if name != "model.path"}

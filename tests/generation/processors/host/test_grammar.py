@@ -16,7 +16,7 @@ from paths import DATA
 
 import jaxllm
 from jaxllm.checkpoint.gguf.reader import GGUFFile
-from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.errors import InputError, MissingExtraError
 from jaxllm.generation.processors import grammar
 from jaxllm.generation.processors.host import reraise_failures
 from jaxllm.tokenizers import load_tokenizer, tokenizer_from_gguf
@@ -298,7 +298,7 @@ def test_what_a_vocabulary_cannot_write_is_named(tokenizers):
 
 def test_without_llguidance(tokenizers, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(UnsupportedError, match=re.escape("pip install 'jaxllm[grammar]'")):
+    with pytest.raises(MissingExtraError, match=re.escape("pip install 'jaxllm[grammar]'")):
         grammar.regex("a", tokenizers["t5"])
 
 
