@@ -35,6 +35,31 @@ def read_config(config: ModelConfig | Mapping[str, Any] | str | PathLike[str]) -
     return checked(config, (ModelConfig,), "config", "a model's config, a dict or a path")
 
 
+def config_of(
+    model_class: type, config: ModelConfig | Mapping[str, Any] | str | PathLike[str]
+) -> Any:
+    """`read_config`, for a model of this class.
+
+    Raises:
+        InputError: the config is that of another family.
+    """
+    read = read_config(config)
+    classes = classes_for(read)
+    if classes and not any(issubclass(model_class, each) for each in classes):
+        raise InputError(
+            f"config: {model_class.__name__} cannot be made of a {type(read).__name__}, which is "
+            f"for {', '.join(each.__name__ for each in classes)}"
+        )
+    return read
+
+
+def classes_for(config: ModelConfig) -> list[type]:
+    """Classes of the models that have such a config."""
+    families = [family for family in FAMILIES.values() if family.config is type(config)]
+    classes = [each for family in families for each in family.classes.values()]
+    return [each for each in classes if isinstance(each, type)]
+
+
 class _Auto:
     """Base of the Auto classes of models, which have no instances."""
 
@@ -69,18 +94,13 @@ class _Auto:
 
         `options` are those of the class's `from_config`: `seed`, `dtype`, `param_dtype`, ...
         """
-        config = read_config(config)
-        classes = [
-            each
-            for family in FAMILIES.values()
-            if family.config is type(config)
-            for each in family.classes.values()
-        ]
+        read = read_config(config)
+        classes: list[Any] = classes_for(read)
         for each in classes:
-            if isinstance(each, type) and issubclass(each, cls.model_class):
-                return each.from_config(config, **options)
+            if issubclass(each, cls.model_class):
+                return each.from_config(read, **options)
         raise UnsupportedError(
-            f"config: a {type(config).__name__} has no {cls.model_class.__name__}; it has "
+            f"config: a {type(read).__name__} has no {cls.model_class.__name__}; it has "
             f"{', '.join(each.__name__ for each in classes) or 'no model'}"
         )
 

@@ -44,6 +44,9 @@ MODEL_CALLS = {
     "model: expected a model, found tok": lambda model: jaxllm.save_orbax("x", "tok"),
     "folder: expected a path": lambda model: jaxllm.load_orbax(None),
     "size: expected an integer, found a": lambda model: model.resize_token_embeddings("a"),
+    "config: T5Enc.* of a GPT2Config, which is for GPT2LMHeadModel": lambda m: (
+        jaxllm.models.T5EncoderModel.from_config(m.config)
+    ),
     "seed: expected an integer": lambda m: type(m).from_config(m.config, seed="a"),
     "dtype, param_dtype: .*zz": lambda m: type(m).from_config(m.config, dtype="zz"),
     "config: expected a config.json object": lambda model: models.model_spec("x"),

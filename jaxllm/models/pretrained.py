@@ -88,13 +88,15 @@ class Pretrained:
             seed: seed of the weights.
             dtype, param_dtype: dtypes of the computation and of the weights.
             attn_implementation, remat, scan_layers: as in `jaxllm.load`.
+
+        Raises:
+            InputError: the config is that of another family.
         """
         where = f"{cls.__name__}.from_config()"
         unknown = _drop(where, unknown, "seed")
         if unknown:
             raise InputError(f"{where} does not take {', '.join(sorted(unknown))}")
-        if not isinstance(config, ModelConfig):
-            config = public("auto").read_config(config)
+        config = public("auto").config_of(cls, config)
         checked(seed, (int, np.integer), "seed", "an integer")
         try:
             dtypes = jnp.dtype(dtype), jnp.dtype(param_dtype)

@@ -191,8 +191,8 @@ def find_topology(name: str) -> Topology:
     """The devices of a topology.
 
     Args:
-        name: ``"v5e:2x4"`` (also v6e, and v5p with three sizes), ``"h100"``, ``"h100:8"``, or
-            ``"cpu"``: the devices of this machine's CPU and its own compiler.
+        name: ``"v5e:2x4"``, ``"v5e:1x1"`` (also v6e, and v5p with three sizes), ``"h100"``,
+            ``"h100:8"``, or ``"cpu"``: the devices of this machine's CPU and its own compiler.
 
     Raises:
         UnsupportedError: no such kind of device, none that programs are compiled for, or sizes that
@@ -212,7 +212,8 @@ def find_topology(name: str) -> Topology:
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")  # libtpu warns without
-        devices = _described(name, "tpu", topology_name=name)
+        one_chip = {"chips_per_host_bounds": [1, 1, 1]} if count == 1 else {}  # libtpu's are 2x2x1
+        devices = _described(name, "tpu", topology_name=name, **one_chip)
     elif chip is CHIPS[COMPILED_GPU]:
         _check_installed("jax_plugins.xla_cuda12", "plan-gpu", "jax-cuda12-plugin")
         options = {"target_config": H100, "topology": f"1x1x{count}"}

@@ -32,7 +32,7 @@ from jaxllm.generation.call.prepare import prepare_call
 from jaxllm.generation.generate import program_model
 from jaxllm.planning import LoweredProgram, abstract_model, hlo, lower
 from jaxllm.planning.plan import floor_us, plan_program, times_of
-from jaxllm.planning.topology import CHIPS
+from jaxllm.planning.topology import CHIPS, chip_and_count, find_topology
 
 SMALL = {"batch": 2, "prompt": 5, "new": 6, "slots": 4}
 FIELDS = (
@@ -337,6 +337,12 @@ def test_a_tpu_compiles_the_decode_loop() -> None:
     program = check_decode("v5e:2x2")
     assert program.estimated_step_us >= program.floor_step_us
     assert program.series_step_us == program.overlapped_step_us == program.estimated_step_us
+
+
+@needs_tpu
+@pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1", "v5e:2x4"])
+def test_a_topology_has_the_devices_that_it_names(topology: str) -> None:
+    assert len(find_topology(topology).devices) == chip_and_count(topology)[1]
 
 
 @needs_tpu
