@@ -87,10 +87,11 @@ def boolean(value: object) -> bool:
 
 
 def choice(*values: Any) -> Callable[[Any], Any]:
-    """Checks for one of the given values."""
+    """Checks for one of the given values; 1 is not True."""
 
     def check(value: object) -> Any:
-        if not any(value is allowed or (value == allowed) is True for allowed in values):
+        value = to_scalar(value)
+        if not any(type(value) is type(allowed) and value == allowed for allowed in values):
             raise BadValueError("one of " + ", ".join(map(repr, values)))
         return value
 
@@ -133,14 +134,42 @@ def layers(value: object) -> Any:
     return result
 
 
+def one_word(value: object) -> tuple[int, ...]:
+    """Checks for a non-empty list of token ids, stored as a tuple."""
+    result = token_ids(value)
+    if not result:
+        raise BadValueError("a non-empty list of token ids")
+    return result
+
+
 def words(value: Any) -> tuple[tuple[int, ...], ...]:
     """Checks for a non-empty list of non-empty lists of token ids, stored as tuples."""
     try:
-        result = tuple(token_ids(word) for word in value)
+        result = () if isinstance(value, Mapping) else tuple(map(one_word, value))
     except (BadValueError, TypeError):
         result = ()
-    if isinstance(value, str) or not result or not all(result):
+    if not result:
         raise BadValueError("a non-empty list of non-empty lists of token ids")
+    return result
+
+
+def phrases(value: Any) -> tuple[tuple[Any, ...], ...]:
+    """Checks for a list of phrases, or of lists of phrases of which one suffices; stores tuples.
+
+    >>> phrases([[5, 6], [[7], [8, 9]]])
+    ((5, 6), ((7,), (8, 9)))
+    """
+
+    def check(item: Any) -> tuple[Any, ...]:
+        is_list = isinstance(item, Sequence | np.ndarray) and len(item) > 0
+        return words(item) if is_list and np.ndim(item[0]) == 1 else one_word(item)
+
+    try:
+        result = () if isinstance(value, Mapping) else tuple(map(check, value))
+    except (BadValueError, TypeError, ValueError):
+        result = ()
+    if not result:
+        raise BadValueError("a non-empty list of phrases, which are lists of token ids")
     return result
 
 
@@ -202,7 +231,7 @@ def decay(value: Any) -> tuple[int, float]:
     """Checks for a pair (start, factor); either may be a tracer."""
     try:
         start, factor = value
-        return integer(0)(start), number("(0, inf)")(factor)
+        return integer(0)(start), number("[1e-30, 1e30]")(factor)
     except (BadValueError, TypeError, ValueError):
         raise BadValueError("a pair (start, factor) with start >= 0 and factor > 0") from None
 
@@ -216,10 +245,20 @@ def strings(value: object) -> tuple[str, ...]:
 
 
 def options(value: object) -> dict[str, Any]:
-    """Checks for a map from names to values, stored as a dict."""
+    """Checks for a map from names to values that are no arrays, stored as a dict."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise BadValueError("a map from names to values")
-    return {name: to_scalar(item) for name, item in value.items()}
+    result = {name: to_scalar(item) for name, item in value.items()}
+    if any(np.ndim(item) for item in result.values() if hasattr(item, "dtype")):
+        raise BadValueError("a map from names to values that are no arrays")
+    return result
+
+
+def constraint_list(value: object) -> tuple[Any, ...]:
+    """Checks for a list, stored as a tuple; constrained beam search checks its items."""
+    if not isinstance(value, list | tuple):
+        raise BadValueError("a list of constraints")
+    return tuple(value)
 
 
 def converted_by(module: str, function: str) -> Callable[[object], Any]:

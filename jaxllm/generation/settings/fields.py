@@ -138,6 +138,8 @@ class Field:
 
     def has_effect(self, value: object) -> bool:
         """True if a value is neither neutral nor the default."""
+        if self.metadata:
+            return False
         return is_traced(value) or value not in (self.neutral, self.default)
 
     def fits_slots(self, value: object) -> bool:
