@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, UInt32
 
+from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.inputs.values import TokenIds, id_list, int_leaf, is_integer
 from jaxllm.generation.processors.base import (
@@ -173,6 +174,7 @@ def _processor(
     eos_token_id: TokenIds | None,
     prompt_len: int | Array | None,
 ) -> GrammarLogitsProcessor:
+    checked(tokenizer, (Tokenizer,), "tokenizer", "a tokenizer of jaxllm")
     matcher = llguidance().LLMatcher
     eos = tokenizer.eos_token_id if eos_token_id is None else eos_token_id
     ends = [] if eos is None else list(id_list(eos))

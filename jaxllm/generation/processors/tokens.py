@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.common.errors import InputError, quoted
 from jaxllm.generation.inputs.values import (
     NO_TOKEN,
     TokenIds,
@@ -35,7 +34,14 @@ from jaxllm.generation.processors.base import (
     logits_processor,
     store,
 )
-from jaxllm.generation.settings.field_checks import MAX_BIASED_TOKENS, biases, checked, words
+from jaxllm.generation.settings.field_checks import (
+    MAX_BIASED_TOKENS,
+    biases,
+    checked,
+    decay,
+    token_biases,
+    words,
+)
 
 _HUGE = 1e30
 
@@ -205,11 +211,12 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
     tokens: Int[Array, " N"]
     bias: Float[Array, " N"]
 
-    def __init__(self, logit_bias: Mapping[int, float]) -> None:
+    def __init__(self, logit_bias: Mapping[int, float] | Sequence[tuple[int, float]]) -> None:
+        pairs = checked(type(self).__name__, "logit_bias", token_biases, logit_bias)
         tokens = np.zeros(MAX_BIASED_TOKENS, np.int32)
         bias = np.zeros(MAX_BIASED_TOKENS, np.float32)
-        tokens[: len(logit_bias)] = list(logit_bias.keys())
-        bias[: len(logit_bias)] = list(logit_bias.values())
+        tokens[: len(pairs)] = [token for token, _ in pairs]
+        bias[: len(pairs)] = [value for _, value in pairs]
         store(self, tokens=tokens, bias=bias)
 
     def is_neutral(self) -> Bool[Array, ""]:
@@ -323,13 +330,7 @@ class ExponentialDecayLengthPenalty(LogitsProcessor):
         input_ids_seq_length: int | Array,
     ) -> None:
         owner, name = type(self).__name__, "exponential_decay_length_penalty"
-        try:
-            start, factor = exponential_decay_length_penalty
-        except (TypeError, ValueError):
-            raise InputError(
-                f"{owner}: `{name}` must be (start, factor), "
-                f"but is {quoted(exponential_decay_length_penalty)}"
-            ) from None
+        start, factor = checked(owner, name, decay, exponential_decay_length_penalty)
         prompt = int_leaf(owner, "input_ids_seq_length", input_ids_seq_length)
         store(
             self,

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from jaxllm.common.arguments import checked, checked_function
 from jaxllm.common.errors import InputError, UnsupportedError, quoted
 from jaxllm.generation.inputs.arguments import CallArguments, needed_tokenizer
 from jaxllm.generation.inputs.values import (
@@ -41,11 +42,7 @@ from jaxllm.generation.processors.base import (
     store,
     tuple_of_callables,
 )
-from jaxllm.generation.processors.host import (
-    HostFunction,
-    call_by_row,
-    host_function,
-)
+from jaxllm.generation.processors.host import HostFunction, call_by_row
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.stopping.stop_strings import bucketed_automaton
 from jaxllm.tokenizers import Tokenizer
@@ -126,7 +123,8 @@ class StoppingCriteriaList(tuple[Callable[..., Done], ...]):
         cur_len = input_ids.shape[1] if cur_len is None else cur_len
         done = jnp.zeros(input_ids.shape[0], bool)
         for criterion in self:
-            out = criterion(input_ids, scores, cur_len, **accepted_arguments(criterion, kwargs))
+            accepted = accepted_arguments("stopping_criteria", criterion, kwargs)
+            out = criterion(input_ids, scores, cur_len, **accepted)
             done |= checked_done(criterion, out, done.shape)
         return done
 
@@ -230,7 +228,7 @@ class HostCriteria(StoppingCriteria):
     fn: HostFunction
 
     def __init__(self, fn: HostFunction) -> None:
-        store(self, fn=host_function(type(self).__name__, fn))
+        store(self, fn=checked_function(fn, f"{type(self).__name__}: fn"))
 
     def __call__(
         self,
@@ -279,10 +277,7 @@ class StopStringCriteria(StoppingCriteria):
 
     def __init__(self, tokenizer: Tokenizer, stop_strings: str | Sequence[str]) -> None:
         patterns = _patterns(stop_strings)
-        if not isinstance(tokenizer, Tokenizer):
-            raise InputError(
-                f"StopStringCriteria: `tokenizer` must be a jaxllm tokenizer, but is {tokenizer!r}"
-            )
+        checked(tokenizer, (Tokenizer,), "tokenizer", "a tokenizer of jaxllm")
         classes, table = bucketed_automaton(tokenizer, patterns)
         if not (table % 2).any():
             raise InputError(

@@ -197,5 +197,5 @@ def test_wrong_strings(strings):
 
 @pytest.mark.ci
 def test_a_tokenizer_is_needed():
-    with pytest.raises(InputError, match="`tokenizer` must be a jaxllm tokenizer, but is None"):
+    with pytest.raises(InputError, match="tokenizer: expected a tokenizer of jaxllm, found None"):
         StopStringCriteria(None, ["a"])  # pyright: ignore[reportArgumentType]
