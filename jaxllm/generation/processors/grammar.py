@@ -90,7 +90,7 @@ class GrammarLogitsProcessor(LogitsProcessor):
         return jnp.where(allowed, scores, -jnp.inf)
 
     def allowed_bits(self, new_tokens: Sequence[int], vocab_size: int) -> UInt32[np.ndarray, " W"]:
-        """The tokens that are allowed after some new ones of one row, as bits (`pack`)."""
+        """The tokens that are allowed after some new ones of one row, as bits (`pack_bits`)."""
         ids = np.array(new_tokens, np.int64)
         row = HostRow(ids, np.ones(len(ids), bool), prompt_len=0)
         return rule_of(self.rule)([row], vocab_size)[0]
