@@ -12,6 +12,7 @@ from jaxtyping import Array
 from jaxllm.common.errors import InputError, JaxLLMError, quoted
 from jaxllm.generation.inputs.values import (
     Number,
+    any_traced,
     id_list,
     in_interval,
     is_integer,
@@ -99,13 +100,16 @@ def choice(*values: Any) -> Callable[[Any], Any]:
 
 
 def token_ids(value: object) -> tuple[int, ...]:
-    """Checks for a list of token ids, stored as a tuple."""
+    """Checks for a list of token ids, stored as a tuple. Refuses tracers, as `boolean`."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise BadValueError("a list of token ids")
     try:
-        return tuple(integer(0)(item) for item in value)
+        result = tuple(integer(0)(item) for item in value)
     except (BadValueError, TypeError):  # an array without axes is an Iterable too
         raise BadValueError("a list of token ids") from None
+    if any_traced(result):
+        raise BadValueError("a list of token ids known outside jax.jit")
+    return result
 
 
 def token_id_or_ids(value: object) -> Any:
@@ -180,7 +184,7 @@ def biases(value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
         result = {token_ids(ids): number("[-inf, inf]")(bias) for ids, bias in pairs}
     except (BadValueError, TypeError, ValueError):
         result = {}
-    if not result or not all(result):
+    if not result or not all(result) or any_traced(*result.values()):
         raise BadValueError("a map from tuples of token ids to numbers, or a list of [ids, number]")
     return tuple(result.items())
 
@@ -199,6 +203,8 @@ def token_biases(value: Any) -> tuple[tuple[int, float], ...]:
         }
     except (BadValueError, TypeError, ValueError):
         raise BadValueError("a map from token ids to numbers from -100 to 100") from None
+    if any_traced(*biases.values()):
+        raise BadValueError("a map to numbers known outside jax.jit")
     if len(biases) > MAX_BIASED_TOKENS:
         raise BadValueError(f"a map of at most {MAX_BIASED_TOKENS} token ids")
     return tuple(biases.items())

@@ -335,6 +335,19 @@ def test_bad_arguments_are_named(make, named):
         make()
 
 
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda x: P.NoBadWordsLogitsProcessor([[x]]), "bad_words_ids"),
+        (lambda x: P.SequenceBiasLogitsProcessor({(1,): x}), "sequence_bias"),
+        (lambda x: P.LogitBiasLogitsProcessor({1: x}), "logit_bias"),
+    ],
+)
+def test_tables_on_the_host_hold_no_tracers(make, named):
+    with pytest.raises(InputError, match=f"`{named}` must be"):
+        jax.jit(make)(1)
+
+
 @pytest.mark.ci
 def test_numbers_may_be_tracers():
     @jax.jit
