@@ -30,7 +30,7 @@ class BadValueError(ValueError):
     """Error with the expected value as message; the caller adds the field's name and value."""
 
 
-def checked(
+def checked_by(
     where: str,
     name: str,
     check: Callable[[Any], T],
@@ -242,11 +242,14 @@ def decay(value: Any) -> tuple[int, float]:
         raise BadValueError("a pair (start, factor) with start >= 0 and factor > 0") from None
 
 
-def strings(value: object) -> tuple[str, ...]:
+def strings(value: Any) -> tuple[str, ...]:
     """Checks for a non-empty string or a list of them, stored as a tuple."""
     result = (value,) if isinstance(value, str) else value
-    if not isinstance(result, Sequence) or not all(isinstance(s, str) and s for s in result):
+    is_list = isinstance(result, Sequence) and len(result) > 0
+    if not is_list or not all(isinstance(s, str) and s for s in result):
         raise BadValueError("a non-empty string or a list of them")
+    if any("\ud800" <= char <= "\udfff" for string in result for char in string):
+        raise BadValueError("text without unpaired surrogates")
     return tuple(result)
 
 

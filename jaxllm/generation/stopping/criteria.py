@@ -44,6 +44,7 @@ from jaxllm.generation.processors.base import (
 )
 from jaxllm.generation.processors.host import HostFunction, call_by_row
 from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.generation.settings.field_checks import checked_by, strings
 from jaxllm.generation.stopping.stop_strings import bucketed_automaton
 from jaxllm.tokenizers import Tokenizer
 
@@ -276,7 +277,8 @@ class StopStringCriteria(StoppingCriteria):
     window: int
 
     def __init__(self, tokenizer: Tokenizer, stop_strings: str | Sequence[str]) -> None:
-        patterns = _patterns(stop_strings)
+        texts = checked_by("StopStringCriteria", "stop_strings", strings, stop_strings)
+        patterns = tuple(sorted({text.encode("utf-8") for text in texts}))
         checked(tokenizer, (Tokenizer,), "tokenizer", "a tokenizer of jaxllm")
         classes, table = bucketed_automaton(tokenizer, patterns)
         if not (table % 2).any():
@@ -301,19 +303,6 @@ class StopStringCriteria(StoppingCriteria):
         # Not unrolled: XLA would fuse the chain of lookups, at exponential cost.
         code, _ = jax.lax.scan(read, jnp.zeros_like(classes[:, 0]), classes.T)
         return code % 2 == 1
-
-
-def _patterns(stop_strings: str | Sequence[str]) -> tuple[bytes, ...]:
-    strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
-    good = isinstance(strings, Sequence) and all(isinstance(s, str) and s for s in strings)
-    if not good or not strings:
-        raise InputError(
-            f"stop_strings: expected a non-empty string or several, found {quoted(stop_strings)}"
-        )
-    try:
-        return tuple(sorted({string.encode("utf-8") for string in strings}))
-    except UnicodeEncodeError as failure:
-        raise InputError(f"stop_strings: {failure.object!r} holds an unpaired surrogate") from None
 
 
 class MaxTimeCriteria:

@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.values import bucket
-from jaxllm.generation.settings.field_checks import checked, one_word, words
+from jaxllm.generation.settings.field_checks import checked_by, one_word, words
 from jaxllm.generation.strategies.beam_search import BeamStrategy
 from jaxllm.generation.strategies.beam_state import (
     WORST,
@@ -67,7 +67,7 @@ class PhrasalConstraint:
     words: tuple[tuple[int, ...], ...]
 
     def __init__(self, token_ids: Sequence[int]):
-        phrase = checked("PhrasalConstraint", "token_ids", one_word, token_ids)
+        phrase = checked_by("PhrasalConstraint", "token_ids", one_word, token_ids)
         object.__setattr__(self, "words", (phrase,))
 
 
@@ -82,7 +82,9 @@ class DisjunctiveConstraint:
     words: tuple[tuple[int, ...], ...]
 
     def __init__(self, nested_token_ids: Sequence[Sequence[int]]):
-        alternatives = checked("DisjunctiveConstraint", "nested_token_ids", words, nested_token_ids)
+        alternatives = checked_by(
+            "DisjunctiveConstraint", "nested_token_ids", words, nested_token_ids
+        )
         for word in alternatives:
             if any(other is not word and other[: len(word)] == word for other in alternatives):
                 raise InputError(

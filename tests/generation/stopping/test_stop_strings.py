@@ -191,7 +191,7 @@ def test_a_table_stays_small_and_is_made_in_time():
 
 @pytest.mark.parametrize("strings", [[], "", ["a", ""], [3], None, ["\ud800"], {"a": 1}])
 def test_wrong_strings(strings):
-    with pytest.raises(InputError, match="stop_strings: "):
+    with pytest.raises(InputError, match="`stop_strings` must be"):
         StopStringCriteria(tokenizer("gpt2"), strings)
 
 
