@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxllm.common.arguments import checked_count
 from jaxllm.common.errors import ConfigError, InputError, NonFiniteError, quoted
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.generate import generate
@@ -39,6 +40,9 @@ class TaskModel:
     batch_size: int = 8
     prefix: str = ""
     """Text in front of every prompt that is a string."""
+
+    def __post_init__(self) -> None:
+        checked_count(self.batch_size, "batch_size")
 
 
 def with_task_settings(task: str, model: Model[Any]) -> tuple[Model[Any], str]:

@@ -76,6 +76,9 @@ class Pipeline(TaskModel):
         rows: list[Any] = [inputs] if single else checked_list(inputs, "inputs")
         if not rows:
             return []
+        for i, row in enumerate(rows):
+            if not (isinstance(row, str) or _is_chat(row)):
+                raise InputError(f"inputs[{i}]: expected a string, found {quoted(row)}")
         results = list(TASKS[self.task].run(pipe, rows, **options))
         if single:
             return results if isinstance(results[0], dict) else results[0]

@@ -60,6 +60,39 @@ MODEL_CALLS = {
     "generation_config: .*names of fields": lambda m: m.generate([[1]], generation_config={1: 2}),
     "begin_suppress_tokens": lambda m: m.generate([[1]], begin_suppress_tokens=np.array(None)),
     "top_p.* number in": lambda m: m.generate([[1]], top_p=jax.random.key(0)),
+    "bos_token_id.* 99 is not in the vocab": lambda m: m.generate(bos_token_id=99),
+    "`constraints` names token 99": lambda m: m.generate(
+        [[1]], num_beams=2, constraints=[jaxllm.generation.PhrasalConstraint([99])]
+    ),
+    "inputs_embeds: expected floats, found int": lambda m: m.generate(
+        inputs_embeds=np.zeros((1, 3, 32), int)
+    ),
+    "inputs_embeds: rows of different": lambda m: m.generate(inputs_embeds=[[1, 2], [3]]),
+    "encoder_hidden_states: expected a non-empty": lambda m: m.generate(
+        [[1]], encoder_hidden_states=3
+    ),
+    "row_ids: rows of different lengths": lambda m: m.generate([[1]], row_ids=[[1], [1, 2]]),
+    r"row_ids: .* found \[-1\]": lambda m: m.generate([[1]], row_ids=[-1]),
+    "key: a seed is from 0 .* found -1": lambda m: m.generate([[1]], key=-1),
+    "return_past_key_values: expected True": lambda m: m.generate(
+        [[1]], return_past_key_values="no"
+    ),
+    r"logits_processor: <lambda> must be .* are \(a, b\)": lambda m: m.generate(
+        [[1]], logits_processor=[lambda a, b: b]
+    ),
+    "logits_processor: TemperatureLogitsWarper must be a function": lambda m: m.generate(
+        [[1]], logits_processor=[jaxllm.generation.TemperatureLogitsWarper]
+    ),
+    r"stopping_criteria: <lambda> must be .* are \(a, b\)": lambda m: m.generate(
+        [[1]], stopping_criteria=[lambda a, b: True]
+    ),
+    "attention_mask: expected 0 and 1 only, found 2": lambda m: m.generate(
+        [[1]], attention_mask=[[2]]
+    ),
+    r"attention_mask\[1\]: expected shape \(2,\), found": lambda m: jaxllm.score(
+        m, [[1], [1, 2]], [[1], [1]], attention_mask=[[1], [1]]
+    ),
+    r"prompts\[0\]: rows of different": lambda m: jaxllm.score(m, [[[1], [1, 2]]], [[1]]),
     "input_ids: expected an array of numbers": lambda m: m(jax.random.key(0)),
     "key: expected": lambda m: m.generate([[1]], do_sample=True, key=[1, [2]]),
     "revision: expected a branch": lambda m: jaxllm.load(GPT2, revision=3),
@@ -204,3 +237,22 @@ def test_of_a_pipeline() -> None:
     for inputs in (None, 3):
         with pytest.raises(InputError, match=f"inputs: expected a list, found {inputs}"):
             pipe(inputs)
+    with pytest.raises(InputError, match=r"inputs\[1\]: expected a string, found 3"):
+        pipe(["a", 3])
+    with pytest.raises(InputError, match="batch_size: expected an integer of 1 or more, found 0"):
+        pipe("a", batch_size=0)
+
+
+def test_encoder_outputs() -> None:
+    for value in ([], "abc", [[1, 2], [3]], np.zeros((1, 3, 32), int), np.zeros((1, 3))):
+        with pytest.raises(InputError, match="encoder_outputs: "):
+            tiny.cached("t5").generate(encoder_outputs=value)
+
+
+def test_an_array_of_phrases_in_a_row_of_a_batch() -> None:
+    """An error of a row is in its result, and phrases may be an array."""
+    row = {"input_ids": [3], "max_new_tokens": 2, "num_beams": 2, "eos_token_id": None}
+    rows = [{**row, "force_words_ids": np.array(x)} for x in ([[7]], [7])]
+    forced, wrong = jaxllm.BatchGenerator(tiny.cached("gpt2"), slots=2).generate(rows)
+    assert 7 in forced.output_ids[0]
+    assert "`force_words_ids` must be a non-empty list of phrases" in str(wrong.error)

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.common.arguments import checked_count
 from jaxllm.common.errors import InputError, UnsupportedError, quoted
 from jaxllm.common.progress import progress_phase
 from jaxllm.generation.call.keys import RandomKey
@@ -24,7 +25,6 @@ from jaxllm.generation.call.output import (
 )
 from jaxllm.generation.call.prepare import Request, prepare_call
 from jaxllm.generation.inputs.arguments import TokenRows
-from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.loop import (
     decode,
     finish,
@@ -158,10 +158,7 @@ def stream(
         UnsupportedError: as `generate`, and for beams, whose tokens are final only at the end.
         NonFiniteError: as `generate`, at the step where it happens.
     """
-    if not is_integer(chunk_size) or chunk_size < 1:
-        raise InputError(
-            f"chunk_size: expected an integer of 1 or more, found {quoted(chunk_size)}"
-        )
+    checked_count(chunk_size, "chunk_size")
     request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
     if request.traced:
         raise InputError("stream: runs on the host, outside jax.jit; use generate inside")

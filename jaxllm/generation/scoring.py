@@ -13,10 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.common.arguments import checked_iterable, checked_list, checks_flags
+from jaxllm.common.arguments import checked_count, checked_iterable, checked_list, checks_flags
 from jaxllm.common.errors import InputError, NonFiniteError, quoted
 from jaxllm.generation.call.prompts import decoder_prompt
 from jaxllm.generation.inputs.arguments import TokenRows
@@ -25,13 +24,13 @@ from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, padded_rows
 from jaxllm.generation.inputs.values import (
     any_traced,
     bucket,
-    is_integer,
     is_traced,
 )
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.strategies.token_choice import choose_greedy
 from jaxllm.models.decoder import Decoder, GenerativeModel, checked_generative
 from jaxllm.models.decoder_only import with_rope_per_row
+from jaxllm.models.input_checks import mask_of, on_host
 from jaxllm.parallel.placement import mesh_of, put_rows
 from jaxllm.parallel.sharding import constrain, use_mesh
 
@@ -128,10 +127,7 @@ def stream_scores(
     Arguments and errors are those of `score`.
     """
     pairs = read_pairs(model, prompts, completions, attention_mask, completion_mask)
-    if not is_integer(batch_size) or batch_size < 1:
-        raise InputError(
-            f"batch_size: expected an integer of 1 or more, found {quoted(batch_size)}"
-        )
+    checked_count(batch_size, "batch_size")
     run = batch_scorer(model)
     for i, scores in run_in_batches(run, pairs, batch_size, length=lambda pair: pair.size):
         log_probs, is_best, is_finite = (x[: len(pairs[i].completion)] for x in scores)
@@ -280,11 +276,13 @@ def token_rows(
 ) -> list[Int[np.ndarray, " _"]]:
     """The real tokens of each row, as int32."""
     checked_iterable(rows, name, "a list of rows of token ids")
-    if mask is not None and np.shape(mask) != np.shape(np.asarray(rows, dtype=object)):
-        raise InputError(f"{mask_name}: expected the shape of {name}, found {np.shape(mask)}")
+    masks = None if mask is None else checked_list(mask, mask_name)
+    rows = list(rows)
+    if masks is not None and len(masks) != len(rows):
+        raise InputError(f"{mask_name}: {len(masks)} rows, but {name} has {len(rows)}")
     token_ids = []
     for i, row in enumerate(rows):
-        ids = np.asarray(row)
+        ids = on_host(f"{name}[{i}]", row)
         if ids.size == 0:
             ids = ids.astype(np.int32)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -292,8 +290,8 @@ def token_rows(
             raise InputError(
                 f"{name}[{i}]: expected a list of token ids, found {quoted(row)}{hint}"
             )
-        if mask is not None:
-            ids = ids[real_columns(f"{mask_name}[{i}]", mask[i])]
+        if masks is not None:
+            ids = ids[mask_of(f"{mask_name}[{i}]", masks[i], ids.shape)]
         bad = (ids < 0) | (ids >= vocab_size)
         if bad.any():
             raise InputError(
@@ -303,13 +301,6 @@ def token_rows(
     if not token_ids:
         raise InputError(f"{name}: no rows")
     return token_ids
-
-
-def real_columns(name: str, mask: Sequence[int] | ArrayLike) -> np.ndarray:
-    mask = np.asarray(mask)
-    if not np.isin(mask, (0, 1)).all():
-        raise InputError(f"{name}: expected 0 and 1 only")
-    return mask.astype(bool)
 
 
 @checks_flags
@@ -337,7 +328,7 @@ def compute_transition_scores(
         number of steps, and entries after a row's end are scores of pads, as in transformers.
 
     Raises:
-        InputError: shapes that do not fit together.
+        InputError: shapes that do not fit together, or tokens or beams that scores do not have.
 
     >>> sequences = jnp.array([[7, 1, 0]])  # one token of prompt
     >>> scores = (jnp.array([[-0.5, -0.1]]), jnp.array([[-0.2, -0.7]]))
@@ -348,7 +339,7 @@ def compute_transition_scores(
     if len(scores) == 0:
         raise InputError("scores: empty; ask for them with output_scores=True")
     stacked = _array("scores", scores, jnp.floating, 3).astype(jnp.float32)
-    steps, rows, _ = stacked.shape
+    steps, rows, vocabulary = stacked.shape
     sequences = _array("sequences", sequences, jnp.integer, 2)
     if normalize_logits:
         stacked = jax.nn.log_softmax(stacked, axis=-1)
@@ -370,6 +361,13 @@ def compute_transition_scores(
         )
     beams = jnp.where(has_token, beam_indices, 0)[:, :length]
     tokens = sequences[:, sequences.shape[1] - length :]
+    # JAX would take an index beyond an axis for its last one.
+    for name, indices, limit in (("beam_indices", beams, rows), ("sequences", tokens, vocabulary)):
+        if not is_traced(indices) and ((indices < 0) | (indices >= limit)).any():
+            raise InputError(
+                f"{name}: expected numbers below {limit}, which scores have, found "
+                f"{int(indices.min())} to {int(indices.max())}"
+            )
     token_scores = stacked[jnp.arange(length), beams, tokens]
     return jnp.where(has_token[:, :length], token_scores, 0.0)
 

@@ -120,13 +120,18 @@ def checked_token_ids(name: str, ids: Any, vocab_size: int) -> Any:
 
 
 def embeddings(name: str, x: Any, width: int) -> Float[Array, "B T D"]:
+    """`checked_embeddings` as a JAX array."""
+    return jnp.asarray(checked_embeddings(name, x, width))
+
+
+def checked_embeddings(name: str, x: Any, width: int) -> Any:
     """Checks embeddings or an encoder's output [B, T, D]; they stay on their device."""
     x = x if hasattr(x, "dtype") else on_host(name, x)
     if x.ndim != 3 or x.shape[-1] != width or x.size == 0:
         raise InputError(f"{name}: expected a non-empty [batch, length, {width}], found {x.shape}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise InputError(f"{name}: expected floats, found {x.dtype}")
-    return jnp.asarray(x)
+    return x
 
 
 def mask_of(name: str, mask: Any, shape: tuple[int, ...]) -> Any:
@@ -141,8 +146,9 @@ def mask_of(name: str, mask: Any, shape: tuple[int, ...]) -> Any:
         raise InputError(f"{name}: expected shape {shape}, found {mask.shape}")
     if is_traced(mask):
         return mask.astype(bool)
-    if not np.isin(mask, (0, 1)).all():
-        raise InputError(f"{name}: expected 0 and 1 only")
+    is_good = np.isin(mask, (0, 1))
+    if not is_good.all():
+        raise InputError(f"{name}: expected 0 and 1 only, found {quoted(mask[~is_good][0])}")
     return mask.astype(bool)
 
 

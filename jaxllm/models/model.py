@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxllm.cache.attention_view import AttentionView, Branches
 from jaxllm.cache.kv_cache import Cache
-from jaxllm.common.arguments import CALL, checked, checks_flags, drop_renamed
+from jaxllm.common.arguments import CALL, checked, checked_count, checks_flags, drop_renamed
 from jaxllm.common.errors import InputError, quoted
 from jaxllm.models.config import ModelConfig, check_token_ids
 from jaxllm.models.outputs import BaseOutput, DecodeOutput
@@ -399,8 +399,7 @@ class LanguageModel(Generates, Model[C]):
     def empty_cache(self, batch: int, capacity: int) -> Cache:
         """A self-attention cache of `capacity` columns, without tokens."""
         for name, size in (("batch", batch), ("capacity", capacity)):
-            if checked(size, (int, np.integer), name, "an integer of 1 or more") < 1:
-                raise InputError(f"{name}: expected an integer of 1 or more, found {quoted(size)}")
+            checked_count(size, name)
         stack = self.decoder_stack
         attn = stack.blocks[0].attn
         return Cache.empty(

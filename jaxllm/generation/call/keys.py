@@ -18,7 +18,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Key, UInt32
 
 from jaxllm.common.errors import InputError, quoted
-from jaxllm.generation.inputs.values import is_integer, is_traced
+from jaxllm.generation.inputs.values import is_integer, is_traced, to_scalar
+from jaxllm.models.input_checks import on_host
 
 RandomKey: TypeAlias = Array | np.ndarray | int | None
 """A typed PRNG key, the data of a raw one, or an int seed; None: a fresh seed."""
@@ -53,13 +54,16 @@ def row_keys(
             that are not uint32, or sampling inside jax.jit without a key.
     """
     row_ids = _checked_row_ids(row_ids, batch)
-    if not sampling and (key is None or is_integer(key)):
+    seed: Any = to_scalar(key)
+    if is_integer(seed) and not 0 <= seed < 2**32:  # JAX drops higher bits
+        raise InputError(f"key: a seed is from 0 to 2**32 - 1, found {quoted(seed)}")
+    if not sampling and (seed is None or is_integer(seed)):
         return _unused_keys(batch * samples)
-    if key is None:
+    if seed is None:
         if under_jit:
             raise InputError("key: sampling inside jax.jit needs a key, as an argument")
-        key = secrets.randbits(32)
-    return _random_keys(_typed_key(key), row_ids, samples)
+        seed = secrets.randbits(32)
+    return _random_keys(_typed_key(seed), row_ids, samples)
 
 
 def _unused_keys(count: int) -> Key[Array, " Bn"]:
@@ -76,9 +80,7 @@ def _key_shape(implementation: str) -> tuple[int, ...]:
 
 def _typed_key(key: Any) -> Key[Array, ""]:
     if is_integer(key) or (getattr(key, "ndim", 1) == 0 and jnp.issubdtype(key.dtype, jnp.integer)):
-        if not is_traced(key) and not 0 <= int(key) < 2**32:  # JAX drops higher bits
-            raise InputError(f"key: a seed is from 0 to 2**32 - 1, found {quoted(int(key))}")
-        key = jax.random.key(key if is_traced(key) else int(key))
+        key = jax.random.key(key)
     elif not hasattr(key, "dtype"):
         raise InputError(f"key: expected jax.random.key(...) or an int, found {quoted(key)}")
     elif not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
@@ -92,16 +94,16 @@ def _typed_key(key: Any) -> Key[Array, ""]:
 
 
 def _checked_row_ids(row_ids: RowIds, batch: int) -> UInt32[Array, " B"]:
-    if row_ids is None:
-        row_ids = np.arange(batch, dtype=np.uint32)
-    elif np.shape(row_ids) != (batch,):
-        raise InputError(f"row_ids: expected shape {(batch,)}, found {np.shape(row_ids)}")
-    elif not is_traced(row_ids):
-        host = np.asarray(row_ids)
+    host = on_host("row_ids", np.arange(batch) if row_ids is None else row_ids)
+    if host.shape != (batch,):
+        raise InputError(f"row_ids: expected shape {(batch,)}, found {host.shape}")
+    if not is_traced(host):
         if host.dtype.kind not in "iu" or (host < 0).any() or (host >= 2**32).any():
-            raise InputError("row_ids: expected integers from 0 to 2**32 - 1")
-        row_ids = host.astype(np.uint32)
-    return jnp.asarray(row_ids, jnp.uint32)
+            raise InputError(
+                f"row_ids: expected integers from 0 to 2**32 - 1, found {quoted(row_ids)}"
+            )
+        host = host.astype(np.uint32)
+    return jnp.asarray(host, jnp.uint32)
 
 
 @jax.jit(static_argnames=("samples",))

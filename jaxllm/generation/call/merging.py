@@ -14,7 +14,7 @@ from jaxllm.generation.settings.resolve import (
     UnusedFieldWarning,
     check_consistent,
     check_for_use,
-    resolve_eos,
+    token_tuple,
 )
 from jaxllm.models.decoder import GenerativeModel
 
@@ -60,9 +60,10 @@ def merged_config(
         message = f"`{name}` has no effect: this model has a decoder only"
         warn(UnusedFieldWarning(message, name))
     if "eos_token_id" in explicit.to_dict():
-        return config, resolve_eos(config)
+        return config, token_tuple(config.eos_token_id)
     card = model.checked_card("generate")
-    end_tokens = (*resolve_eos(model_defaults), *card.config.eos_token_ids, *card.tokenizer_eos)
+    own = token_tuple(model_defaults.eos_token_id)
+    end_tokens = (*own, *card.config.eos_token_ids, *card.tokenizer_eos)
     known = tuple(dict.fromkeys(i for i in end_tokens if 0 <= i < model.config.vocab_size))
     if card.unknown_eos and not known:
         warn(

@@ -20,10 +20,9 @@ from jaxllm.generation.inputs.arguments import (
 from jaxllm.generation.inputs.padded_batch import (
     SMALLEST_BUCKET,
     PaddedBatch,
-    check_width,
+    checked_embeds,
     checked_ids,
     checked_mask,
-    floats,
     pad_right,
 )
 from jaxllm.generation.inputs.values import HostArray, bucket, is_traced
@@ -148,7 +147,7 @@ def decoder_only_inputs(
         mask = inputs.encoder_attention_mask
         refuse({"encoder_attention_mask": mask}, "no encoder_hidden_states")
         return PreparedInputs(prompt)
-    states = jnp.asarray(states)
+    states = check.embeddings("encoder_hidden_states", states, model.config.width)
     if states.shape[0] != prompt.rows:
         raise InputError(f"encoder_hidden_states: {states.shape[0]} rows for {prompt.rows} prompts")
     mask = check.mask_of("encoder_attention_mask", inputs.encoder_attention_mask, states.shape[:2])
@@ -177,9 +176,8 @@ def decoder_only_prompt(
 ) -> PaddedBatch:
     """The prompt of a decoder-only model: ids, embeddings, or a lone BOS token."""
     attention_mask = inputs.attention_mask
-    embeds = None if inputs.inputs_embeds is None else floats(inputs.inputs_embeds)
-    if embeds is not None:
-        check_width("inputs_embeds", embeds, model.config.width)
+    embeds = inputs.inputs_embeds
+    embeds = None if embeds is None else checked_embeds(embeds, model.config.width)
     if inputs.input_ids is None and embeds is None:
         bos = config.bos_token_id
         bos = model.config.bos_token_id if bos is None else bos
@@ -188,7 +186,8 @@ def decoder_only_prompt(
                 "input_ids: none given, and the model has no bos_token_id to start from"
             )
         refuse({"attention_mask": attention_mask}, "given without input_ids")
-        return PaddedBatch(np.full((1, 1), bos, np.int32), np.ones((1, 1), bool))
+        ids = checked_ids("bos_token_id", [[bos]], model.config.vocab_size)
+        return PaddedBatch(ids, np.ones((1, 1), bool))
     if inputs.input_ids is None:
         assert embeds is not None
         return PaddedBatch(None, checked_mask(attention_mask, embeds.shape[:2]), embeds)
@@ -221,8 +220,8 @@ def encoder_inputs(
         refuse(
             {"inputs_embeds": inputs.inputs_embeds}, "has no effect beside encoder_outputs; drop it"
         )
-        states = jnp.asarray(last_hidden_state(outputs))
-        check_width("encoder_outputs", states, model.config.encoder_width)
+        states = last_hidden_state(outputs)
+        states = check.embeddings("encoder_outputs", states, model.config.encoder_width)
         mask = checked_mask(inputs.attention_mask, states.shape[:2])
         if ids is not None:
             ids = checked_ids("input_ids", ids, model.config.vocab_size)
@@ -236,8 +235,7 @@ def encoder_inputs(
     if ids is not None and inputs.inputs_embeds is not None:
         raise InputError("input_ids, inputs_embeds: give exactly one of the two")
     if inputs.inputs_embeds is not None:
-        embeds = floats(inputs.inputs_embeds)
-        check_width("inputs_embeds", embeds, model.config.encoder_width)
+        embeds = checked_embeds(inputs.inputs_embeds, model.config.encoder_width)
         mask = checked_mask(inputs.attention_mask, embeds.shape[:2])
         encoder_input = PaddedBatch(None, mask, embeds)
     else:
@@ -261,7 +259,7 @@ def last_hidden_state(encoder_outputs: object) -> Any:
         if "last_hidden_state" not in encoder_outputs:
             raise InputError("encoder_outputs: the mapping has no last_hidden_state")
         return encoder_outputs["last_hidden_state"]
-    if isinstance(encoder_outputs, tuple | list):
+    if isinstance(encoder_outputs, tuple | list) and encoder_outputs:
         return encoder_outputs[0]
     return getattr(encoder_outputs, "last_hidden_state", encoder_outputs)
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from jaxtyping import Array
 
-from jaxllm.common.arguments import GENERATE, drop_renamed
+from jaxllm.common.arguments import GENERATE, checked, drop_renamed
 from jaxllm.common.errors import InputError, UnsupportedError, quoted
 from jaxllm.models.decoder import GenerativeModel
 
@@ -111,6 +111,8 @@ def split_keywords(keywords: Mapping[str, Any]) -> Keywords:
     for name, feature in UNSUPPORTED.items():
         if keywords.get(name) is not None and keywords[name] is not False:
             raise UnsupportedError(f"{name}: {feature} is not supported")
+    flag = keywords.get("return_past_key_values", False)
+    checked(flag, (bool, np.bool_), "return_past_key_values", "True or False")
     elsewhere = INPUTS | ARGUMENTS | UNSUPPORTED.keys()
     return Keywords(
         inputs=ModelInputs(**{k: v for k, v in keywords.items() if k in INPUTS}),

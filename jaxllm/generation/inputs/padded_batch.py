@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 from jaxtyping import Bool, Int
 
 from jaxllm.common.errors import InputError
@@ -86,11 +85,6 @@ def check_positions(
         )
 
 
-def check_width(name: str, x: HostArray, width: int) -> None:
-    if x.ndim != 3 or x.shape[-1] != width or 0 in x.shape:
-        raise InputError(f"{name}: expected [batch, length, {width}], found {list(x.shape)}")
-
-
 def checked_ids(name: str, ids: object, vocab_size: int) -> HostArray:
     """Checks token ids; returns int32 [batch, length], a NumPy array unless traced."""
     checked = check.checked_token_ids(name, ids, vocab_size)
@@ -143,9 +137,11 @@ def padded_rows(
     return ids, mask
 
 
-def floats(x: ArrayLike) -> HostArray:
-    """Converts embeddings to a NumPy array unless traced, so that padding compiles nothing."""
-    return x if is_traced(x) else np.asarray(x)
+def checked_embeds(embeds: object, width: int) -> HostArray:
+    """Checks `inputs_embeds`; returns a NumPy array unless traced, so that padding compiles
+    nothing."""
+    checked = check.checked_embeddings("inputs_embeds", embeds, width)
+    return checked if is_traced(checked) else np.asarray(checked)
 
 
 def pad_right(x: HostArray, extra: int, value: float) -> HostArray:

@@ -249,17 +249,32 @@ class LogitsProcessorList(tuple[Callable[..., Scores], ...]):
         if cur_len is None and input_ids is not None:
             cur_len = input_ids.shape[1]
         for processor in self:
-            out = processor(input_ids, scores, cur_len, **accepted_arguments(processor, kwargs))
+            accepted = accepted_arguments("logits_processor", processor, kwargs)
+            out = processor(input_ids, scores, cur_len, **accepted)
             scores = checked_scores(processor, out, scores.shape)
         return scores
 
 
-def accepted_arguments(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Filters ``kwargs`` to the keyword arguments that a function accepts."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return kwargs
-    return {name: value for name, value in kwargs.items() if name in parameters}
+def accepted_arguments(
+    field: str, function: Callable[..., Any], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Filters ``kwargs`` to the keyword arguments that a processor or criterion accepts.
+
+    Raises:
+        InputError: it cannot be called with ids, scores and length; ``field`` holds it.
+    """
+    signature = inspect.signature(function)
+    parameters = signature.parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        kwargs = {name: value for name, value in kwargs.items() if name in parameters}
+    try:
+        signature.bind(None, None, None, **kwargs)
+    except TypeError as error:
+        raise InputError(
+            f"{field}: {name_of(function)} must be a function of (input_ids, scores, cur_len), but "
+            f"its arguments are {signature} ({error})"
+        ) from None
+    return kwargs
 
 
 def checked_scores(processor: Any, out: Any, shape: tuple[int, ...]) -> Scores:

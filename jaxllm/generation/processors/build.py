@@ -110,7 +110,7 @@ _PENALTIES: dict[str, Builder] = {
     "repetition_penalty": _alone(processors.RepetitionPenaltyLogitsProcessor),
     "presence_penalty": _on_new_tokens(processors.PresencePenaltyLogitsProcessor),
     "frequency_penalty": _on_new_tokens(processors.FrequencyPenaltyLogitsProcessor),
-    "logit_bias": lambda biases, inputs: processors.LogitBiasLogitsProcessor(dict(biases)),
+    "logit_bias": _alone(processors.LogitBiasLogitsProcessor),
     "no_repeat_ngram_size": _alone(processors.NoRepeatNGramLogitsProcessor),
     "encoder_no_repeat_ngram_size": _on_encoder(
         "encoder_no_repeat_ngram_size", processors.EncoderNoRepeatNGramLogitsProcessor

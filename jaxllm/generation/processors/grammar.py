@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, UInt32
 
+from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError
 from jaxllm.common.optional_packages import require
 from jaxllm.generation.inputs.values import TokenIds, id_list, int_leaf, is_integer
@@ -89,7 +90,7 @@ class GrammarLogitsProcessor(LogitsProcessor):
         return jnp.where(allowed, scores, -jnp.inf)
 
     def allowed_bits(self, new_tokens: Sequence[int], vocab_size: int) -> UInt32[np.ndarray, " W"]:
-        """The tokens that are allowed after some new ones of one row, as bits (`pack`)."""
+        """The tokens that are allowed after some new ones of one row, as bits (`pack_bits`)."""
         ids = np.array(new_tokens, np.int64)
         row = HostRow(ids, np.ones(len(ids), bool), prompt_len=0)
         return rule_of(self.rule)([row], vocab_size)[0]
@@ -173,6 +174,7 @@ def _processor(
     eos_token_id: TokenIds | None,
     prompt_len: int | Array | None,
 ) -> GrammarLogitsProcessor:
+    checked(tokenizer, (Tokenizer,), "tokenizer", "a tokenizer of jaxllm")
     matcher = llguidance().LLMatcher
     eos = tokenizer.eos_token_id if eos_token_id is None else eos_token_id
     ends = [] if eos is None else list(id_list(eos))

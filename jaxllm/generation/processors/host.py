@@ -29,7 +29,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
-from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.arguments import checked_function
+from jaxllm.common.errors import InputError, UnsupportedError, quoted
 from jaxllm.generation.inputs.values import any_traced, is_integer
 from jaxllm.generation.processors.base import (
     CurLen,
@@ -276,13 +277,11 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
 
     def __init__(self, prefix_allowed_tokens_fn: AllowedTokens, num_beams: int) -> None:
         owner = type(self).__name__
-        if not callable(prefix_allowed_tokens_fn):
-            raise InputError(
-                f"{owner}: `prefix_allowed_tokens_fn` must be a function of the prompt's number and"
-                f" its tokens, but is {prefix_allowed_tokens_fn!r}"
-            )
+        checked_function(prefix_allowed_tokens_fn, "prefix_allowed_tokens_fn")
         if not is_integer(num_beams) or num_beams < 1:
-            raise InputError(f"{owner}: `num_beams` must be a positive integer, not {num_beams!r}")
+            raise InputError(
+                f"{owner}: `num_beams` must be a positive integer, but is {quoted(num_beams)}"
+            )
         rule = partial(_allowed_rows, prefix_allowed_tokens_fn, int(num_beams))
         store(self, rule=register_rule(rule, owner=self), num_beams=int(num_beams))
 
@@ -337,18 +336,23 @@ def _allowed_rows(
         if not isinstance(out, Iterable):
             raise InputError(
                 f"prefix_allowed_tokens_fn: expected a list of token ids for prompt {batch_id}, "
-                f"found {out!r}"
+                f"found {quoted(out)}"
             )
-        tokens = np.array(list(out))
+        out = list(out)
+        try:
+            tokens = np.array(out)
+        except ValueError:  # lists of different lengths
+            tokens = np.array([""])
         if tokens.size == 0:
             raise InputError(
                 f"prefix_allowed_tokens_fn: returned no token for prompt {batch_id} after "
                 f"{ids.tolist()}; it must allow at least one, for example the end token"
             )
-        if tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= vocab_size:
+        is_list = tokens.ndim == 1 and tokens.dtype.kind in "iu"
+        if not is_list or tokens.min() < 0 or tokens.max() >= vocab_size:
             raise InputError(
                 f"prefix_allowed_tokens_fn: expected token ids from 0 to {vocab_size - 1} for "
-                f"prompt {batch_id}, found {tokens[:8].tolist()}"
+                f"prompt {batch_id}, found {quoted(out)}"
             )
         allowed[number, tokens] = True
     return pack_bits(allowed)
@@ -373,7 +377,7 @@ class HostLogitsProcessor(LogitsProcessor):
     fn: HostFunction
 
     def __init__(self, fn: HostFunction) -> None:
-        store(self, fn=host_function(type(self).__name__, fn))
+        store(self, fn=checked_function(fn, f"{type(self).__name__}: fn"))
 
     def __call__(
         self,
@@ -393,17 +397,6 @@ class HostLogitsProcessor(LogitsProcessor):
             new = (columns >= prompt_len) & (columns < jnp.reshape(cur_len, (-1, 1)))
             unfinished = (mask | ~new).all(axis=1)
         return call_by_row(self.fn, input_ids, scores, cur_len, scores, unfinished)
-
-
-def host_function(owner: str, fn: object) -> HostFunction:
-    """Returns ``fn`` after checking that it is callable.
-
-    Raises:
-        InputError: it is not callable.
-    """
-    if not callable(fn):
-        raise InputError(f"{owner}: `fn` must be a function, but is {fn!r}")
-    return fn
 
 
 def call_by_row(

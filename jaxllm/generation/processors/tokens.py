@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.common.errors import InputError, quoted
 from jaxllm.generation.inputs.values import (
     NO_TOKEN,
     TokenIds,
@@ -35,7 +34,14 @@ from jaxllm.generation.processors.base import (
     logits_processor,
     store,
 )
-from jaxllm.generation.settings.field_checks import MAX_BIASED_TOKENS, biases, checked, words
+from jaxllm.generation.settings.field_checks import (
+    MAX_BIASED_TOKENS,
+    biases,
+    checked_by,
+    decay,
+    token_biases,
+    words,
+)
 
 _HUGE = 1e30
 
@@ -154,7 +160,7 @@ class SequenceBiasLogitsProcessor(LogitsProcessor):
 
     def __init__(self, sequence_bias: Mapping[tuple[int, ...], float] | Sequence[Any]) -> None:
         owner = type(self).__name__
-        pairs = checked(owner, "sequence_bias", biases, sequence_bias)
+        pairs = checked_by(owner, "sequence_bias", biases, sequence_bias)
         table = word_table([word for word, _ in pairs])
         bias = np.zeros(table.shape[0], np.float32)
         bias[: len(pairs)] = [value for _, value in pairs]
@@ -181,7 +187,7 @@ class NoBadWordsLogitsProcessor(LogitsProcessor):
         ends = [] if eos_token_id is None else eos_token_id
         store(
             self,
-            words=word_table(checked(owner, "bad_words_ids", words, bad_words_ids)),
+            words=word_table(checked_by(owner, "bad_words_ids", words, bad_words_ids)),
             eos_token_id=id_table(owner, "eos_token_id", ends),
         )
 
@@ -205,11 +211,12 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
     tokens: Int[Array, " N"]
     bias: Float[Array, " N"]
 
-    def __init__(self, logit_bias: Mapping[int, float]) -> None:
+    def __init__(self, logit_bias: Mapping[int, float] | Sequence[tuple[int, float]]) -> None:
+        pairs = checked_by(type(self).__name__, "logit_bias", token_biases, logit_bias)
         tokens = np.zeros(MAX_BIASED_TOKENS, np.int32)
         bias = np.zeros(MAX_BIASED_TOKENS, np.float32)
-        tokens[: len(logit_bias)] = list(logit_bias.keys())
-        bias[: len(logit_bias)] = list(logit_bias.values())
+        tokens[: len(pairs)] = [token for token, _ in pairs]
+        bias[: len(pairs)] = [value for _, value in pairs]
         store(self, tokens=tokens, bias=bias)
 
     def is_neutral(self) -> Bool[Array, ""]:
@@ -323,13 +330,7 @@ class ExponentialDecayLengthPenalty(LogitsProcessor):
         input_ids_seq_length: int | Array,
     ) -> None:
         owner, name = type(self).__name__, "exponential_decay_length_penalty"
-        try:
-            start, factor = exponential_decay_length_penalty
-        except (TypeError, ValueError):
-            raise InputError(
-                f"{owner}: `{name}` must be (start, factor), "
-                f"but is {quoted(exponential_decay_length_penalty)}"
-            ) from None
+        start, factor = checked_by(owner, name, decay, exponential_decay_length_penalty)
         prompt = int_leaf(owner, "input_ids_seq_length", input_ids_seq_length)
         store(
             self,

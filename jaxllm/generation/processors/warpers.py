@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.common.errors import InputError, quoted
-from jaxllm.generation.inputs.values import Number, float_leaf, int_leaf, is_integer, is_traced
+from jaxllm.generation.inputs.values import Number, float_leaf, int_leaf, is_integer, is_number
 from jaxllm.generation.processors.base import (
     CurLen,
     History,
@@ -113,7 +113,7 @@ class TemperatureLogitsWarper(ScoresProcessor):
     takes_rows = True
 
     def __init__(self, temperature: Number) -> None:
-        if not is_traced(temperature) and temperature == 0:
+        if is_number(temperature) and temperature == 0:
             raise InputError(
                 "TemperatureLogitsWarper: `temperature` must be above 0, but is 0; "
                 "for greedy decoding set do_sample=False"

@@ -16,6 +16,7 @@ from jaxllm.generation.settings.field_checks import (
     biases,
     boolean,
     choice,
+    constraint_list,
     converted_by,
     decay,
     ids_in,
@@ -23,6 +24,7 @@ from jaxllm.generation.settings.field_checks import (
     layers,
     number,
     options,
+    phrases,
     strings,
     token_biases,
     token_id_or_ids,
@@ -160,18 +162,19 @@ class GenerationConfig(Settings):
         doc="number of beams; above 1, beam search", off=UNSET, static=True)
     num_beam_groups: int = setting(default=1, converter=integer(1),
         doc="number of beam groups; above 1, diverse beam search", off=UNSET, static=True)
-    diversity_penalty: float = setting(default=0.0, converter=number("[0, inf)"),
+    diversity_penalty: float = setting(default=0.0, converter=number("[0, 1e30]"),
         doc="penalty on tokens that earlier beam groups chose", off=0.0, needs="num_beam_groups")
     penalty_alpha: float | None = setting(default=None, converter=number("[0, 1]"),
         doc="contrastive search: weight of the penalty on repetition", off=0.0, needs=CONTRASTIVE)
     dola_layers: Literal["low", "high"] | tuple[int, ...] | None = setting(default=None,
         converter=layers, doc='DoLa: layers to contrast with the last one: "low", "high" or a list',
         needs=GREEDY_OR_SAMPLING, static=True, slots=False)
-    constraints: Any = setting(default=None, converter=anything,
+    constraints: tuple[Any, ...] | None = setting(default=None, converter=constraint_list,
         doc="constrained beam search: a list of constraint objects", slots=False,
         library_only=True)
-    force_words_ids: Any = setting(default=None, converter=anything,
-        doc="phrases, as lists of token ids, that beam search must produce", slots=False)
+    force_words_ids: tuple[Any, ...] | None = setting(default=None, converter=phrases,
+        doc="phrases, as lists of token ids, that beam search must produce", slots=False,
+        static=True, token_ids=ids_in)
     num_return_sequences: int = setting(default=1, converter=integer(1),
         doc="number of results for each prompt", off=UNSET, static=True)
     use_mtp: bool | None = setting(default=None, converter=boolean,
@@ -230,10 +233,10 @@ class GenerationConfig(Settings):
     eta_cutoff: float = setting(default=0.0, converter=number("[0, 1)"),
         doc="like epsilon_cutoff, but drops less where many tokens are probable; 0 is off", off=0.0,
         needs="do_sample", per_row=0.0)
-    repetition_penalty: float = setting(default=1.0, converter=number("(0, inf)"),
+    repetition_penalty: float = setting(default=1.0, converter=number("[1e-30, 1e30]"),
         doc="above 1, makes tokens of the text so far less probable; 1 is off", off=1.0,
         per_row=1.0)
-    encoder_repetition_penalty: float = setting(default=1.0, converter=number("(0, inf)"),
+    encoder_repetition_penalty: float = setting(default=1.0, converter=number("[1e-30, 1e30]"),
         doc="above 1, makes tokens of the encoder's input more probable; 1 is off", off=1.0,
         slots=False)
     presence_penalty: float = setting(default=0.0, converter=number("[-2, 2]"),
@@ -241,7 +244,7 @@ class GenerationConfig(Settings):
     frequency_penalty: float = setting(default=0.0, converter=number("[-2, 2]"),
         doc="subtracted from a token's score for each time it was generated; 0 is off", off=0.0,
         per_row=0.0)
-    length_penalty: float = setting(default=1.0, converter=number("(-inf, inf)"),
+    length_penalty: float = setting(default=1.0, converter=number("[-1e30, 1e30]"),
         doc="divides beam scores by length ** length_penalty; higher favors long beams", off=1.0,
         needs="num_beams")
     no_repeat_ngram_size: int = setting(default=0, converter=integer(0),
@@ -280,7 +283,7 @@ class GenerationConfig(Settings):
     token_healing: bool = setting(default=False, converter=boolean,
         doc="generates the prompt's last token again, in case it was cut off", off=False,
         per_call=True, provider="jaxllm.contrib.token_healing")
-    guidance_scale: float | None = setting(default=None, converter=number("(-inf, inf)"),
+    guidance_scale: float | None = setting(default=None, converter=number("[-1e30, 1e30]"),
         doc="classifier-free guidance: weight of the prompt against negative prompts; 1 is off",
         slots=False)
     watermarking_config: Any = setting(default=None,

@@ -12,6 +12,7 @@ from jaxtyping import Array
 from jaxllm.common.errors import InputError, JaxLLMError, quoted
 from jaxllm.generation.inputs.values import (
     Number,
+    any_traced,
     id_list,
     in_interval,
     is_integer,
@@ -29,7 +30,7 @@ class BadValueError(ValueError):
     """Error with the expected value as message; the caller adds the field's name and value."""
 
 
-def checked(
+def checked_by(
     where: str,
     name: str,
     check: Callable[[Any], T],
@@ -87,10 +88,11 @@ def boolean(value: object) -> bool:
 
 
 def choice(*values: Any) -> Callable[[Any], Any]:
-    """Checks for one of the given values."""
+    """Checks for one of the given values; 1 is not True."""
 
     def check(value: object) -> Any:
-        if not any(value is allowed or (value == allowed) is True for allowed in values):
+        value = to_scalar(value)
+        if not any(type(value) is type(allowed) and value == allowed for allowed in values):
             raise BadValueError("one of " + ", ".join(map(repr, values)))
         return value
 
@@ -98,13 +100,16 @@ def choice(*values: Any) -> Callable[[Any], Any]:
 
 
 def token_ids(value: object) -> tuple[int, ...]:
-    """Checks for a list of token ids, stored as a tuple."""
+    """Checks for a list of token ids, stored as a tuple. Refuses tracers, as `boolean`."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise BadValueError("a list of token ids")
     try:
-        return tuple(integer(0)(item) for item in value)
+        result = tuple(integer(0)(item) for item in value)
     except (BadValueError, TypeError):  # an array without axes is an Iterable too
         raise BadValueError("a list of token ids") from None
+    if any_traced(result):
+        raise BadValueError("a list of token ids known outside jax.jit")
+    return result
 
 
 def token_id_or_ids(value: object) -> Any:
@@ -133,14 +138,42 @@ def layers(value: object) -> Any:
     return result
 
 
+def one_word(value: object) -> tuple[int, ...]:
+    """Checks for a non-empty list of token ids, stored as a tuple."""
+    result = token_ids(value)
+    if not result:
+        raise BadValueError("a non-empty list of token ids")
+    return result
+
+
 def words(value: Any) -> tuple[tuple[int, ...], ...]:
     """Checks for a non-empty list of non-empty lists of token ids, stored as tuples."""
     try:
-        result = tuple(token_ids(word) for word in value)
+        result = () if isinstance(value, Mapping) else tuple(map(one_word, value))
     except (BadValueError, TypeError):
         result = ()
-    if isinstance(value, str) or not result or not all(result):
+    if not result:
         raise BadValueError("a non-empty list of non-empty lists of token ids")
+    return result
+
+
+def phrases(value: Any) -> tuple[tuple[Any, ...], ...]:
+    """Checks for a list of phrases, or of lists of phrases of which one suffices; stores tuples.
+
+    >>> phrases([[5, 6], [[7], [8, 9]]])
+    ((5, 6), ((7,), (8, 9)))
+    """
+
+    def check(item: Any) -> tuple[Any, ...]:
+        is_list = isinstance(item, Sequence | np.ndarray) and len(item) > 0
+        return words(item) if is_list and np.ndim(item[0]) == 1 else one_word(item)
+
+    try:
+        result = () if isinstance(value, Mapping) else tuple(map(check, value))
+    except (BadValueError, TypeError, ValueError):
+        result = ()
+    if not result:
+        raise BadValueError("a non-empty list of phrases, which are lists of token ids")
     return result
 
 
@@ -151,7 +184,7 @@ def biases(value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
         result = {token_ids(ids): number("[-inf, inf]")(bias) for ids, bias in pairs}
     except (BadValueError, TypeError, ValueError):
         result = {}
-    if not result or not all(result):
+    if not result or not all(result) or any_traced(*result.values()):
         raise BadValueError("a map from tuples of token ids to numbers, or a list of [ids, number]")
     return tuple(result.items())
 
@@ -170,6 +203,8 @@ def token_biases(value: Any) -> tuple[tuple[int, float], ...]:
         }
     except (BadValueError, TypeError, ValueError):
         raise BadValueError("a map from token ids to numbers from -100 to 100") from None
+    if any_traced(*biases.values()):
+        raise BadValueError("a map to numbers known outside jax.jit")
     if len(biases) > MAX_BIASED_TOKENS:
         raise BadValueError(f"a map of at most {MAX_BIASED_TOKENS} token ids")
     return tuple(biases.items())
@@ -202,24 +237,37 @@ def decay(value: Any) -> tuple[int, float]:
     """Checks for a pair (start, factor); either may be a tracer."""
     try:
         start, factor = value
-        return integer(0)(start), number("(0, inf)")(factor)
+        return integer(0)(start), number("[1e-30, 1e30]")(factor)
     except (BadValueError, TypeError, ValueError):
         raise BadValueError("a pair (start, factor) with start >= 0 and factor > 0") from None
 
 
-def strings(value: object) -> tuple[str, ...]:
+def strings(value: Any) -> tuple[str, ...]:
     """Checks for a non-empty string or a list of them, stored as a tuple."""
     result = (value,) if isinstance(value, str) else value
-    if not isinstance(result, Sequence) or not all(isinstance(s, str) and s for s in result):
+    is_list = isinstance(result, Sequence) and len(result) > 0
+    if not is_list or not all(isinstance(s, str) and s for s in result):
         raise BadValueError("a non-empty string or a list of them")
+    if any("\ud800" <= char <= "\udfff" for string in result for char in string):
+        raise BadValueError("text without unpaired surrogates")
     return tuple(result)
 
 
 def options(value: object) -> dict[str, Any]:
-    """Checks for a map from names to values, stored as a dict."""
+    """Checks for a map from names to values that are no arrays, stored as a dict."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise BadValueError("a map from names to values")
-    return {name: to_scalar(item) for name, item in value.items()}
+    result = {name: to_scalar(item) for name, item in value.items()}
+    if any(np.ndim(item) for item in result.values() if hasattr(item, "dtype")):
+        raise BadValueError("a map from names to values that are no arrays")
+    return result
+
+
+def constraint_list(value: object) -> tuple[Any, ...]:
+    """Checks for a list, stored as a tuple; constrained beam search checks its items."""
+    if not isinstance(value, list | tuple):
+        raise BadValueError("a list of constraints")
+    return tuple(value)
 
 
 def converted_by(module: str, function: str) -> Callable[[object], Any]:

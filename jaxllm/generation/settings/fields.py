@@ -22,7 +22,7 @@ from jaxllm.common.errors import ConfigError, InputError, JaxLLMError, quoted
 from jaxllm.common.files import make_folder, read_json, write_json
 from jaxllm.generation.inputs.arguments import GENERATE_ARGUMENTS
 from jaxllm.generation.inputs.values import is_number, is_traced
-from jaxllm.generation.settings.field_checks import checked
+from jaxllm.generation.settings.field_checks import checked_by
 
 C = TypeVar("C", bound=type)
 
@@ -138,6 +138,8 @@ class Field:
 
     def has_effect(self, value: object) -> bool:
         """True if a value is neither neutral nor the default."""
+        if self.metadata:
+            return False
         return is_traced(value) or value not in (self.neutral, self.default)
 
     def fits_slots(self, value: object) -> bool:
@@ -368,7 +370,7 @@ def checked_value(field: Field, value: object, where: str, error: type[JaxLLMErr
     if value is None:
         return None
     hint = "; for greedy decoding set do_sample=False" if field.name == "temperature" else ""
-    return checked(where, field.name, field.check, value, error, hint)
+    return checked_by(where, field.name, field.check, value, error, hint)
 
 
 def _hashable(value: object) -> Any:

@@ -224,23 +224,6 @@ def with_default_length(
     return fields.replace(max_new_tokens=limit)
 
 
-def resolve_eos(config: GenerationConfig, default: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """End-of-sequence tokens: from the settings, else ``default`` (the model's).
-
-    ``eos_token_id=None`` given in code means no end-of-sequence token.
-    """
-    if "eos_token_id" in config.to_dict():
-        return token_tuple(config.eos_token_id)
-    return default
-
-
-def resolve_pad(config: GenerationConfig, eos: tuple[int, ...]) -> int | None:
-    """Padding token: from the settings, else the first end-of-sequence token, else None."""
-    if config.pad_token_id is not None:
-        return config.pad_token_id
-    return eos[0] if eos else None
-
-
 def token_tuple(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
     """Converts None, one token id or several to a tuple."""
     if value is None:
@@ -251,19 +234,16 @@ def token_tuple(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
 def checked_pad(
     model: GenerativeModel, config: GenerationConfig, eos: tuple[int, ...]
 ) -> int | None:
-    """Padding token of a call: from `resolve_pad`, or else the model's config.
+    """Padding token of a call: from the settings, else the first end token, else the model's.
 
     A token of a file that is not in the vocabulary counts as unset.
 
     Raises:
         InputError: the call sets a token that is not in the vocabulary.
     """
-    size = model.config.vocab_size
-    if config.pad_token_id is not None and not 0 <= config.pad_token_id < size:
-        if "pad_token_id" in config.explicit:
-            raise InputError(
-                f"pad_token_id: {config.pad_token_id} is not in the vocabulary (0 to {size - 1})"
-            )
-        config = config.without(["pad_token_id"])
-    pad = resolve_pad(config, eos)
-    return model.config.pad_token_id if pad is None else pad
+    size, pad = model.config.vocab_size, config.pad_token_id
+    if pad is not None and 0 <= pad < size:
+        return pad
+    if pad is not None and "pad_token_id" in config.explicit:
+        raise InputError(f"pad_token_id: {pad} is not in the vocabulary (0 to {size - 1})")
+    return eos[0] if eos else model.config.pad_token_id

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from jaxllm.common.arguments import checked, checked_function
 from jaxllm.common.errors import InputError, UnsupportedError, quoted
 from jaxllm.generation.inputs.arguments import CallArguments, needed_tokenizer
 from jaxllm.generation.inputs.values import (
@@ -41,12 +42,9 @@ from jaxllm.generation.processors.base import (
     store,
     tuple_of_callables,
 )
-from jaxllm.generation.processors.host import (
-    HostFunction,
-    call_by_row,
-    host_function,
-)
+from jaxllm.generation.processors.host import HostFunction, call_by_row
 from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.generation.settings.field_checks import checked_by, strings
 from jaxllm.generation.stopping.stop_strings import bucketed_automaton
 from jaxllm.tokenizers import Tokenizer
 
@@ -126,7 +124,8 @@ class StoppingCriteriaList(tuple[Callable[..., Done], ...]):
         cur_len = input_ids.shape[1] if cur_len is None else cur_len
         done = jnp.zeros(input_ids.shape[0], bool)
         for criterion in self:
-            out = criterion(input_ids, scores, cur_len, **accepted_arguments(criterion, kwargs))
+            accepted = accepted_arguments("stopping_criteria", criterion, kwargs)
+            out = criterion(input_ids, scores, cur_len, **accepted)
             done |= checked_done(criterion, out, done.shape)
         return done
 
@@ -230,7 +229,7 @@ class HostCriteria(StoppingCriteria):
     fn: HostFunction
 
     def __init__(self, fn: HostFunction) -> None:
-        store(self, fn=host_function(type(self).__name__, fn))
+        store(self, fn=checked_function(fn, f"{type(self).__name__}: fn"))
 
     def __call__(
         self,
@@ -278,11 +277,9 @@ class StopStringCriteria(StoppingCriteria):
     window: int
 
     def __init__(self, tokenizer: Tokenizer, stop_strings: str | Sequence[str]) -> None:
-        patterns = _patterns(stop_strings)
-        if not isinstance(tokenizer, Tokenizer):
-            raise InputError(
-                f"StopStringCriteria: `tokenizer` must be a jaxllm tokenizer, but is {tokenizer!r}"
-            )
+        texts = checked_by("StopStringCriteria", "stop_strings", strings, stop_strings)
+        patterns = tuple(sorted({text.encode("utf-8") for text in texts}))
+        checked(tokenizer, (Tokenizer,), "tokenizer", "a tokenizer of jaxllm")
         classes, table = bucketed_automaton(tokenizer, patterns)
         if not (table % 2).any():
             raise InputError(
@@ -306,19 +303,6 @@ class StopStringCriteria(StoppingCriteria):
         # Not unrolled: XLA would fuse the chain of lookups, at exponential cost.
         code, _ = jax.lax.scan(read, jnp.zeros_like(classes[:, 0]), classes.T)
         return code % 2 == 1
-
-
-def _patterns(stop_strings: str | Sequence[str]) -> tuple[bytes, ...]:
-    strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
-    good = isinstance(strings, Sequence) and all(isinstance(s, str) and s for s in strings)
-    if not good or not strings:
-        raise InputError(
-            f"stop_strings: expected a non-empty string or several, found {quoted(stop_strings)}"
-        )
-    try:
-        return tuple(sorted({string.encode("utf-8") for string in strings}))
-    except UnicodeEncodeError as failure:
-        raise InputError(f"stop_strings: {failure.object!r} holds an unpaired surrogate") from None
 
 
 class MaxTimeCriteria:

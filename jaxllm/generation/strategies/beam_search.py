@@ -21,6 +21,7 @@ from jaxllm.generation.strategies.beam_state import (
     BeamCache,
     BeamState,
     Candidates,
+    Count,
     Hypotheses,
     S,
     advance,
@@ -172,15 +173,25 @@ class BeamStrategy(Strategy[S]):
             offset,
         )
         pool, _ = pool.join(new).best(size)
-        best, max_new_tokens = candidates.value[:, 0], settings.max_length - state.start_len
         worst = pool.scores[:, -1]
         is_full = worst > WORST
         if self.early_stopping is True:
             return pool, is_full
-        if self.early_stopping == "never":
-            length = jnp.where(self.length_penalty > 0, max_new_tokens, length)
-        best = length_normalized(best, length, self.length_penalty)
+        best = self.best_possible(state, candidates.value[:, 0], length, settings)
         return pool, is_full & (worst >= best)
+
+    def best_possible(
+        self, state: S, sums: Float[Array, " B"], length: Count, settings: DecodeSettings
+    ) -> Float[Array, " B"]:
+        """The score, length penalty included, that the best beam of each row can reach.
+
+        A sum of log-probabilities only falls, but the length penalty may raise the score.
+        `early_stopping=False` assumes the present length, "never" the most favourable one.
+        """
+        if self.early_stopping == "never":
+            max_new_tokens = settings.max_length - state.start_len
+            length = jnp.where(self.length_penalty > 0, max_new_tokens, length)
+        return length_normalized(sums, length, self.length_penalty)
 
     def ranked(self, state: S) -> Hypotheses:
         """Finished sequences, and unfinished ones that may be returned, best first."""
@@ -334,16 +345,9 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
 
     def pool_is_final(self, state: BeamSearchState, settings: DecodeSettings) -> Bool[Array, " B"]:
         """True for rows that are finished: their pool is full, and no running beam can enter it.
-
-        A sum of log-probabilities only falls, but the length penalty may raise the score.
-        `early_stopping=False` assumes the present length, "never" the most favourable one; with
-        True every full pool is final.
-        """
+        With `early_stopping=True` every full pool is final."""
         length = state.cur_len - state.start_len
-        if self.early_stopping == "never":
-            max_new_tokens = settings.max_length - state.start_len
-            length = jnp.where(self.length_penalty > 0, max_new_tokens, length)
-        best = length_normalized(state.running.scores[:, 0], length, self.length_penalty)
+        best = self.best_possible(state, state.running.scores[:, 0], length, settings)
         is_full = state.is_sent_finished.all(axis=1)
         worst = jnp.where(is_full, jnp.min(state.finished.scores, axis=1), WORST)
         can_enter = best > worst

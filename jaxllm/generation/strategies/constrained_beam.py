@@ -19,7 +19,7 @@ the prompt's padding counts as tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,9 +28,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.kv_cache import Cache
-from jaxllm.common.errors import InputError, quoted
+from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.values import bucket
-from jaxllm.generation.settings.field_checks import BadValueError, words
+from jaxllm.generation.settings.field_checks import checked_by, one_word, words
 from jaxllm.generation.strategies.beam_search import BeamStrategy
 from jaxllm.generation.strategies.beam_state import (
     WORST,
@@ -67,7 +67,8 @@ class PhrasalConstraint:
     words: tuple[tuple[int, ...], ...]
 
     def __init__(self, token_ids: Sequence[int]):
-        object.__setattr__(self, "words", _words("PhrasalConstraint", [token_ids]))
+        phrase = checked_by("PhrasalConstraint", "token_ids", one_word, token_ids)
+        object.__setattr__(self, "words", (phrase,))
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -81,7 +82,9 @@ class DisjunctiveConstraint:
     words: tuple[tuple[int, ...], ...]
 
     def __init__(self, nested_token_ids: Sequence[Sequence[int]]):
-        alternatives = _words("DisjunctiveConstraint", nested_token_ids)
+        alternatives = checked_by(
+            "DisjunctiveConstraint", "nested_token_ids", words, nested_token_ids
+        )
         for word in alternatives:
             if any(other is not word and other[: len(word)] == word for other in alternatives):
                 raise InputError(
@@ -94,31 +97,17 @@ class DisjunctiveConstraint:
 Constraint = PhrasalConstraint | DisjunctiveConstraint
 
 
-def _words(owner: str, value: object) -> tuple[tuple[int, ...], ...]:
-    try:
-        return words(value)
-    except BadValueError as bad:
-        raise InputError(f"{owner}: must hold {bad}, but holds {quoted(value)}") from None
-
-
-def force_words(value: object) -> tuple[Constraint, ...]:
+def force_words(phrases: Sequence[Any]) -> tuple[Constraint, ...]:
     """Constraints of `force_words_ids`; for an item that is a list of phrases one of them suffices.
 
     >>> force_words([[5, 6], [[7], [8, 9]]])[1].words
     ((7,), (8, 9))
     """
-    if isinstance(value, str) or not isinstance(value, Iterable) or not list(value):
-        raise InputError(
-            "`force_words_ids` must be a non-empty list of lists of token ids, but is "
-            f"{quoted(value)}"
-        )
-    return tuple(_forced(item) for item in value)
-
-
-def _forced(item: Any) -> Constraint:
-    nested = isinstance(item, Sequence) and item and isinstance(item[0], Sequence | np.ndarray)
     try:
-        return DisjunctiveConstraint(item) if nested else PhrasalConstraint(item)
+        return tuple(
+            PhrasalConstraint(item) if isinstance(item[0], int) else DisjunctiveConstraint(item)
+            for item in phrases
+        )
     except InputError as error:
         raise InputError(f"`force_words_ids`: {error}") from None
 

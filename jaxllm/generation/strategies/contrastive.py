@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxllm.cache.attention_view import Branches
 from jaxllm.cache.kv_cache import KV, Cache, per_head, write_columns
+from jaxllm.generation.strategies.beam_state import take_per_row
 from jaxllm.generation.strategies.records import initial_records
 from jaxllm.generation.strategies.sample import (
     SampleState,
@@ -164,8 +165,8 @@ class Contrastive(Strategy[ContrastiveState]):
             length=context.length + 1,
         )
         candidate = BestCandidate(
-            score=take_candidate(scores[..., None], best)[:, 0, 0],
-            token=take_candidate(tokens[..., None], best)[:, 0, 0],
+            score=take_per_row(scores, best[:, None])[:, 0],
+            token=take_per_row(tokens, best[:, None])[:, 0],
             out=take_output(out.replace(cache=None), best),
             column=jax.tree.map(slot_of_best, cache.layers),
         )
@@ -250,22 +251,12 @@ def for_all_rows(x: Shaped[Array, " B"], cache: Cache) -> Shaped[Array, " R"]:
     return jnp.tile(x, cache.mask.shape[0] // x.shape[0])
 
 
-def take_candidate(
-    x: Shaped[Array, "B k *rest"], index: Int[Array, " B"]
-) -> Shaped[Array, "B 1 *rest"]:
-    """Selects entry index[b] of each row b."""
-    return jnp.take_along_axis(x, index.reshape(-1, *(1,) * (x.ndim - 1)), axis=1)
-
-
 def take_output(out: DecodeOutput, index: Int[Array, " B"]) -> DecodeOutput:
     """Selects the output for candidate index[b], of k, of each row b."""
 
     def one(x: Array) -> Array:
-        return (
-            take_candidate(x, index)
-            if x.ndim == 3
-            else take_candidate(x.swapaxes(1, 2), index).swapaxes(1, 2)
-        )
+        axis = 1 if x.ndim == 3 else 2  # [B, k, D], [B, heads, k, S]
+        return take_per_row(x.swapaxes(1, axis), index[:, None]).swapaxes(1, axis)
 
     return jax.tree.map(one, out)
 

@@ -159,13 +159,10 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
             state.running, scores=jnp.where(is_finished, WORST, scores)
         )
         pools = []
-        for group in range(self.num_groups):
-            pair = [
-                jax.tree.map(lambda x: x[:, self.group_slice(group)], side)  # noqa: B023
-                for side in (state.finished, unfinished)
-            ]
-            pools.append(pair[0].join(pair[1]).best(self.group_size)[0])
-        everything = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *pools)
+        for beams in map(self.group_slice, range(self.num_groups)):
+            pool = state.finished.beams(beams).join(unfinished.beams(beams))
+            pools.append(pool.best(self.group_size)[0])
+        everything = pools[0].join(*pools[1:])
         return everything.best(self.num_beams)[0]
 
 

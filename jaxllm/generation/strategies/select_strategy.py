@@ -160,27 +160,21 @@ def _constrained_beam_search(call: Call) -> AnyStrategy:
         if is_set:
             raise UnsupportedError(f"{name}: cannot be combined with constraints")
     _check_no_stopping_criteria(call)
-    own_constraints = () if config.constraints is None else config.constraints
-    if not isinstance(own_constraints, list | tuple):
-        raise InputError(
-            f"`constraints` must be a list of constraints, but is {quoted(own_constraints)}"
-        )
+    vocabulary, own_constraints = call.model.config.vocab_size, config.constraints or ()
     for constraint in own_constraints:
         if not isinstance(constraint, PhrasalConstraint | DisjunctiveConstraint):
             raise InputError(
                 f"`constraints` must hold PhrasalConstraint or DisjunctiveConstraint, but holds "
                 f"{quoted(constraint)}"
             )
-    phrases = () if config.force_words_ids is None else force_words(config.force_words_ids)
-    constraints = (*own_constraints, *phrases)
+        largest = max(map(max, constraint.words))
+        if largest >= vocabulary:
+            raise InputError(
+                f"`constraints` names token {largest}, but the vocabulary has {vocabulary} tokens"
+            )
+    constraints = (*own_constraints, *force_words(config.force_words_ids or ()))
     if not constraints:
         raise InputError("`constraints` is empty; give None for a search without them")
-    vocabulary = call.model.config.vocab_size
-    for token in (t for constraint in constraints for word in constraint.words for t in word):
-        if token >= vocabulary:
-            raise InputError(
-                f"`force_words_ids` names token {token}, but the vocabulary has {vocabulary} tokens"
-            )
     return ConstrainedBeamSearch(**_beam_fields(call), tries=Tries.of(constraints))
 
 

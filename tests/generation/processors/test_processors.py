@@ -286,6 +286,10 @@ def test_every_processor_is_covered_here():
         (lambda: P.TemperatureLogitsWarper(0.0), "do_sample=False"),
         (lambda: P.TemperatureLogitsWarper(-1.0), "temperature"),
         (lambda: P.TemperatureLogitsWarper(True), "temperature"),
+        (lambda: P.TemperatureLogitsWarper(np.ones(3)), "temperature"),
+        (lambda: P.LogitBiasLogitsProcessor(3), "logit_bias"),
+        (lambda: P.LogitBiasLogitsProcessor({-1: 2.0}), "logit_bias"),
+        (lambda: P.LogitBiasLogitsProcessor({1: float("nan")}), "logit_bias"),
         (lambda: P.TopKLogitsWarper(-1), "top_k"),
         (lambda: P.TopKLogitsWarper(2.5), "top_k"),
         (lambda: P.TopKLogitsWarper(5, min_tokens_to_keep=0), "min_tokens_to_keep"),
@@ -329,6 +333,19 @@ def test_every_processor_is_covered_here():
 def test_bad_arguments_are_named(make, named):
     with pytest.raises(InputError, match=named):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda x: P.NoBadWordsLogitsProcessor([[x]]), "bad_words_ids"),
+        (lambda x: P.SequenceBiasLogitsProcessor({(1,): x}), "sequence_bias"),
+        (lambda x: P.LogitBiasLogitsProcessor({1: x}), "logit_bias"),
+    ],
+)
+def test_tables_on_the_host_hold_no_tracers(make, named):
+    with pytest.raises(InputError, match=f"`{named}` must be"):
+        jax.jit(make)(1)
 
 
 @pytest.mark.ci

@@ -143,7 +143,7 @@ def test_errors_name_the_pair():
         jaxllm.score(model, [[3], [4]], [[5]])
     with pytest.raises(InputError, match=r"completions\[0\]: expected a list of token ids"):
         jaxllm.score(model, [[3]], [[0.5]])
-    with pytest.raises(InputError, match="attention_mask: expected the shape of prompts"):
+    with pytest.raises(InputError, match=r"attention_mask\[0\]: expected shape \(2,\)"):
         jaxllm.score(model, [[3, 4]], [[5]], attention_mask=np.ones((1, 3)))
     with pytest.raises(InputError, match="batch_size"):
         jaxllm.score(model, [[3]], [[5]], batch_size=0)

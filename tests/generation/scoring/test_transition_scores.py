@@ -58,3 +58,9 @@ def test_errors():
         jaxllm.generation.compute_transition_scores(sequences, ())
     with pytest.raises(InputError, match="3 tokens, but there are 2 steps"):
         jaxllm.generation.compute_transition_scores(sequences, scores, np.zeros((2, 3), int))
+    with pytest.raises(
+        InputError, match=r"beam_indices: expected numbers below 4, .* found 4 to 4"
+    ):
+        jaxllm.generation.compute_transition_scores(sequences, scores, np.full((2, 2), 4))
+    with pytest.raises(InputError, match=r"sequences: expected numbers below 5, .* found 5 to 5"):
+        jaxllm.generation.compute_transition_scores(np.full((4, 3), 5), scores)

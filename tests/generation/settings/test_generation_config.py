@@ -12,18 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from jaxllm.common.errors import ConfigError, InputError, MissingFileError, UnsupportedError
 from jaxllm.generation import PhrasalConstraint, WatermarkingConfig
+from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.inputs.values import is_number
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig, generation_mode
 from jaxllm.generation.settings.resolve import (
     check_consistent,
     check_for_use,
     checked_pad,
-    resolve_eos,
     resolve_max_length,
-    resolve_pad,
 )
 
 
@@ -61,18 +61,25 @@ def test_none_in_a_call_switches_off_what_a_file_holds():
     config = file.replace(top_k=None, temperature=None, eos_token_id=None, max_length=None)
     assert (config.top_k, config.temperature, config.eos_token_id) == (0, 1.0, None)
     assert config.max_length == 64  # "no length" has no meaning
-    assert resolve_eos(file, (9,)) == (2, 3)
-    assert resolve_eos(config, (9,)) == ()
-    assert resolve_eos(GenerationConfig(), (9,)) == (9,)
-    assert resolve_eos(GenerationConfig.from_dict({"eos_token_id": None}), (9,)) == (9,)
-    assert resolve_eos(GenerationConfig(eos_token_id=4)) == (4,)
+    model = tiny.cached("llama")  # its end token is 2
+
+    def ends(config):
+        return merged_config(model, config, {})[1]
+
+    assert ends(file) == (2, 3)
+    assert ends(config) == ()
+    assert ends(GenerationConfig()) == (2,)
+    assert ends(GenerationConfig.from_dict({"eos_token_id": None})) == (2,)
+    assert ends(GenerationConfig(eos_token_id=4)) == (4,)
 
 
 def test_padding_falls_back_on_the_first_end_token():
-    assert resolve_pad(GenerationConfig(pad_token_id=0), (2, 3)) == 0
-    assert resolve_pad(GenerationConfig(), (2, 3)) == 2
-    assert resolve_pad(GenerationConfig.from_dict({"pad_token_id": -1}), (2,)) == 2
-    assert resolve_pad(GenerationConfig(), ()) is None
+    model, padded = tiny.cached("llama"), tiny.cached("gemma")  # which has the pad token 0
+    assert checked_pad(model, GenerationConfig(pad_token_id=0), (2, 3)) == 0
+    assert checked_pad(padded, GenerationConfig(), (2, 3)) == 2
+    assert checked_pad(model, GenerationConfig.from_dict({"pad_token_id": -1}), (2,)) == 2
+    assert checked_pad(model, GenerationConfig(), ()) is None
+    assert checked_pad(padded, GenerationConfig(), ()) == 0
 
 
 def test_equal_and_hashed_by_value():
@@ -155,7 +162,7 @@ BAD = {
     "max_length": [0, 2.0, "20", True],
     "max_new_tokens": [0, -1],
     "min_length": [-1],
-    "early_stopping": ["always"],
+    "early_stopping": ["always", 1, 0.0, jax.random.key(0)],  # 1 == True, but is not it
     "do_sample": [1, "yes"],
     "num_beams": [0],
     "temperature": [0, -1.0, "hot", float("nan"), float("inf")],
@@ -165,9 +172,15 @@ BAD = {
     "top_h": [0.0],
     "typical_p": [0.0, 1.5],
     "epsilon_cutoff": [1.0],
-    "repetition_penalty": [0.0],
+    "repetition_penalty": [0.0, 1e-300, 1e300],  # 0 and infinity in float32
+    "length_penalty": [-1e300],
+    "guidance_scale": [1e300],
+    "diversity_penalty": [1e300],
     "no_repeat_ngram_size": [-2],
-    "bad_words_ids": [[], [[]], [1], "ab", [[-1]]],
+    "bad_words_ids": [[], [[]], [1], "ab", [[-1]], {(1,): 2.0}],
+    "force_words_ids": [[], [[]], [1], "ab", [[[1], 2]], {(1,): 2.0}, np.array([1, 2]), 3],
+    "constraints": [3, "ab", np.array([1, 2])],
+    "cache_config": [3, {1: 2}, {"sliding_window": np.array([3, 4])}],
     "sequence_bias": [{}, {(): 1.0}, [[1, 2]], {(1,): "x"}],
     "forced_eos_token_id": [-1, [], "a"],
     "exponential_decay_length_penalty": [(1,), (-1, 1.0), 5],

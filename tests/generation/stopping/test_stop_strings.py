@@ -191,11 +191,11 @@ def test_a_table_stays_small_and_is_made_in_time():
 
 @pytest.mark.parametrize("strings", [[], "", ["a", ""], [3], None, ["\ud800"], {"a": 1}])
 def test_wrong_strings(strings):
-    with pytest.raises(InputError, match="stop_strings: "):
+    with pytest.raises(InputError, match="`stop_strings` must be"):
         StopStringCriteria(tokenizer("gpt2"), strings)
 
 
 @pytest.mark.ci
 def test_a_tokenizer_is_needed():
-    with pytest.raises(InputError, match="`tokenizer` must be a jaxllm tokenizer, but is None"):
+    with pytest.raises(InputError, match="tokenizer: expected a tokenizer of jaxllm, found None"):
         StopStringCriteria(None, ["a"])  # pyright: ignore[reportArgumentType]

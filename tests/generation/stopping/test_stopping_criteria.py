@@ -146,8 +146,8 @@ def test_host_functions_run_in_a_loop_and_compile_once():
         (lambda: EosTokenCriteria([-1]), "`eos_token_id` must hold token ids"),
         (lambda: MaxTimeCriteria("1"), "`max_time` must be a number"),  # pyright: ignore
         (lambda: MaxTimeCriteria(1.0, float("nan")), "`initial_timestamp` must be a number"),
-        (lambda: HostCriteria(3), "`fn` must be a function"),  # pyright: ignore
-        (lambda: HostLogitsProcessor(None), "`fn` must be a function"),  # pyright: ignore
+        (lambda: HostCriteria(3), "fn: expected a function"),  # pyright: ignore
+        (lambda: HostLogitsProcessor(None), "fn: expected a function"),  # pyright: ignore
     ],
 )
 def test_wrong_arguments(call, message):

@@ -271,6 +271,12 @@ def test_a_wrong_grammar_is_named(tokenizers, make, source, message):
         make(source, tokenizers["t5"])
 
 
+def test_the_tokenizer_is_checked():
+    for make in (grammar.json_schema, grammar.regex, grammar.lark):
+        with pytest.raises(InputError, match="tokenizer: expected a tokenizer of jaxllm, found 3"):
+            make("a", 3)
+
+
 def test_end_tokens_are_checked(tokenizers):
     tokenizer = tokenizers["t5"]
     for ends in ([], [len(tokenizer)], "x"):

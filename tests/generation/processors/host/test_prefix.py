@@ -172,6 +172,8 @@ def test_under_vmap():
         ([4], "ids from 0 to 3 for prompt 1, found"),
         ([-1], "ids from 0 to 3"),
         ([0.5], "ids from 0 to 3"),
+        ([[1], [2]], r"ids from 0 to 3 for prompt 1, found \[\[1\], \[2\]\]"),
+        ([[1], [2, 3]], "ids from 0 to 3"),
     ],
 )
 def test_errors_of_an_answer(run, caplog, answer, message):
@@ -224,7 +226,7 @@ def test_other_errors_of_jax_pass_through():
 
 
 def test_arguments_are_checked():
-    with pytest.raises(InputError, match="must be a function"):
+    with pytest.raises(InputError, match="prefix_allowed_tokens_fn: expected a function, found"):
         PrefixConstrainedLogitsProcessor([1], 1)  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError, match="`num_beams`"):
         PrefixConstrainedLogitsProcessor(lambda i, ids: [1], 0)
