@@ -100,7 +100,7 @@ SUBLANES = 8
 
 def apply_to_rows(
     product: Callable[..., Array], x: Shaped[Array, "B I"], *weights: Array | None
-) -> Float[Array, B * rest]:
+) -> Float[Array, "B ..."]:
     """``product(x, *weights)``, for a device's only row on a TPU beside rows of zeros."""
     if len(x) not in (1, row_shards(context_mesh())):
         return product(x, *weights)
@@ -112,7 +112,7 @@ def apply_to_rows(
 
 def beside_zeros(
     product: Callable[..., Array], x: Shaped[Array, "B I"], *weights: Array | None
-) -> Float[Array, B * rest]:
+) -> Float[Array, "B ..."]:
     """``product(x, *weights)`` of 8 rows for each row of x, of which 7 are zeros."""
     rows = jnp.pad(x[:, None], ((0, 0), (0, SUBLANES - 1), (0, 0)))
     y = product(rows.reshape(-1, x.shape[1]), *weights)
