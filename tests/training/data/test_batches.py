@@ -207,7 +207,7 @@ def test_state_of_another_run_is_refused(change, message):
         other.restore(state)
 
 
-@pytest.mark.by_default("change0-epoch is -1")
+@pytest.mark.by_default("change1-batch is 1.0")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
