@@ -183,7 +183,7 @@ class AsyncEngine:
         self.model, self.tokenizer, self.fields = model, tokenizer, fields
         self.counts = BatchCounts()
         sizes = _most_sizes(model, context, slots, mesh)
-        limit = None if model.is_encoder_decoder else model.config.context_length
+        limit = None if model.is_encoder_decoder else model.config.longest_prompt
         if context is not None and limit is not None and context > limit:
             raise InputError(
                 f"context: expected at most the model's {limit} tokens, found {context}"
@@ -317,7 +317,7 @@ class AsyncEngine:
     def _warm_up_task(self, width: int) -> LiveTask:
         """A task with a prompt of one bucket."""
         length = width - (not self.model.is_encoder_decoder)  # and one new token
-        limit = self.model.config.context_length
+        limit = self.model.config.longest_prompt
         if limit is not None and not self.model.is_encoder_decoder:
             length = min(length, limit - 1)
         fields = {"input_ids": np.zeros(length, int), "max_new_tokens": 1}
