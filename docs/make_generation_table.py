@@ -11,16 +11,15 @@ START, END = "<!-- fields -->\n", "<!-- /fields -->\n"
 
 
 def table() -> str:
-    """One row per field: default, meaning, and values that raise."""
-    rows = ["| field | default | what it does | values that raise |", "|---|---|---|---|"]
+    """One row per field: default, and meaning with the only values that do not raise."""
+    rows = ["| field | default | what it does |", "|---|---|---|"]
     for name, field in FIELDS.items():
-        if field.supported is None:
-            raises = ""
-        else:
-            raises = "all but " + ", ".join(f"`{value!r}`" for value in field.supported)
-            raises += " (in a file: no effect)" if field.execution else ""
-        needs = f" (needs {field.needs_text})" if field.needs else ""
-        rows.append(f"| `{name}` | `{field.default!r}` | {field.doc}{needs} | {raises} |")
+        notes = [f"needs {field.needs_text}"] if field.needs else []
+        if field.supported is not None:
+            supported = ", ".join(f"`{value!r}`" for value in field.supported)
+            notes.append(f"only {supported}" + (", except in a file" if field.execution else ""))
+        note = f" ({'; '.join(notes)})" if notes else ""
+        rows.append(f"| `{name}` | `{field.default!r}` | {field.doc}{note} |")
     return "\n".join(rows) + "\n"
 
 
