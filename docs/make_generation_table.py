@@ -11,15 +11,21 @@ START, END = "<!-- fields -->\n", "<!-- /fields -->\n"
 
 
 def table() -> str:
-    """One row per field: default, and meaning with the only values that do not raise."""
+    """One row per field that acts, then the fields with one value, and those without effect."""
     rows = ["| field | default | what it does |", "|---|---|---|"]
+    fixed: list[str] = []
     for name, field in FIELDS.items():
-        notes = [f"needs {field.needs_text}"] if field.needs else []
-        if field.supported is not None:
-            supported = ", ".join(f"`{value!r}`" for value in field.supported)
-            notes.append(f"only {supported}" + (", except in a file" if field.execution else ""))
-        note = f" ({'; '.join(notes)})" if notes else ""
-        rows.append(f"| `{name}` | `{field.default!r}` | {field.doc}{note} |")
+        if field.supported is not None and all(not x or x is True for x in field.supported):
+            fixed.append(f"`{name}`" + ("" if field.execution else " (in a file too)"))
+        elif not field.metadata:
+            notes = [f"needs {field.needs_text}"] if field.needs else []
+            if field.supported is not None:
+                notes.append("only " + ", ".join(f"`{value!r}`" for value in field.supported))
+            note = f" ({'; '.join(notes)})" if notes else ""
+            rows.append(f"| `{name}` | `{field.default!r}` | {field.doc}{note} |")
+    ignored = [f"`{name}`" for name, field in FIELDS.items() if field.metadata]
+    rows += ["", f"Fields of which a call can set the default only: {', '.join(fixed)}."]
+    rows += ["", f"Fields without effect: {', '.join(ignored)}."]
     return "\n".join(rows) + "\n"
 
 
