@@ -63,9 +63,9 @@ class DataConfig:
             folder of CSV or Parquet files, or one that `save_to_disk` wrote; needs the extra
             `datasets`.
         format: how a row becomes an example; see docs/finetuning-data.md.
-        text_field, prompt_field, completion_field, chosen_field, rejected_field, messages_field,
-            source_field, target_field, label_field, src_lang_field, tgt_lang_field: names of the
-            fields in the rows.
+        text_field, prompt_field, completion_field, chosen_field, rejected_field, messages_field:
+            names of the fields in the rows.
+        source_field, target_field, label_field, src_lang_field, tgt_lang_field: likewise.
         templates: Jinja templates that make fields of other fields or columns; in a recipe also
             files that hold one.
         source_prefix: prepended to every source, such as ``"summarize: "``.
