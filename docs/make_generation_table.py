@@ -11,16 +11,21 @@ START, END = "<!-- fields -->\n", "<!-- /fields -->\n"
 
 
 def table() -> str:
-    """One row per field: default, meaning, and values that raise."""
-    rows = ["| field | default | what it does | values that raise |", "|---|---|---|---|"]
+    """One row per field that acts, then the fields with one value, and those without effect."""
+    rows = ["| field | default | what it does |", "|---|---|---|"]
+    fixed: list[str] = []
     for name, field in FIELDS.items():
-        if field.supported is None:
-            raises = ""
-        else:
-            raises = "all but " + ", ".join(f"`{value!r}`" for value in field.supported)
-            raises += " (in a file: no effect)" if field.execution else ""
-        needs = f" (needs {field.needs_text})" if field.needs else ""
-        rows.append(f"| `{name}` | `{field.default!r}` | {field.doc}{needs} | {raises} |")
+        if field.supported is not None and all(not x or x is True for x in field.supported):
+            fixed.append(f"`{name}`" + ("" if field.execution else " (in a file too)"))
+        elif not field.metadata:
+            notes = [f"needs {field.needs_text}"] if field.needs else []
+            if field.supported is not None:
+                notes.append("only " + ", ".join(f"`{value!r}`" for value in field.supported))
+            note = f" ({'; '.join(notes)})" if notes else ""
+            rows.append(f"| `{name}` | `{field.default!r}` | {field.doc}{note} |")
+    ignored = [f"`{name}`" for name, field in FIELDS.items() if field.metadata]
+    rows += ["", f"Fields of which a call can set the default only: {', '.join(fixed)}."]
+    rows += ["", f"Fields without effect: {', '.join(ignored)}."]
     return "\n".join(rows) + "\n"
 
 

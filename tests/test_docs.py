@@ -113,8 +113,6 @@ def test_the_quickstart_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     _, printed = run_python(DOCS / "quickstart.md")
-    answer, streamed, count = printed.splitlines()
-    assert answer == streamed == "The capital of France is Paris."
-    assert count == "4"
+    assert printed.splitlines() == ["The capital of France is Paris."] * 2
     (commands,) = shell_blocks(DOCS / "quickstart.md")
     assert run_shell(commands, tmp_path).startswith("The capital of France is Paris.")

@@ -22,7 +22,6 @@ def test_planning_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names, printed = run_python(ROOT / "docs" / "plan.md")
     assert printed == f"{names['result'].programs[0].peak_bytes}\n"
-    assert names["text"].startswith("HloModule")
 
 
 COMMANDS = [

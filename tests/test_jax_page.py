@@ -33,8 +33,6 @@ def test_the_page_runs(tmp_path: Path) -> None:
     assert names["logits"].shape == (2, 1, 6, model.config.vocab_size)
     assert names["losses"][-1] < 0.5 * names["losses"][0]
     assert names["distilled"][-1] < names["distilled"][0]
-    assert len(names["lora"]) == model.config.num_hidden_layers
-    assert names["after"] < names["before"]
     for x, y in zip(*map(jax.tree.leaves, (names["restored"], names["trained"])), strict=True):
         np.testing.assert_array_equal(x, y)
     assert names["restored"].card is names["first"].card

@@ -21,10 +21,6 @@ def test_scripts_run(tmp_path: Path) -> None:
     folders = {name: DATA / "reference" / f"tiny-{name.lower()}" for name in ("GPT2", "T5")}
     namespace, _ = run_python(PAGE, **folders, OUTPUT=tmp_path / "saved")
     steps, losses = namespace["steps"], namespace["losses"]
-    blocks = namespace["batch"]
-    assert blocks["input_ids"].shape[1] == namespace["block_size"]
-    assert blocks["attention_mask"].all()  # no pads in the blocks
-    assert len(blocks["input_ids"]) >= 2
     for run in (losses[:steps], losses[steps:]):
         assert len(run) == steps
         assert np.mean(run[-3:]) < 0.8 * run[0]

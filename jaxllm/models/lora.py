@@ -44,13 +44,12 @@ class LoraConfig:
         dropout: dropout rate on the input of each update, in training.
         targets: regular expressions, each matching the full name of a module or its end after a
             dot: ``"attn.(q|v)"`` of our paths, ``"q_proj"`` of Hugging Face's names.
-            ``"all-linear"``, the default: every Linear except the head, that is the projections of
-            attention and feed-forward layers, but not experts, which have no LoRA. GPT-2's
+            ``"all-linear"``: every Linear except the head and experts, which have no LoRA. GPT-2's
             ``"c_attn"`` is q, k and v.
         rslora: multiply by ``alpha / sqrt(rank)`` instead.
         dora: also train a magnitude per row of the weights.
         modules_to_save: more modules, named like targets, that are fully trained: embeddings,
-            norms, heads. A classifier's `score`, which is new, is always among them.
+            norms, heads. A classifier's `score` always is.
 
     >>> LoraConfig(rank=4, targets="q_proj").targets
     ('q_proj',)

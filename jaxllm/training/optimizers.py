@@ -44,8 +44,8 @@ class OptimizerConfig:
         schedule: constant, linear or cosine (down to `final_factor` at step `schedule_steps`), or
             inverse_sqrt.
         warmup_steps: steps of a linear warmup from 0 to the peak.
-        schedule_steps: optimizer steps to the end of a linear or cosine schedule, warmup included.
-            Independent of where the run stops, so that a run may stop early and resume.
+        schedule_steps: optimizer steps to the end of a linear or cosine schedule, warmup included,
+            wherever the run stops.
         final_factor: learning rate at the end of the schedule, as a share of the peak.
         b1, b2, eps: decay rates of the moments, and epsilon (adamw, muon; lion has b1 and b2).
             None: optax's defaults.

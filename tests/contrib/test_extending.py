@@ -56,6 +56,15 @@ def test_examples_run(unregistered) -> None:
     for block in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         line = text.count("\n", 0, block.start(1))
         exec(compile("\n" * line + block[1], str(DOC), "exec"), namespace)
+    results = {name: namespace[name].sequences for name in ("by_hand", "by_field")}
+    np.testing.assert_array_equal(results["by_field"], results["by_hand"])
+    greedy = {"max_new_tokens": 4}
+    for threshold, fields in ((0.0, greedy), (1.0, namespace["sampled"])):
+        expected, found = (
+            jaxllm.generate(namespace["model"], namespace["input_ids"], **settings).sequences
+            for settings in (fields, {**namespace["sampled"], "greedy_above": threshold})
+        )
+        np.testing.assert_array_equal(found, expected)
     config = GenerationConfig(top_n_sigma=2, do_sample=True)
     assert (config.top_n_sigma, config.explicit) == (2.0, {"top_n_sigma", "do_sample"})
     with pytest.raises(jaxllm.JaxLLMError, match="`top_n_sigma` must be a number"):

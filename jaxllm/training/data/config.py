@@ -60,17 +60,14 @@ class DataConfig:
         file_type: `auto` decides by the suffix.
         by_line: each line of a text file is a row.
         dataset, dataset_name, split: a Hugging Face data set in place of `path`: a Hub id, a
-            folder of CSV or Parquet files, or one that `save_to_disk` wrote (``pip install
-            'jaxllm[datasets]'``).
+            folder of CSV or Parquet files, or one that `save_to_disk` wrote; needs the extra
+            `datasets`.
         format: how a row becomes an example; see docs/finetuning-data.md.
-        text_field, prompt_field, completion_field: field names in the rows.
-        chosen_field, rejected_field, messages_field: field names in the rows.
-        source_field, target_field, label_field: field names in the rows.
-        src_lang_field, tgt_lang_field: fields with the languages of source and target, which the
-            tokenizer of a translation model reads if a row has them.
-        templates: Jinja templates that make fields of other fields or columns, such as `{prompt:
-            "Context: {{ context }} Question: {{ question }}"}`; in a recipe also files that hold
-            one.
+        text_field, prompt_field, completion_field, chosen_field, rejected_field, messages_field:
+            names of the fields in the rows.
+        source_field, target_field, label_field, src_lang_field, tgt_lang_field: likewise.
+        templates: Jinja templates that make fields of other fields or columns; in a recipe also
+            files that hold one.
         source_prefix: prepended to every source, such as ``"summarize: "``.
         chat_template: Jinja source, or the name of one of the tokenizer's templates; None: the
             tokenizer's default.
@@ -81,11 +78,11 @@ class DataConfig:
             rows. None: the model's context length.
         max_target_length: maximum tokens of a seq2seq target, or of T5's preferred and rejected
             answers. None: `max_length`.
-        on_too_long: handling of longer examples: an error that names the row, or they are truncated
-            at the end, dropped, or (`text` only) split into several. The run prints how many.
+        on_too_long: handling of longer examples: error, truncate (at the end), drop, or split into
+            several (`text` only). The run prints how many.
         packing: put several examples into a row; they do not attend to each other.
         bucket: round the lengths of unpacked batches up to a power of two, or to a multiple of
-            this number; None pads every batch to `max_length`. Each length is compiled once.
+            this number; None: to `max_length`. Each length is compiled once.
         shuffle: use a new order in every epoch; false: the order of the files.
         seed: seed of the shuffling; None: the seed of the run.
         streaming: read and encode the rows again in every epoch instead of keeping them in memory.

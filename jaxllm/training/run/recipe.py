@@ -96,11 +96,11 @@ class ModelSource:
             float32.
         matmul_precision: precision of products in float32 on a TPU or GPU: default (the fastest),
             high or highest; None: highest.
-        remat: recompute activations of each block in the backward pass, to save memory: true or
-            full, all of them; dots, all but the results of products with weights.
+        remat: recompute activations in the backward pass, to save memory: true or full, all of
+            them; dots, all but the results of products with weights.
         scan_layers: run equal layers in a scan, so that a deep model compiles faster.
-        attn_implementation: auto (splash on a TPU, triton on a GPU, eager elsewhere), eager,
-            blockwise, splash, triton, xla or cudnn.
+        attn_implementation: auto, eager, blockwise, splash, triton, xla or cudnn; see
+            docs/models.md.
     """
 
     path: str | None = None
@@ -228,9 +228,9 @@ class Recipe:
         eval_data: evaluation data. None: no evaluation; as an override (``--eval-data null``) it
             also drops the file's `evaluation` and `early_stopping`.
         output_dir: folder of the run.
-        max_steps: last step. None: 1000, or the end of the last epoch. The length of the schedule
-            is `optimizer.schedule_steps`.
-        epochs: passes over the data, such as 3 or 0.5, in place of `max_steps`.
+        max_steps: last step. None: 1000, or the end of the last epoch.
+        epochs: passes over the data, such as 3 or 0.5, in place of `max_steps`; those before a
+            resume count too.
         batch_size: rows of one optimizer step, over all devices and micro-batches.
         accumulation: number of micro-batches of a step, computed sequentially.
         seed: seed of random weights, data order and dropout.
