@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.common.errors import ConfigError, quoted
 from jaxllm.nn.linear import Linear, declare_axes, dropout, split_key
+from jaxllm.nn.platform.products import before_product
 
 
 class MLP(nnx.Module):
@@ -31,7 +32,8 @@ class MLP(nnx.Module):
         self, x: Float[Array, "B T D"], *, key: jax.Array | None = None
     ) -> Float[Array, "B T D"]:
         key, up_key, down_key = split_key(key, 3)
-        return self.down(dropout(self.act(self.up(x, up_key)), self.dropout_rate, key), down_key)
+        y = dropout(self.act(self.up(x, up_key)), self.dropout_rate, key)
+        return self.down(before_product(y), down_key)
 
 
 class GatedMLP(nnx.Module):
@@ -55,8 +57,8 @@ class GatedMLP(nnx.Module):
         self, x: Float[Array, "B T D"], *, key: jax.Array | None = None
     ) -> Float[Array, "B T D"]:
         key, gate_key, up_key, down_key = split_key(key, 4)
-        y = self.act(self.gate(x, gate_key)) * self.up(x, up_key)
-        return self.down(dropout(y, self.dropout_rate, key), down_key)
+        y = dropout(self.act(self.gate(x, gate_key)) * self.up(x, up_key), self.dropout_rate, key)
+        return self.down(before_product(y), down_key)
 
 
 # By transformers' names: all except "prelu" and "xielu", which have weights.

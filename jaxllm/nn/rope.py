@@ -171,12 +171,14 @@ def rotate(
         first, rest = x[..., :rotated], x[..., rotated:]
         return jnp.concatenate([rotate(first, cos, sin), rest], axis=-1)
     # PERF(tpu): slices and negations of heads are copies, a sixth of a decode step of SmolLM2 and
-    # of its prefill; docs/decisions/tpu-decode-step.md. For heads that fill the 128 lanes of a
-    # register products take longer, and in a decode step of a larger model a matrix for all heads.
-    on_tpu = rotate_each_head if x.shape[-1] < LANES else rotate_halves
-    if x.shape[1] == 1:
-        is_small = math.prod(x.shape[2:]) <= MAX_PRODUCT_WIDTH and not heads_are_sharded()
-        on_tpu = rotate_by_product if is_small else rotate_halves
+    # of its prefill; docs/decisions/tpu-decode-step.md. In prefill and training products take
+    # longer for heads that fill the 128 lanes of a register, and in a decode step a matrix for all
+    # heads of a larger model.
+    on_tpu = rotate_each_head
+    if x.shape[1] > 1 and x.shape[-1] >= LANES:
+        on_tpu = rotate_halves
+    elif x.shape[1] == 1 and math.prod(x.shape[2:]) <= MAX_PRODUCT_WIDTH:
+        on_tpu = rotate_each_head if heads_are_sharded() else rotate_by_product
     return jax.lax.platform_dependent(x, cos, sin, tpu=on_tpu, default=rotate_halves)
 
 

@@ -13,7 +13,8 @@ import pytest
 from jaxllm.cache.kv_cache import KV
 from jaxllm.cache.variants import QuantizedKV
 from jaxllm.nn.attention import Scores, attend
-from jaxllm.nn.linear import Embedding
+from jaxllm.nn.linear import Embedding, Linear
+from jaxllm.nn.mlp import MLP, GatedMLP
 from jaxllm.nn.platform.attention import attend_cache, attend_one_query, padded_product, split_heads
 from jaxllm.nn.platform.products import (
     SUBLANES,
@@ -75,6 +76,21 @@ def test_only_a_tpu_multiplies_a_single_row_beside_zeros(platform: str, rows: in
         text = jax.jit(function).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
         padded = "stablehlo.pad" in text and f"tensor<{SUBLANES * rows}x" in text
         assert padded == (platform == "tpu" and rows == 1)
+
+
+@pytest.mark.parametrize(
+    ("platform", "columns", "width", "count"),
+    [("tpu", 1, 8192, 1), ("tpu", 1, 4096, 0), ("tpu", 17, 8192, 0), ("cuda", 1, 8192, 0)],
+)
+def test_wide_features_of_a_tpu_are_computed_before_the_product(
+    platform: str, columns: int, width: int, count: int
+) -> None:
+    x = jnp.zeros((2, columns, 16))
+    options = {"dtype": jnp.float32, "param_dtype": jnp.float32, "rngs": None}
+    up, down = Linear(16, width, **options), Linear(width, 16, **options)
+    for layer in (MLP(up, down, jax.nn.relu), GatedMLP(up, up, down, jax.nn.relu)):
+        text = jax.jit(layer).trace(x).lower(lowering_platforms=(platform,)).as_text()
+        assert text.count("optimization_barrier") == count
 
 
 def test_rows_of_zeros_change_no_product() -> None:

@@ -109,6 +109,18 @@ def test_a_tpu_decodes_one_row_as_fast_as_eight(quantize: str | None) -> None:
     assert step_us(1) < 1.3 * step_us(8)
 
 
+@needs_tpu
+def test_a_tpu_decodes_wide_feed_forward_layers_as_fast_as_it_reads_them() -> None:
+    """Inside of the product that reads them, the features took up to twice as long."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 1024}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    config = tiny.CONFIGS["llama"] | sizes | heads
+    options = {"program": "decode", "batch": 8, "prompt": 16, "new": 16, "dtype": "bfloat16"}
+    (decode,) = jaxllm.plan(config, "v5e:2x2", **options).programs
+    assert decode.estimated_step_us is not None
+    assert decode.estimated_step_us < 1.25 * decode.floor_step_us
+
+
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("family", tuple(LONG))
 def test_compiled_training_steps_and_prefills_hold_no_array_of_tokens_x_tokens_or_vocabulary(

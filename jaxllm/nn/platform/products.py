@@ -119,6 +119,22 @@ def beside_zeros(
     return y.reshape(len(x), SUBLANES, *y.shape[1:])[:, 0]
 
 
+FEW_COLUMNS = 16
+MAX_INNER_WIDTH = 4096
+"""Most features that a TPU computes within the product that reads them."""
+
+
+def before_product(x: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
+    """x, which is about to be multiplied; on a TPU wide features of a few columns are computed
+    before the product."""
+    if x.ndim != 3 or x.shape[1] > FEW_COLUMNS or x.shape[2] <= MAX_INNER_WIDTH:
+        return x
+    # PERF(tpu): XLA computes the features of few rows, themselves a product, within the product
+    # that reads them, which takes up to twice as long; docs/decisions/tpu-decode-step.md.
+    barrier = jax.lax.optimization_barrier
+    return jax.lax.platform_dependent(x, tpu=barrier, default=lambda x: x)
+
+
 def times_transposed(x: Float[Array, "*rest I"], w: Float[Array, "O I"]) -> Float[Array, "*rest O"]:
     """Matrix product ``x W^T``."""
     # PERF(cpu): x is flattened to a matrix; with a 3-axis x gradients take 1.5 times as long;
