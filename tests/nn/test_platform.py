@@ -15,7 +15,13 @@ from jaxllm.cache.variants import QuantizedKV
 from jaxllm.nn.attention import Scores, attend
 from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.mlp import MLP, GatedMLP
-from jaxllm.nn.platform.attention import attend_cache, attend_one_query, padded_product, split_heads
+from jaxllm.nn.platform.attention import (
+    attend_cache,
+    attend_one_query,
+    attend_whole_tiles,
+    padded_product,
+    split_heads,
+)
 from jaxllm.nn.platform.products import (
     SUBLANES,
     beside_zeros,
@@ -160,6 +166,35 @@ def test_only_a_tpu_pads_a_single_query(platform, heads, columns, padded):
     assert text.count("stablehlo.pad") == (2 if padded else 0)
     largest_apart = platform == "tpu" and columns == 1
     assert text.count("optimization_barrier") == 2 * padded + largest_apart
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_queries_of_zeros_change_no_attention(with_bias: bool) -> None:
+    random = np.random.default_rng(0)
+    q = jnp.asarray(random.normal(size=(ROWS, 1, 2 * HEADS, SIZE)), jnp.float32)
+    visible = jnp.asarray(random.random((ROWS, 1, 1, SLOTS)) < 0.7)
+    bias = jnp.asarray(random.normal(size=(1, 2 * HEADS, 1, SLOTS)), jnp.float32)
+    arguments = (q, cache(), visible, bias if with_bias else None)
+    plain = functools.partial(attend, scores=Scores(0.3))
+    actual = attend_whole_tiles(plain, *arguments)
+    np.testing.assert_allclose(actual, plain(*arguments), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("platform", "rows", "heads", "tiled"),
+    [("tpu", 9, 2, True), ("tpu", 8, 2, False), ("tpu", 9, 8, False), ("cpu", 9, 2, False)],
+)
+def test_a_tpu_fills_a_tile_of_queries_in_a_batch(
+    platform: str, rows: int, heads: int, tiled: bool
+) -> None:
+    kv = KV.zeros(rows, SLOTS, 1, SIZE, jnp.float32)
+    q, visible = jnp.zeros((rows, 1, heads, SIZE)), jnp.ones((rows, 1, 1, SLOTS), bool)
+    scores = Scores(1.0)
+    step = functools.partial(attend_cache, functools.partial(attend, scores=scores), scores=scores)
+    traced = jax.jit(lambda *x: step(*x, None, visible=visible, bias=None)).trace(q, kv)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert ("stablehlo.pad" in text) == tiled
 
 
 @pytest.mark.parametrize(
