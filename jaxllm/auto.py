@@ -45,7 +45,11 @@ def config_of(
     """
     read = read_config(config)
     classes = classes_for(read)
-    if classes and not any(issubclass(model_class, each) for each in classes):
+    # A caller's own class, such as one with another backbone, is related to no class of a family.
+    is_related = any(
+        issubclass(model_class, each) or issubclass(each, model_class) for each in model_classes()
+    )
+    if classes and is_related and not any(issubclass(model_class, each) for each in classes):
         raise InputError(
             f"config: {model_class.__name__} cannot be made of a {type(read).__name__}, which is "
             f"for {', '.join(each.__name__ for each in classes)}"
@@ -55,9 +59,17 @@ def config_of(
 
 def classes_for(config: ModelConfig) -> list[type]:
     """Classes of the models that have such a config."""
-    families = [family for family in FAMILIES.values() if family.config is type(config)]
-    classes = [each for family in families for each in family.classes.values()]
-    return [each for each in classes if isinstance(each, type)]
+    return [each for each, config_class in model_classes().items() if config_class is type(config)]
+
+
+def model_classes() -> dict[type, type]:
+    """The classes of all families' models, each with the class of its config."""
+    return {
+        each: family.config
+        for family in FAMILIES.values()
+        for each in family.classes.values()
+        if isinstance(each, type)
+    }
 
 
 class _Auto:

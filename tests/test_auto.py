@@ -293,6 +293,16 @@ def test_a_model_is_made_of_a_config_a_dict_or_a_path(name):
         type(made[0]).from_config(3)
 
 
+def test_a_callers_own_class_takes_the_config_of_its_backbone():
+    class OwnModel(jaxllm.models.decoder_only.CausalLM):
+        backbone_class = jaxllm.models.llama.LlamaBackbone
+
+    raw = json.loads((REFERENCE / "tiny-llama" / "config.json").read_text())
+    assert isinstance(OwnModel.from_config(raw), OwnModel)
+    with pytest.raises(InputError, match=r"of a T5Config, which is for T5For\w+, T5EncoderModel$"):
+        jaxllm.models.LlamaForCausalLM.from_config({"model_type": "mt5"})
+
+
 def test_configs_know_their_model_type():
     for name, family in FAMILIES.items():
         raw = {"model_type": name}

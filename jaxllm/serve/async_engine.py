@@ -151,7 +151,7 @@ class AsyncEngine:
         memory: predicted memory.
 
     Raises:
-        InputError: a field of all requests is wrong.
+        InputError: a field of all requests is wrong, or `context` is longer than the model's.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class AsyncEngine:
         self.model, self.tokenizer, self.fields = model, tokenizer, fields
         self.counts = BatchCounts()
         sizes = _most_sizes(model, context, slots, mesh)
-        limit = None if model.is_encoder_decoder else model.config.longest_prompt
+        limit = model.config.longest_prompt
         if context is not None and limit is not None and context > limit:
             raise InputError(
                 f"context: expected at most the model's {limit} tokens, found {context}"
@@ -316,10 +316,9 @@ class AsyncEngine:
 
     def _warm_up_task(self, width: int) -> LiveTask:
         """A task with a prompt of one bucket."""
-        length = width - (not self.model.is_encoder_decoder)  # and one new token
-        limit = self.model.config.longest_prompt
-        if limit is not None and not self.model.is_encoder_decoder:
-            length = min(length, limit - 1)
+        length = min(width, self.context)
+        if not self.model.is_encoder_decoder:
+            length -= 1  # for the new token
         fields = {"input_ids": np.zeros(length, int), "max_new_tokens": 1}
         return LiveTask(self._reader.read(0, fields), 0)
 

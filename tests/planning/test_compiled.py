@@ -43,9 +43,9 @@ LONG: dict[str, dict[str, Any]] = {
 def test_lowered_decode_steps(platform: str, family: str, monkeypatch: Any) -> None:
     """The loop over tokens is the only one, and no array of keys or values is transposed."""
     target = importlib.import_module("jaxllm.planning.topology")
-    programs = importlib.import_module("jaxllm.batch.programs")
+    slot_programs = importlib.import_module("jaxllm.batch.programs")
     monkeypatch.setattr(target, "platform_of", lambda device: platform)
-    monkeypatch.setattr(programs, "platform_of_arrays", lambda tree: platform)
+    monkeypatch.setattr(slot_programs, "platform_of_arrays", lambda tree: platform)
     model = tiny.cached(family)
     (decode,) = lower(model, "decode", batch=3, prompt=16, new=48)
     programs = [decode, lower(model, "batch", prompt=16, new=48, slots=3)[0]]

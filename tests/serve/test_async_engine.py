@@ -284,3 +284,10 @@ def test_a_context_longer_than_the_models_is_refused():
     limit = MODEL.config.context_length
     with pytest.raises(jaxllm.errors.InputError, match=f"at most the model's {limit} tokens"):
         AsyncEngine(MODEL, slots=4, context=limit + 1)
+
+
+def test_an_encoder_decoders_context_ends_where_its_positions_do():
+    model = tiny.make("bart", max_position_embeddings=50)
+    assert AsyncEngine(model, slots=4).context == 50
+    with pytest.raises(jaxllm.errors.InputError, match="at most the model's 50 tokens"):
+        AsyncEngine(model, slots=4, context=51)

@@ -101,7 +101,7 @@ SUBLANES = 8
 def apply_to_rows(
     product: Callable[..., Array], x: Shaped[Array, "B I"], *weights: Array | None
 ) -> Float[Array, "B ..."]:
-    """``product(x, *weights)``, for a device's only row on a TPU beside rows of zeros."""
+    """``product(x, *weights)``. On a TPU, if a device has one row, it is beside rows of zeros."""
     if len(x) not in (1, row_shards(context_mesh())):
         return product(x, *weights)
     # PERF(tpu): XLA multiplies one row on the vector unit, which takes three times as long as eight
@@ -120,13 +120,14 @@ def beside_zeros(
 
 
 FEW_COLUMNS = 16
+"""Most columns of x for which `before_product` has an effect: those of decode steps."""
 MAX_INNER_WIDTH = 4096
 """Most features that a TPU computes within the product that reads them."""
 
 
 def before_product(x: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
-    """x, which is about to be multiplied; on a TPU wide features of a few columns are computed
-    before the product."""
+    """x, which is about to be multiplied. On a TPU, more than `MAX_INNER_WIDTH` features of a few
+    columns are computed before the product that reads them."""
     if x.ndim != 3 or x.shape[1] > FEW_COLUMNS or x.shape[2] <= MAX_INNER_WIDTH:
         return x
     # PERF(tpu): XLA computes the features of few rows, themselves a product, within the product
