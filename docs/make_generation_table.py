@@ -24,7 +24,7 @@ def table() -> str:
             note = f" ({'; '.join(notes)})" if notes else ""
             rows.append(f"| `{name}` | `{field.default!r}` | {field.doc}{note} |")
     ignored = [f"`{name}`" for name, field in FIELDS.items() if field.metadata]
-    rows += ["", f"Fields of which a call can set the default only: {', '.join(fixed)}."]
+    rows += ["", f"Fields for which a call accepts only the default: {', '.join(fixed)}."]
     rows += ["", f"Fields without effect: {', '.join(ignored)}."]
     return "\n".join(rows) + "\n"
 

@@ -35,13 +35,13 @@ def read_config(config: ModelConfig | Mapping[str, Any] | str | PathLike[str]) -
     return checked(config, (ModelConfig,), "config", "a model's config, a dict or a path")
 
 
-def config_of(
+def read_config_for(
     model_class: type, config: ModelConfig | Mapping[str, Any] | str | PathLike[str]
 ) -> Any:
-    """`read_config`, for a model of this class.
+    """Reads a config as `read_config` does, and checks that a class can be made of it.
 
     Raises:
-        InputError: the config is that of another family.
+        InputError: the config belongs to another family.
     """
     read = read_config(config)
     classes = classes_for(read)

@@ -90,13 +90,13 @@ class Pretrained:
             attn_implementation, remat, scan_layers: as in `jaxllm.load`.
 
         Raises:
-            InputError: the config is that of another family.
+            InputError: the config belongs to another family.
         """
         where = f"{cls.__name__}.from_config()"
         unknown = _drop(where, unknown, "seed")
         if unknown:
             raise InputError(f"{where} does not take {', '.join(sorted(unknown))}")
-        config = public("auto").config_of(cls, config)
+        config = public("auto").read_config_for(cls, config)
         checked(seed, (int, np.integer), "seed", "an integer")
         try:
             dtypes = jnp.dtype(dtype), jnp.dtype(param_dtype)

@@ -290,9 +290,9 @@ def is_finished(
     it has an error.
 
     Raises:
-        RunError: an output or a journal exists and `resume` is False; or the job is another one
-            than that of the journal or report; names the first part of its identity that differs.
-            Or `retry`, and the journal of the finished job is gone.
+        RunError: an output or a journal exists and `resume` is False; or the journal or report
+            belongs to another job, and the message names the first part of the identity that
+            differs; or `retry`, and the journal of the finished job is gone.
     """
     folder = journal_folder(output)
     started = started_file(folder)

@@ -219,7 +219,7 @@ class GenerationConfig(Settings):
         doc="considers only the most probable tokens up to this total probability; 1 is off",
         off=1.0, needs="do_sample", per_row=1.0, always=True)
     min_p: float | None = setting(default=None, converter=number("[0, 1]"),
-        doc="drops tokens whose probability is below min_p times that of the most probable token",
+        doc="drops tokens with less than min_p times the probability of the most probable token",
         needs="do_sample", per_row=0.0)
     top_h: float | None = setting(default=None, converter=number("(0, 1]"),
         doc="considers only the most probable tokens up to this share of the entropy",

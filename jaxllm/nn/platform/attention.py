@@ -29,6 +29,8 @@ LANES = 128
 """Columns of a tile."""
 MAX_ROWS_APART = 8
 """Most rows of a TPU's decode step whose largest scores are an operation of their own."""
+MAX_ROWS_OF_PART_TILES = 8
+"""Most rows of a TPU's decode step whose grouped queries are not filled up to a tile."""
 PREFIXES = 4
 MIN_SPLIT_SLOTS = 64
 MAX_SPLIT_QUERIES = 8
@@ -95,8 +97,9 @@ def fills_tiles(q: Float[Array, "B 1 N H"], kv: KV) -> bool:
     """True if a TPU attends with as many queries for each head of the cache as a tile has."""
     rows = len(q) // row_shards(context_mesh())
     group = q.shape[2] * len(q) // math.prod(kv.leading_shape)
-    few = rows <= MAX_ROWS_APART or multiplies_across_heads(kv, group)
-    return 1 < group < QUERY_TILE and not few
+    if rows <= MAX_ROWS_OF_PART_TILES or multiplies_across_heads(kv, group):
+        return False
+    return 1 < group < QUERY_TILE
 
 
 def attend_whole_tiles(

@@ -125,7 +125,7 @@ MAX_INNER_WIDTH = 4096
 """Most features that a TPU computes within the product that reads them."""
 
 
-def before_product(x: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
+def before_product(x: Float[Array, "*rest F"]) -> Float[Array, "*rest F"]:
     """x, which is about to be multiplied. On a TPU, more than `MAX_INNER_WIDTH` features of a few
     columns are computed before the product that reads them."""
     if x.ndim != 3 or x.shape[1] > FEW_COLUMNS or x.shape[2] <= MAX_INNER_WIDTH:
