@@ -74,7 +74,7 @@ def load(
         attn_implementation: "auto" (splash on a TPU, triton on a GPU, eager elsewhere), "eager",
             "blockwise", "splash" (TPU), "triton" (GPU), "xla" or "cudnn"; see docs/models.md.
         remat: what the backward pass recomputes of each block, to save memory: True or "full",
-            all activations; "dots", all but the results of products with weights; False, nothing.
+            all activations; "dots", all but the results of linear layers; False, nothing.
         scan_layers: run equal layers in a scan wherever there is no KV cache, as in training: a
             deep model compiles faster; see docs/models.md.
         quantize: keep the weights of linear layers as integers with scales, for inference: "int8"
@@ -285,7 +285,7 @@ def load_orbax(
         attn_implementation: "auto" (splash on a TPU, triton on a GPU, eager elsewhere), "eager",
             "blockwise", "splash" (TPU), "triton" (GPU), "xla" or "cudnn"; see docs/models.md.
         remat: what the backward pass recomputes of each block, to save memory: True or "full",
-            all activations; "dots", all but the results of products with weights; False, nothing.
+            all activations; "dots", all but the results of linear layers; False, nothing.
         scan_layers: run equal layers in a scan wherever there is no KV cache, as in training: a
             deep model compiles faster; see docs/models.md.
 

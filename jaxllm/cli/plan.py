@@ -92,7 +92,7 @@ def _parser(program: str) -> Parser:
         nargs="?",
         const="full",
         choices=("full", "dots"),
-        help="training recomputes activations: full, the default here, or all but products, dots",
+        help="recomputes activations: full, the default here, or dots, all but linear layers",
     )
     parser.add_argument("--scan-layers", action="store_true", help="training scans its layers")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

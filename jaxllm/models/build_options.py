@@ -18,7 +18,7 @@ class Options:
     "eager" (the reference), "blockwise" (by blocks of queries), "splash" (TPUs only), "triton"
     (GPUs only), "xla" or "cudnn" (`jax.nn.dot_product_attention`). `remat` names what the backward
     pass recomputes of each block: False, "full" (or True), or "dots", which keeps the results of
-    products.
+    linear layers.
     `scan_layers` runs equal blocks in a scan wherever there is no KV cache. `platform` is the one
     that the model runs on; it decides layouts, and which of two ways to compute the same.
     """

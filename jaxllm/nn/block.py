@@ -20,7 +20,7 @@ from jaxllm.cache.kv_cache import KV
 from jaxllm.common.errors import InputError, quoted
 from jaxllm.nn.attention import BY_PARTS, Attention, ColumnBias
 from jaxllm.nn.experts import MixtureOfExperts
-from jaxllm.nn.linear import LayerNorm, RMSNorm, dropout, split_key
+from jaxllm.nn.linear import KEPT, LayerNorm, RMSNorm, dropout, split_key
 from jaxllm.nn.mlp import MLP, GatedMLP
 from jaxllm.nn.platform.attention import cache_has_head_axis
 from jaxllm.nn.platform.training import after_gradient
@@ -234,7 +234,7 @@ _recomputed.defvjp(_forward, _backward)
 _keeping_products = jax.checkpoint(
     Block.__call__,
     static_argnums=(6, 7),
-    policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    policy=jax.checkpoint_policies.save_only_these_names(KEPT),
 )
 
 REMAT: Mapping[bool | str, Any] = {
@@ -243,7 +243,7 @@ REMAT: Mapping[bool | str, Any] = {
     "dots": _keeping_products,
 }
 """How a block is run, by what its backward pass recomputes: nothing, all from the block's input, or
-all but the products with weights, whose results are kept."""
+all but linear layers, whose results are kept. Experts are recomputed."""
 # Jitted, so that identical blocks share one trace: 30 layers trace in the time of one.
 _RUN = {name: jax.jit(run, static_argnums=(6, 7)) for name, run in REMAT.items()}
 

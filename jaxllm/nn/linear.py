@@ -14,6 +14,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
@@ -76,11 +77,20 @@ class Linear(nnx.Module):
         self, x: Float[Array, "... I"], key: jax.Array | None = None
     ) -> Float[Array, "... O"]:
         y = self.product(x.astype(self.dtype))
-        return y if self.bias is None else plus_bias(y, self.bias[...].astype(self.dtype))
+        return kept(y if self.bias is None else plus_bias(y, self.bias[...].astype(self.dtype)))
 
     def product(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
         """``x W^T`` in the layer's dtype."""
         return product(x, self.weight[...].astype(self.dtype), self.axes)
+
+
+KEPT = "kept"
+"""Name of the arrays that `remat="dots"` keeps for the backward pass."""
+
+
+def kept(y: Float[Array, "... O"]) -> Float[Array, "... O"]:
+    """y, the result of a linear layer, which `remat="dots"` keeps for the backward pass."""
+    return checkpoint_name(y, KEPT)
 
 
 def product(

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxllm.common.precision import precision_of
-from jaxllm.nn.linear import Linear, dropout, product
+from jaxllm.nn.linear import Linear, dropout, kept, product
 from jaxllm.parallel.sharding import part_axes
 
 
@@ -59,12 +59,12 @@ class LoraLinear(Linear):
         y = super().__call__(x)
         x = dropout(x.astype(self.dtype), self.dropout_rate, key)
         a, b = (p[...].astype(self.dtype) for p in (self.lora_a, self.lora_b))
-        lowered = product(x, a, part_axes("lora_a", self.axes))
+        lowered = kept(product(x, a, part_axes("lora_a", self.axes)))
         change = product(lowered, b, part_axes("lora_b", self.axes)) * self.scale
         if self.lora_magnitude is None:
-            return y + change
+            return kept(y + change)
         ratio = self._ratio(jax.lax.stop_gradient(row_norms(self._sum())))
-        plain = self.product(x)
+        plain = kept(self.product(x))
         return y + (ratio - 1).astype(self.dtype) * plain + ratio.astype(self.dtype) * change
 
     def merged(self) -> Linear:

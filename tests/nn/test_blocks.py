@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import tiny
 from compiling import compiled_as_users
+from jax.sharding import AbstractMesh
 
 from jaxllm.models.build_options import Options
+from jaxllm.models.lora import LoraConfig, add_lora
 from jaxllm.models.weights import parameters
+from jaxllm.parallel.sharding import AXES
 
 DEPTH = {"llama": {"num_hidden_layers": 2}, "gpt2": {"n_layer": 1}}
 DEPTH["t5"] = {"num_layers": 1, "num_decoder_layers": 1, "feed_forward_proj": "relu"}
@@ -64,17 +67,24 @@ def test_remat_in_bfloat16(family):
     assert jax.tree.leaves(jax.eval_shape(grad, model))[0].dtype == jnp.bfloat16
 
 
-def test_products_are_kept():
-    """Of the forward pass, a backward pass repeats all products but those with weights."""
-    tokens = tiny.ids()
+@pytest.mark.parametrize("fsdp", [1, 4])
+@pytest.mark.parametrize("with_lora", [False, True])
+def test_products_are_kept(fsdp, with_lora):
+    """With "dots" a backward pass repeats two products of each layer, those of attention: none with
+    weights, which on a mesh are all-gathered first, and none with the factors of LoRA."""
+    tokens = np.ones((4, 16), np.int32)
 
     def products(remat):
-        model = tiny.make("llama", options=Options(remat=remat))
+        def model():
+            plain = tiny.make("llama", options=Options(remat=remat), num_hidden_layers=2)
+            return add_lora(plain, LoraConfig(rank=2), key=0) if with_lora else plain
+
         loss = jax.grad(lambda model: model(tokens, labels=tokens).loss)
-        return str(jax.make_jaxpr(loss)(model)).count("dot_general")
+        with jax.sharding.use_abstract_mesh(AbstractMesh((1, fsdp, 1), AXES)):
+            return str(jax.make_jaxpr(loss)(jax.eval_shape(model))).count("dot_general")
 
     none, dots, full = products(False), products("dots"), products("full")
-    assert none <= dots < full
+    assert none + 2 * 2 == dots < full
 
 
 @pytest.mark.slow

@@ -97,7 +97,7 @@ class ModelSource:
         matmul_precision: precision of products in float32 on a TPU or GPU: default (the fastest),
             high or highest; None: highest.
         remat: recompute activations in the backward pass, to save memory: true or full, all of
-            them; dots, all but the results of products with weights.
+            them; dots, all but the results of linear layers.
         scan_layers: run equal layers in a scan, so that a deep model compiles faster.
         attn_implementation: auto, eager, blockwise, splash, triton, xla or cudnn; see
             docs/models.md.
