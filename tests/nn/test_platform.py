@@ -13,7 +13,7 @@ import pytest
 from jaxllm.cache.kv_cache import KV
 from jaxllm.cache.variants import QuantizedKV
 from jaxllm.nn.attention import Scores, attend
-from jaxllm.nn.linear import Embedding, Linear
+from jaxllm.nn.linear import Embedding, Linear, declare_axes
 from jaxllm.nn.mlp import MLP, GatedMLP
 from jaxllm.nn.platform.attention import (
     attend_cache,
@@ -34,6 +34,7 @@ from jaxllm.nn.platform.products import (
     times_transposed,
 )
 from jaxllm.nn.quantized import Int4Matrix, Int8Matrix, QuantizedEmbedding
+from jaxllm.parallel.sharding import abstract_mesh, use_mesh
 
 ROWS, HEADS, SLOTS, SIZE = 2, 3, 9, 8
 
@@ -82,6 +83,19 @@ def test_only_a_tpu_multiplies_a_single_row_beside_zeros(platform: str, rows: in
         text = jax.jit(function).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
         padded = "stablehlo.pad" in text and f"tensor<{SUBLANES * rows}x" in text
         assert padded == (platform == "tpu" and rows == 1)
+
+
+@pytest.mark.parametrize(("columns", "multiplied"), [(1, 4 * SUBLANES), (4, 4)])
+def test_a_tpu_multiplies_a_single_row_of_each_device_beside_zeros(
+    columns: int, multiplied: int
+) -> None:
+    """A device that has four tokens does not take them for one row of each of four devices."""
+    x = jnp.zeros((4, columns, 16))
+    layer = Linear(16, 24, dtype=jnp.float32, param_dtype=jnp.float32, rngs=None)
+    declare_axes("mlp", up=layer)
+    with use_mesh(abstract_mesh(fsdp=4)):
+        text = jax.jit(layer).trace(x).lower(lowering_platforms=("tpu",)).as_text()
+    assert f"(tensor<{multiplied}x16xf32>, tensor<24x16xf32>)" in text
 
 
 @pytest.mark.parametrize(
