@@ -20,6 +20,7 @@ from jaxllm.nn.platform.attention import (
     attend_one_query,
     attend_whole_tiles,
     fills_tiles,
+    largest_scores,
     padded_product,
     split_heads,
 )
@@ -181,6 +182,19 @@ def test_only_a_tpu_pads_a_single_query(platform, heads, columns, padded):
     assert text.count("stablehlo.pad") == (2 if padded else 0)
     largest_apart = platform == "tpu" and columns == 1
     assert text.count("optimization_barrier") == 2 * padded + largest_apart
+
+
+@pytest.mark.parametrize(
+    ("rows", "shards", "apart"), [(8, 1, 1), (9, 1, 0), (16, 2, 1), (18, 2, 0)]
+)
+def test_a_tpu_finds_the_largest_scores_of_few_rows_apart(
+    rows: int, shards: int, apart: int
+) -> None:
+    scores = jnp.zeros((rows, HEADS, 1, SLOTS))
+    with use_mesh(abstract_mesh(data=shards)):
+        traced = jax.jit(largest_scores).trace(scores)
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("optimization_barrier") == apart
 
 
 @pytest.mark.ci
