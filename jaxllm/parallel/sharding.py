@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -139,8 +139,18 @@ def heads_are_sharded() -> bool:
 
 
 def row_shards(mesh: Mesh | AbstractMesh | None) -> int:
-    """Number of shards that the rows of a batch are split into, over all processes."""
-    return 1 if mesh is None else mesh.shape[DATA] * mesh.shape[FSDP]
+    """Number of shards that the rows of a batch are split into, over all processes.
+
+    Inside of `jax.shard_map` over rows it is 1: arrays there are shards of one device.
+    """
+    if mesh is None or DATA in manual_axes(mesh):
+        return 1
+    return mesh.shape[DATA] * mesh.shape[FSDP]
+
+
+def manual_axes(mesh: Mesh | AbstractMesh) -> Collection[str]:
+    """Axes of the `jax.shard_map` that is being traced."""
+    return mesh.manual_axes if isinstance(mesh, AbstractMesh) else ()
 
 
 T = TypeVar("T")
@@ -338,7 +348,7 @@ def partition_spec(
 
     Inside of `jax.shard_map` its axes are left out: arrays there are shards of one device.
     """
-    manual = mesh.manual_axes if isinstance(mesh, AbstractMesh) else ()
+    manual = manual_axes(mesh)
 
     def place(size: int, name: str | None):
         if name == "rows":

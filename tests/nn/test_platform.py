@@ -13,12 +13,14 @@ import pytest
 from jaxllm.cache.kv_cache import KV
 from jaxllm.cache.variants import QuantizedKV
 from jaxllm.nn.attention import Scores, attend
-from jaxllm.nn.linear import Embedding, Linear
+from jaxllm.nn.linear import Embedding, Linear, declare_axes
 from jaxllm.nn.mlp import MLP, GatedMLP
 from jaxllm.nn.platform.attention import (
     attend_cache,
     attend_one_query,
     attend_whole_tiles,
+    fills_tiles,
+    largest_scores,
     padded_product,
     split_heads,
 )
@@ -34,6 +36,7 @@ from jaxllm.nn.platform.products import (
     times_transposed,
 )
 from jaxllm.nn.quantized import Int4Matrix, Int8Matrix, QuantizedEmbedding
+from jaxllm.parallel.sharding import abstract_mesh, use_mesh
 
 ROWS, HEADS, SLOTS, SIZE = 2, 3, 9, 8
 
@@ -82,6 +85,19 @@ def test_only_a_tpu_multiplies_a_single_row_beside_zeros(platform: str, rows: in
         text = jax.jit(function).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
         padded = "stablehlo.pad" in text and f"tensor<{SUBLANES * rows}x" in text
         assert padded == (platform == "tpu" and rows == 1)
+
+
+@pytest.mark.parametrize(("columns", "multiplied"), [(1, 4 * SUBLANES), (4, 4)])
+def test_a_tpu_multiplies_a_single_row_of_each_device_beside_zeros(
+    columns: int, multiplied: int
+) -> None:
+    """A device that has four tokens does not take them for one row of each of four devices."""
+    x = jnp.zeros((4, columns, 16))
+    layer = Linear(16, 24, dtype=jnp.float32, param_dtype=jnp.float32, rngs=None)
+    declare_axes("mlp", up=layer)
+    with use_mesh(abstract_mesh(fsdp=4)):
+        text = jax.jit(layer).trace(x).lower(lowering_platforms=("tpu",)).as_text()
+    assert f"(tensor<{multiplied}x16xf32>, tensor<24x16xf32>)" in text
 
 
 @pytest.mark.parametrize(
@@ -168,15 +184,30 @@ def test_only_a_tpu_pads_a_single_query(platform, heads, columns, padded):
     assert text.count("optimization_barrier") == 2 * padded + largest_apart
 
 
+@pytest.mark.parametrize(
+    ("rows", "shards", "apart"), [(8, 1, 1), (9, 1, 0), (16, 2, 1), (18, 2, 0)]
+)
+def test_a_tpu_finds_the_largest_scores_of_few_rows_apart(
+    rows: int, shards: int, apart: int
+) -> None:
+    scores = jnp.zeros((rows, HEADS, 1, SLOTS))
+    with use_mesh(abstract_mesh(data=shards)):
+        traced = jax.jit(largest_scores).trace(scores)
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("optimization_barrier") == apart
+
+
 @pytest.mark.ci
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_queries_of_zeros_change_no_attention(with_bias: bool) -> None:
+@pytest.mark.parametrize("bias_rows", [0, 1, ROWS])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_queries_of_zeros_change_no_attention(bias_rows: int, quantized: bool) -> None:
     random = np.random.default_rng(0)
-    q = jnp.asarray(random.normal(size=(ROWS, 1, 2 * HEADS, SIZE)), jnp.float32)
-    visible = jnp.asarray(random.random((ROWS, 1, 1, SLOTS)) < 0.7)
-    bias = jnp.asarray(random.normal(size=(1, 2 * HEADS, 1, SLOTS)), jnp.float32)
-    arguments = (q, cache(), visible, bias if with_bias else None)
-    plain = functools.partial(attend, scores=Scores(0.3))
+    heads = 3 * HEADS  # 3 of a group, which do not divide a tile
+    q = jnp.asarray(random.normal(size=(ROWS, 1, heads, SIZE)), jnp.float32)
+    visible = jnp.asarray(random.random((ROWS, 1, 1, SLOTS)) < 0.7).at[0].set(False)
+    bias = jnp.asarray(random.normal(size=(bias_rows, heads, 1, SLOTS)), jnp.float32)
+    arguments = (q, cache(quantized=quantized), visible, bias if bias_rows else None)
+    plain = functools.partial(attend, scores=Scores(0.3, softcap=2.0))
     actual = attend_whole_tiles(plain, *arguments)
     np.testing.assert_allclose(actual, plain(*arguments), rtol=1e-5, atol=1e-6)
 
@@ -195,6 +226,20 @@ def test_a_tpu_fills_a_tile_of_queries_in_a_batch(
     traced = jax.jit(lambda *x: step(*x, None, visible=visible, bias=None)).trace(q, kv)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert ("stablehlo.pad" in text) == tiled
+
+
+def test_tiles_are_filled_by_the_rows_of_a_device_and_the_layout_of_the_cache() -> None:
+    def fills(rows: int, heads: int, *, head_axis: bool = False) -> bool:
+        keys = jnp.zeros((rows, 1, SLOTS, SIZE) if head_axis else (rows, SLOTS, SIZE))
+        return fills_tiles(jnp.zeros((rows, 1, heads, SIZE)), KV(keys, keys))
+
+    assert fills(9, 2)
+    assert not fills(9, 1)  # padded by `head_products`
+    assert not fills(9, 2, head_axis=True)  # all heads of a row are one product
+    for mesh in (abstract_mesh(data=2), abstract_mesh(fsdp=2)):
+        with use_mesh(mesh):
+            assert fills(18, 2)
+            assert not fills(16, 2)
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,11 @@ QUERY_TILE = 8
 LANES = 128
 """Columns of a tile."""
 MAX_ROWS_APART = 8
-"""Most rows of a TPU's decode step whose largest scores are an operation of their own."""
+"""Most rows of a device in a decode step on TPUs whose largest scores are an operation of their
+own."""
 MAX_ROWS_OF_PART_TILES = 8
-"""Most rows of a TPU's decode step whose grouped queries are not filled up to a tile."""
+"""Most rows of a device in a decode step on TPUs whose grouped queries are not filled up to a
+tile."""
 PREFIXES = 4
 MIN_SPLIT_SLOTS = 64
 MAX_SPLIT_QUERIES = 8
@@ -95,9 +97,8 @@ def attend_one_query(
 
 def fills_tiles(q: Float[Array, "B 1 N H"], kv: KV) -> bool:
     """True if a TPU attends with as many queries for each head of the cache as a tile has."""
-    rows = len(q) // row_shards(context_mesh())
     group = q.shape[2] * len(q) // math.prod(kv.leading_shape)
-    if rows <= MAX_ROWS_OF_PART_TILES or multiplies_across_heads(kv, group):
+    if rows_of_device(q) <= MAX_ROWS_OF_PART_TILES or multiplies_across_heads(kv, group):
         return False
     return 1 < group < QUERY_TILE
 
@@ -281,13 +282,18 @@ def split_heads(
     return x.reshape(*x.shape[:2], heads, -1)
 
 
+def rows_of_device(x: Float[Array, "B ..."]) -> int:
+    """Number of rows of a batch that one device has."""
+    return len(x) // row_shards(context_mesh())
+
+
 def largest_scores(scores: Float[Array, "B N T S"]) -> Float[Array, "B N T 1"]:
     """The largest of each query's scores."""
     largest = scores.max(axis=-1, keepdims=True)
     # PERF(tpu): without the barrier XLA computes the softmax of a decode step within one operation,
     # in which every entry of a row searches the row for its largest. With many rows that is still
     # faster than an operation more; docs/decisions/tpu-decode-step.md.
-    if scores.shape[2] == 1 and len(scores) <= MAX_ROWS_APART:
+    if scores.shape[2] == 1 and rows_of_device(scores) <= MAX_ROWS_APART:
         barrier = jax.lax.optimization_barrier
         largest = jax.lax.platform_dependent(largest, tpu=barrier, default=lambda x: x)
     return largest
