@@ -22,7 +22,13 @@ from jaxllm.cache.kv_cache import KV
 from jaxllm.common.errors import UnsupportedError, quoted
 from jaxllm.common.precision import exact_products
 from jaxllm.nn.linear import Linear, declare_axes, dropout, split_key
-from jaxllm.nn.platform.attention import attend_cache, head_products, largest_scores, split_heads
+from jaxllm.nn.platform.attention import (
+    attend_cache,
+    head_products,
+    largest_scores,
+    split_heads,
+    with_gradient_in_token_order,
+)
 from jaxllm.nn.rope import Rope, rotate
 from jaxllm.parallel.sharding import constrain
 
@@ -302,7 +308,8 @@ class Attention(nnx.Module):
         """Keys and values of x."""
         shape = (*x.shape[:2], self.kv_heads, self.head_dim)
         k_key, v_key = split_key(key, 2)
-        k, v = self.k(x, k_key).reshape(shape), self.v(x, v_key).reshape(shape)
+        k = with_gradient_in_token_order(self.k(x, k_key)).reshape(shape)
+        v = with_gradient_in_token_order(self.v(x, v_key)).reshape(shape)
         k = k if self.k_norm is None else self.k_norm(k)
         k, v = constrain((k, v), "rows", None, "heads")
         return (k if rotary is None else rotate(k, *rotary)), v
@@ -327,7 +334,8 @@ class Attention(nnx.Module):
             used_slots: number of the cache's first slots that hold tokens; None: any slot may.
         """
         key, q_key, o_key = split_key(key, 3)
-        q = split_heads(self.q(x, q_key), self.heads, is_rotated=rotary is not None)
+        q = with_gradient_in_token_order(self.q(x, q_key))
+        q = split_heads(q, self.heads, is_rotated=rotary is not None)
         q = constrain(q if self.q_norm is None else self.q_norm(q), "rows", None, "heads")
         if rotary is not None:
             q = rotate(q, *rotary)

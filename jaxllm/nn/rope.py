@@ -22,7 +22,6 @@ from jaxtyping import Array, Float, Int
 from jaxllm.common.config_keys import describe_keys, unknown_keys
 from jaxllm.common.errors import ConfigError, UnsupportedError, quoted, shortened
 from jaxllm.common.precision import float32_einsum
-from jaxllm.nn.platform.attention import LANES
 from jaxllm.nn.platform.products import apply_to_rows
 from jaxllm.parallel.sharding import heads_are_sharded
 
@@ -171,14 +170,11 @@ def rotate(
         first, rest = x[..., :rotated], x[..., rotated:]
         return jnp.concatenate([rotate(first, cos, sin), rest], axis=-1)
     # PERF(tpu): slices and negations of heads are copies, a sixth of a decode step of SmolLM2 and
-    # of its prefill; docs/decisions/tpu-decode-step.md. In prefill and training products take
-    # longer for heads that fill the 128 lanes of a register, and in a decode step a matrix for all
-    # heads of a larger model.
+    # of its prefill; docs/decisions/tpu-decode-step.md. In a decode step the matrix for all heads
+    # of a larger model would take longer than one for each head.
     on_tpu = rotate_each_head
-    if x.shape[1] > 1 and x.shape[-1] >= LANES:
-        on_tpu = rotate_halves
-    elif x.shape[1] == 1 and math.prod(x.shape[2:]) <= MAX_PRODUCT_WIDTH:
-        on_tpu = rotate_each_head if heads_are_sharded() else rotate_by_product
+    if x.shape[1] == 1 and math.prod(x.shape[2:]) <= MAX_PRODUCT_WIDTH and not heads_are_sharded():
+        on_tpu = rotate_by_product
     return jax.lax.platform_dependent(x, cos, sin, tpu=on_tpu, default=rotate_halves)
 
 

@@ -23,6 +23,7 @@ from jaxllm.nn.platform.attention import (
     largest_scores,
     padded_product,
     split_heads,
+    with_gradient_in_token_order,
 )
 from jaxllm.nn.platform.products import (
     SUBLANES,
@@ -257,6 +258,24 @@ def test_queries_of_a_tpu_are_split_behind_a_barrier(
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize(
+    ("platform", "columns", "constraints"), [("tpu", 2, 1), ("tpu", 1, 0), ("cpu", 2, 0)]
+)
+def test_gradients_of_projections_are_in_token_order_on_a_tpu(
+    platform: str, columns: int, constraints: int
+) -> None:
+    def output(x: jax.Array) -> jax.Array:
+        return with_gradient_in_token_order(jnp.sin(x)).sum()
+
+    def constraints_of(function: Any) -> int:
+        traced = jax.jit(function).trace(jnp.zeros((3, columns, 8)))
+        return traced.lower(lowering_platforms=(platform,)).as_text().count("@LayoutConstraint")
+
+    assert constraints_of(jax.grad(output)) == constraints
+    assert constraints_of(output) == 0
+    jax.jvp(output, (jnp.zeros((3, columns, 8)),), (jnp.ones((3, columns, 8)),))
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_gradient_of_a_bias_as_a_product(dtype: Any) -> None:
     """Small integers, of which every sum is exact."""

@@ -15,7 +15,15 @@ from devices import on_devices
 
 from jaxllm.common.errors import InputError
 from jaxllm.models.lora import LoraConfig, add_lora
-from jaxllm.training.losses import CausalLoss, Seq2SeqLoss, TokenLoss, is_argmax, loss_for
+from jaxllm.training.losses import (
+    CausalLoss,
+    Seq2SeqLoss,
+    TokenLoss,
+    has_any,
+    has_any_by_sum,
+    is_argmax,
+    loss_for,
+)
 from jaxllm.training.state import split_model
 
 
@@ -77,6 +85,11 @@ def test_of_equal_logits_the_first_is_predicted():
     assert float(TokenLoss().of_tokens(logits, labels).correct) == 2
     right = is_argmax(logits, labels)
     assert right.tolist() == (jnp.argmax(logits, -1) == labels).tolist()
+
+
+def test_a_tpu_finds_a_true_entry_by_a_sum():
+    x = jnp.asarray([[False, False], [False, True], [True, True]])
+    assert has_any_by_sum(x).tolist() == has_any(x).tolist() == [False, True, True]
 
 
 @pytest.mark.ci

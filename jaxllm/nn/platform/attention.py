@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -280,6 +281,31 @@ def split_heads(
         barrier = jax.lax.optimization_barrier
         x = jax.lax.platform_dependent(x, tpu=barrier, default=lambda x: x)
     return x.reshape(*x.shape[:2], heads, -1)
+
+
+@jax.custom_jvp
+def with_gradient_in_token_order(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """Returns the output of a projection, whose gradient a TPU has `in_token_order`."""
+    return x
+
+
+@with_gradient_in_token_order.defjvp
+def _with_gradient_in_token_order_jvp(
+    primals: tuple[Array], tangents: tuple[Array]
+) -> tuple[Array, Array]:
+    (of_x,) = tangents
+    if of_x.shape[1] > 1:
+        of_x = jax.lax.platform_dependent(of_x, tpu=in_token_order, default=lambda x: x)
+    return with_gradient_in_token_order(*primals), of_x
+
+
+def in_token_order(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """Returns x, token after token in memory, as products with the projections' matrices read it.
+
+    XLA would keep the order of an attention kernel, heads first, and copy it for each of the
+    products and sums that read it.
+    """
+    return with_layout_constraint(x, Layout((0, 1, 2)))
 
 
 def rows_of_device(x: Float[Array, "B ..."]) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas.ops.gpu import attention as triton
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel as splash,
@@ -25,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.cache.attention_view import SequenceMask
 from jaxllm.cache.kv_cache import KV
 from jaxllm.common.precision import precision_of
+from jaxllm.nn.platform.attention import in_token_order
 from jaxllm.parallel.sharding import context_mesh, partition_spec
 
 TILES = (512, 256, 128)
@@ -135,29 +135,11 @@ def _splash_rows(
     scores: Any,
 ) -> Float[Array, "B T N H"]:
     """`attend_flash` of one device's rows and heads, on a TPU."""
-    q, k, v = (gradient_in_token_order(x) for x in (q, k, v))
     q = (q.astype(jnp.float32) * scores.scale).astype(q.dtype)
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
     out = _splash_heads(q, k, v, q_ids, k_ids, scores.softcap).swapaxes(1, 2)
-    return in_token_order(jnp.where(sees_something[:, :, None, None], out, 0))
-
-
-def in_token_order(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
-    """Returns x, token after token in memory, as products with the projections' matrices read it.
-
-    XLA would keep the kernel's order, and copy it for each of the products and sums that read it.
-    """
-    rows = x.reshape(*x.shape[:2], -1)
-    return with_layout_constraint(rows, Layout((0, 1, 2))).reshape(x.shape)
-
-
-@jax.custom_vjp
-def gradient_in_token_order(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
-    """Returns x, whose gradient is `in_token_order`."""
-    return x
-
-
-gradient_in_token_order.defvjp(lambda x: (x, None), lambda _, gradient: (in_token_order(gradient),))
+    out = in_token_order(out.reshape(*out.shape[:2], -1)).reshape(out.shape)
+    return jnp.where(sees_something[:, :, None, None], out, 0)
 
 
 def _splash_heads(
