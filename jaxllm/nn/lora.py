@@ -63,7 +63,7 @@ class LoraLinear(Linear):
         change = product(lowered, b, part_axes("lora_b", self.axes)) * self.scale
         if self.lora_magnitude is None:
             return kept(y + change)
-        ratio = self._ratio(jax.lax.stop_gradient(row_norms(self._sum())))
+        ratio = self._ratio(kept(jax.lax.stop_gradient(row_norms(self._sum()))))
         plain = kept(self.product(x))
         return y + (ratio - 1).astype(self.dtype) * plain + ratio.astype(self.dtype) * change
 

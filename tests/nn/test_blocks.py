@@ -68,23 +68,28 @@ def test_remat_in_bfloat16(family):
 
 
 @pytest.mark.parametrize("fsdp", [1, 4])
-@pytest.mark.parametrize("with_lora", [False, True])
-def test_products_are_kept(fsdp, with_lora):
-    """With "dots" a backward pass repeats two products of each layer, those of attention: none with
-    weights, which on a mesh are all-gathered first, and none with the factors of LoRA."""
+@pytest.mark.parametrize(
+    ("lora", "repeated"),
+    [(None, 0), (LoraConfig(rank=2), 0), (LoraConfig(rank=2, dora=True), 7)],
+)
+def test_products_are_kept(fsdp, lora, repeated):
+    """With "dots" a backward pass repeats two products of attention and the two by which a TPU
+    rotates queries and keys: none with weights, which on a mesh are all-gathered first, and none
+    with the factors of LoRA. DoRA repeats that with B in each of seven linear layers, and does not
+    repeat that of B and A."""
     tokens = np.ones((4, 16), np.int32)
 
     def products(remat):
         def model():
-            plain = tiny.make("llama", options=Options(remat=remat), num_hidden_layers=2)
-            return add_lora(plain, LoraConfig(rank=2), key=0) if with_lora else plain
+            plain = tiny.make("llama", options=Options(remat=remat), num_hidden_layers=1)
+            return plain if lora is None else add_lora(plain, lora, key=0)
 
         loss = jax.grad(lambda model: model(tokens, labels=tokens).loss)
         with jax.sharding.use_abstract_mesh(AbstractMesh((1, fsdp, 1), AXES)):
             return str(jax.make_jaxpr(loss)(jax.eval_shape(model))).count("dot_general")
 
     none, dots, full = products(False), products("dots"), products("full")
-    assert none + 2 * 2 == dots < full
+    assert none + 2 + 2 + repeated == dots < full
 
 
 @pytest.mark.slow

@@ -276,6 +276,24 @@ def test_gradients_of_projections_are_in_token_order_on_a_tpu(
     jax.jvp(output, (jnp.zeros((3, columns, 8)),), (jnp.ones((3, columns, 8)),))
 
 
+@pytest.mark.parametrize(("rows", "features", "shard"), [(4, 8, "2x3x4"), (3, 9, "3x3x9")])
+def test_gradients_of_sharded_projections_stay_sharded(
+    rows: int, features: int, shard: str
+) -> None:
+    """XLA would all-gather the features of an array whose layout is constrained as a whole."""
+
+    def output(x: jax.Array) -> jax.Array:
+        return with_gradient_in_token_order(jnp.sin(x)).sum()
+
+    with use_mesh(abstract_mesh(fsdp=2, tensor=2)):
+        traced = jax.jit(jax.grad(output)).trace(jnp.zeros((rows, 3, features)))
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    (line,) = (x for x in text.splitlines() if "@LayoutConstraint" in x)
+    assert f"-> tensor<{shard}xf32>" in line
+    assert "all_reduce" not in text
+
+
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_gradient_of_a_bias_as_a_product(dtype: Any) -> None:
     """Small integers, of which every sum is exact."""

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.cache.kv_cache import KV
 from jaxllm.common.precision import float32_einsum
 from jaxllm.nn.platform.products import kernel_attention, kernel_usable
-from jaxllm.parallel.sharding import context_mesh, heads_are_sharded, row_shards
+from jaxllm.parallel.sharding import context_mesh, heads_are_sharded, partition_spec, row_shards
 
 QUERY_TILE = 8
 """Rows of a tile of a TPU's matrix unit."""
@@ -295,8 +295,20 @@ def _with_gradient_in_token_order_jvp(
 ) -> tuple[Array, Array]:
     (of_x,) = tangents
     if of_x.shape[1] > 1:
-        of_x = jax.lax.platform_dependent(of_x, tpu=in_token_order, default=lambda x: x)
+        of_x = jax.lax.platform_dependent(of_x, tpu=parts_in_token_order, default=lambda x: x)
     return with_gradient_in_token_order(*primals), of_x
+
+
+def parts_in_token_order(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """Returns x, each device's part `in_token_order`.
+
+    XLA all-gathers features that are sharded before it constrains their layout.
+    """
+    mesh = context_mesh()
+    if mesh is None or mesh.manual_axes:
+        return in_token_order(x)
+    spec = partition_spec(x.shape, ("rows", None, "heads"), mesh)
+    return jax.shard_map(in_token_order, mesh=mesh, in_specs=spec, out_specs=spec)(x)
 
 
 def in_token_order(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
