@@ -75,8 +75,8 @@ def test_remat_in_bfloat16(family):
 def test_products_are_kept(fsdp, lora, repeated):
     """With "dots" a backward pass repeats two products of attention and the two by which a TPU
     rotates queries and keys: none with weights, which on a mesh are all-gathered first, and none
-    with the factors of LoRA. DoRA repeats that with B in each of seven linear layers, and does not
-    repeat that of B and A."""
+    with the factors of LoRA. DoRA repeats the product with B in each of seven linear layers, and
+    not the product of B and A."""
     tokens = np.ones((4, 16), np.int32)
 
     def products(remat):

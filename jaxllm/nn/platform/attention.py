@@ -22,7 +22,13 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.cache.kv_cache import KV
 from jaxllm.common.precision import float32_einsum
 from jaxllm.nn.platform.products import kernel_attention, kernel_usable
-from jaxllm.parallel.sharding import context_mesh, heads_are_sharded, partition_spec, row_shards
+from jaxllm.parallel.sharding import (
+    context_mesh,
+    heads_are_sharded,
+    manual_axes,
+    partition_spec,
+    row_shards,
+)
 
 QUERY_TILE = 8
 """Rows of a tile of a TPU's matrix unit."""
@@ -305,7 +311,7 @@ def parts_in_token_order(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     XLA all-gathers features that are sharded before it constrains their layout.
     """
     mesh = context_mesh()
-    if mesh is None or mesh.manual_axes:
+    if mesh is None or manual_axes(mesh):
         return in_token_order(x)
     spec = partition_spec(x.shape, ("rows", None, "heads"), mesh)
     return jax.shard_map(in_token_order, mesh=mesh, in_specs=spec, out_specs=spec)(x)
