@@ -2,48 +2,48 @@
 
 from __future__ import annotations
 
-import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Float, Int, UInt16, UInt32
 
 
 def random_uint16(key: Array, shape: tuple[int, ...]) -> UInt16[Array, ...]:
-    """Uniform random uint16 numbers, generated once even if used several times.
-
-    Each random word gives two numbers, since random bits are most of dropout's cost. A TPU draws
-    others than other platforms.
-    """
-    # PERF(tpu): the two numbers of a word beside each other would be 2 of 128 entries of a tile;
-    # writing them took six times as long as drawing; docs/decisions/tpu-training-step.md.
-    return jax.lax.platform_dependent(
-        key,
-        tpu=functools.partial(split_in_halves, shape=shape),
-        default=functools.partial(split_in_pairs, shape=shape),
-    )
+    """Uniform random uint16 numbers, generated once even if used several times."""
+    *leading, rows, width = (1, 1, *shape)[-max(2, len(shape)) :]
+    # PERF(cpu): random bits are most of dropout's cost. Four numbers of one hash are a quarter of
+    # the rows apart, which costs a TPU no copy; docs/decisions/tpu-training-step.md.
+    words = random_words(key, (*leading, math.ceil(rows / 4), width))
+    quarters = [half.astype(jnp.uint16) for x in words for half in (x & 0xFFFF, x >> 16)]
+    return jnp.concatenate(quarters, axis=-2)[..., :rows, :].reshape(shape)
 
 
-def split_in_pairs(key: Array, *, shape: tuple[int, ...]) -> UInt16[Array, ...]:
-    """Random numbers of which neighbours come from one word."""
-    size = math.prod(shape)
-    numbers = jax.lax.bitcast_convert_type(random_words(key, ((size + 1) // 2,)), jnp.uint16)
-    return numbers.reshape(-1)[:size].reshape(shape)
-
-
-def split_in_halves(key: Array, *, shape: tuple[int, ...]) -> UInt16[Array, ...]:
-    """Random numbers of which the two halves of the last axis come from the same words."""
-    *rest, width = shape or (1,)
-    words = random_words(key, (*rest, (width + 1) // 2))
-    numbers = jnp.concatenate([words & 0xFFFF, words >> 16], axis=-1)[..., :width]
-    return numbers.astype(jnp.uint16).reshape(shape)
-
-
-def random_words(key: Array, shape: tuple[int, ...]) -> UInt32[Array, ...]:
+def random_words(key: Array, shape: tuple[int, ...]) -> Sequence[UInt32[Array, ...]]:
+    """Two arrays of random words."""
+    if jax.random.key_impl(key) == "threefry2x32":
+        # `jax.random.bits` returns the exclusive or of the two words of a hash.
+        words = threefry2x32_p.bind(*jax.random.key_data(key), *counters(shape))
+    else:
+        words = list(jax.random.bits(key, (2, *shape), jnp.uint32))
     # PERF(cpu): without the barrier XLA fuses their generation into every use and repeats it;
     # benchmarks/train.py.
-    return jax.lax.optimization_barrier(jax.random.bits(key, shape, jnp.uint32))
+    return jax.lax.optimization_barrier(words)
+
+
+def counters(shape: tuple[int, ...]) -> tuple[UInt32[Array, ...], UInt32[Array, ...]]:
+    """A pair of numbers for each element: its index in the last two axes, and in all others."""
+
+    def index(axes: range) -> Array:
+        result = jnp.zeros(shape, jnp.uint32)
+        for axis in axes:
+            result = result * shape[axis] + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        return result
+
+    last = len(shape) - 2
+    return index(range(last)), index(range(last, len(shape)))
 
 
 def entry_of_rows(x: Float[Array, "*B V"], index: Int[Array, "*B"]) -> Float[Array, "*B"]:
