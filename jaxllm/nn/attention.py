@@ -314,6 +314,12 @@ class Attention(nnx.Module):
         k, v = constrain((k, v), "rows", None, "heads")
         return (k if rotary is None else rotate(k, *rotary)), v
 
+    def kv_of_sequence(self, k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]) -> KV:
+        """Keys and values of whole sequences, without a cache."""
+        # PERF(tpu): with rows and heads merged XLA writes a bias and its gradient for each row;
+        # docs/decisions/tpu-training-step.md.
+        return KV.from_sequence(k, v, head_axis=self.implementation in BY_PARTS)
+
     def __call__(
         self,
         x: Float[Array, "B T D"],

@@ -146,7 +146,7 @@ class Block(nnx.Module):
             cache = kv = cache.write(k, v, context.view.write_slots)
             used_slots = context.view.used_slots
         if kv is None or cache_is_empty:  # attend to the new positions only
-            kv, used_slots = KV.from_sequence(k, v), None
+            kv, used_slots = self.attn.kv_of_sequence(k, v), None
         y, weights = self.attn(
             read,
             kv,

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -113,6 +114,19 @@ class RelativeBias(nnx.Module):
         query_columns: Int[Array, " T"] | Int[Array, "B T"],
         key_columns: Int[Array, " S"] | Int[Array, "B S"],
     ) -> Float[Array, "#B N T S"]:
+        return jax.lax.platform_dependent(
+            self.table.weight[...],
+            self.buckets(query_columns, key_columns),
+            tpu=self._by_product,
+            default=self._by_gather,
+        )
+
+    def buckets(
+        self,
+        query_columns: Int[Array, " T"] | Int[Array, "B T"],
+        key_columns: Int[Array, " S"] | Int[Array, "B S"],
+    ) -> Int[Array, "#B T S"]:
+        """Bucket of the distance of each query and key."""
         query_columns = query_columns.reshape(-1, query_columns.shape[-1])
         key_columns = key_columns.reshape(-1, 1, key_columns.shape[-1])
         distance = key_columns - query_columns[..., None]
@@ -122,8 +136,25 @@ class RelativeBias(nnx.Module):
         bucket = table[jnp.minimum(absolute, self.max_distance)]
         if self.bidirectional:
             bucket = bucket + jnp.where(distance > 0, num_buckets, 0)
+        return bucket
+
+    def _by_gather(
+        self, table: Float[Array, "buckets N"], bucket: Int[Array, "B T S"]
+    ) -> Float[Array, "B N T S"]:
         # `rows`, since the table is sharded by heads, not by its first axis as a vocabulary is.
-        return self.table.rows(self.table.weight[...], bucket).transpose(0, 3, 1, 2)
+        return self.table.rows(table, bucket).transpose(0, 3, 1, 2)
+
+    def _by_product(
+        self, table: Float[Array, "buckets N"], bucket: Int[Array, "B T S"]
+    ) -> Float[Array, "B N T S"]:
+        """The same as a product with 1 for the bucket of a pair and 0 for all others."""
+        # PERF(tpu): a gather has the heads in the lanes, and XLA copies the result in each pass of
+        # each layer; docs/decisions/tpu-training-step.md. The highest precision rounds no entry.
+        is_bucket = bucket[:, None] == jnp.arange(len(table))[:, None, None]
+        chosen, entries = is_bucket.astype(jnp.float32), table.astype(jnp.float32)
+        highest = jax.lax.Precision.HIGHEST
+        bias = jnp.einsum("bets,en->bnts", chosen, entries, precision=highest)
+        return bias.astype(self.table.dtype)
 
 
 def alibi_slopes(heads: int) -> np.ndarray:

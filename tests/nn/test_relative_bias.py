@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -65,3 +66,27 @@ def test_a_cached_step_has_the_bias_of_its_position():
     full = bias(slots, slots)
     assert full.shape == (1, 3, 30, 30)
     np.testing.assert_array_equal(bias(slots[17:18], slots), full[:, :, 17:18])
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_the_product_of_a_tpu_chooses_the_same_entries(dtype, bidirectional):
+    bias = bias_of(32, 128, bidirectional=bidirectional, heads=4, dtype=dtype)
+    columns = jnp.arange(300)
+    weights = jax.random.normal(jax.random.key(1), (1, 4, 300, 300))
+
+    def chosen_by(choose):
+        """The bias in float32, and the gradient of a weighted sum of it in the table."""
+
+        def loss(table):
+            chosen = choose(table, bias.buckets(columns, columns)).astype(jnp.float32)
+            return (chosen * weights).sum(), chosen
+
+        return jax.grad(loss, has_aux=True)(bias.table.weight[...])
+
+    gradient, entries = chosen_by(bias._by_gather)
+    actual_gradient, actual = chosen_by(bias._by_product)
+    np.testing.assert_array_equal(actual, entries)
+    assert gradient.dtype == jnp.float32
+    np.testing.assert_allclose(actual_gradient, gradient, rtol=0, atol=2e-3)
