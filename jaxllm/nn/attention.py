@@ -317,8 +317,8 @@ class Attention(nnx.Module):
     def kv_of_sequence(self, k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]) -> KV:
         """Keys and values of whole sequences, without a cache."""
         # PERF(tpu): with rows and heads merged XLA writes a bias and its gradient for each row;
-        # docs/decisions/tpu-training-step.md.
-        return KV.from_sequence(k, v, head_axis=self.implementation in BY_PARTS)
+        # docs/decisions/tpu-training-step.md. On a GPU this would take more memory.
+        return KV.from_sequence(k, v, head_axis=self.implementation == "splash")
 
     def __call__(
         self,
