@@ -24,6 +24,7 @@ from jaxllm.cli.devices import (
     check_ray_flags,
     is_main_process,
     join_processes,
+    mesh_sizes,
 )
 from jaxllm.cli.process import Parser, one_line, reject, run_command, signals
 from jaxllm.common.compiling import enable_compile_cache
@@ -106,6 +107,11 @@ def _run(argv: list[str], program: str) -> int:
     from jaxllm.training.run.recipe import find_recipe, parse_yaml
 
     values = {name: parse_yaml(text) for name, text in overrides.items()}
+    if isinstance(values.get("mesh"), str):  # data=2,tensor=4, as in all other commands
+        try:
+            values["mesh"] = mesh_sizes(values["mesh"])
+        except argparse.ArgumentTypeError as problem:
+            raise InputError(f"--mesh: {problem}") from None
     # Orbax also logs the failed saves that it raises.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     recipe = read_recipe(find_recipe(options.recipe), values)

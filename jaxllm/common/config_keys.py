@@ -107,6 +107,6 @@ def describe_keys(keys: Mapping[str, Any]) -> str:
     >>> describe_keys({"alibi": True, "scale": 2})
     'alibi (True), scale (2)'
     """
-    values = {shortened(key): shortened(str(value), 40) for key, value in keys.items()}
+    values = {shortened(str(key)): shortened(str(value), 40) for key, value in keys.items()}
     described = ", ".join(f"{name} ({value})" for name, value in values.items())
     return described if len(described) <= 250 else shortened(", ".join(values), 250)

@@ -155,6 +155,8 @@ def test_options_go_anywhere(tmp_path: Path, call: Any):
         (["--lora.rank", "-1"], "lora.rank: expected an integer from 1 on"),
         (["more.yaml"], "unexpected argument 'more.yaml'; usage: train.py [options] [RECIPE]"),
         (["--mesh.data", "3"], "mesh: data=3"),
+        (["--mesh", "data=3"], "mesh: data=3"),
+        (["--mesh", "dta=3"], "--mesh: expected sizes such as data=2,tensor=4"),
         (["--data.path", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--seed", "*x"], "seed: expected an integer, found '*x'"),
     ],

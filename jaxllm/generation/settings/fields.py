@@ -291,7 +291,14 @@ class Settings:
         return self.merge(type(self)(**fields))
 
     def merge(self, other: Self) -> Self:
-        """Returns a copy in which all fields set in ``other``, in code or file, take its values."""
+        """Returns a copy in which all fields set in ``other``, in code or file, take its values.
+
+        Raises:
+            InputError: ``other`` is not of this class.
+        """
+        if not isinstance(other, type(self)):
+            expected = type(self).__name__
+            raise InputError(f"merge: expected a {expected}, found {quoted(other)}")
         explicit = (self.explicit - other._values.keys()) | other.explicit
         return self._make({**self._values, **other._values}, explicit)
 

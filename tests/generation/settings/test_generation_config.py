@@ -219,6 +219,10 @@ def test_unknown_fields_get_a_suggestion():
         GenerationConfig.from_dict({"max_new_token": 1}, "f.json")
     with pytest.raises(ConfigError, match=r"^f.json: .*fields alibi \(1\), swing \(2.0\): remove"):
         GenerationConfig.from_dict({"alibi": 1, "top_k": 3, "swing": 2.0}, "f.json")
+    with pytest.raises(ConfigError, match=r"unknown generation field 3 \(4\)"):
+        GenerationConfig.from_dict({3: 4})
+    with pytest.raises(InputError, match="merge: expected a GenerationConfig, found"):
+        GenerationConfig().merge({"top_k": 3})
     with pytest.raises(InputError, match=r"argument of generate\(\)"):
         GenerationConfig(streamer=None)
     with pytest.raises(InputError, match="do_sample=False"):
