@@ -243,7 +243,8 @@ REMAT: Mapping[bool | str, Any] = {
     "dots": _keeping_products,
 }
 """How a block is run, by what its backward pass recomputes: nothing, all from the block's input, or
-all but linear layers, whose results are kept. Experts are recomputed."""
+all but linear layers and a TPU's attention kernel, whose results are kept. Experts are
+recomputed."""
 # Jitted, so that identical blocks share one trace: 30 layers trace in the time of one.
 _RUN = {name: jax.jit(run, static_argnums=(6, 7)) for name, run in REMAT.items()}
 

@@ -173,6 +173,17 @@ def test_remat_takes_less_memory(topology: str) -> None:
     assert temporary[1] < 0.7 * temporary[0]
 
 
+@needs_tpu
+@pytest.mark.parametrize(("remat", "kernels"), [(False, 3), ("dots", 3), ("full", 4)])
+def test_remat_by_dots_keeps_the_results_of_the_attention_kernel(remat: Any, kernels: int) -> None:
+    """A layer runs one kernel forward and two backward, and with "full" the first one twice."""
+    mesh = topology_mesh(find_topology("v5e:2x2"), {"fsdp": 2, "tensor": 2})
+    model = jaxllm.planning.abstract_model(tiny.CONFIGS["llama"], mesh=mesh, remat=remat)
+    (program,) = lower(model, "train", batch=4, prompt=256)
+    text = program.compile().as_text()
+    assert text.count('custom_call_target="tpu_custom_call"') == 2 * kernels
+
+
 @pytest.mark.by_default("v5e:2x4")
 @pytest.mark.parametrize(
     "topology",

@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.cache.attention_view import SequenceMask
 from jaxllm.cache.kv_cache import KV
 from jaxllm.common.precision import precision_of
+from jaxllm.nn.linear import KEPT
 from jaxllm.nn.platform.attention import in_token_order
 from jaxllm.parallel.sharding import context_mesh, partition_spec
 
@@ -171,6 +172,7 @@ def _splash_heads(
         block_sizes=splash.BlockSizes(**dict.fromkeys(sizes, block), **layouts),
         interpret=INTERPRET,
         attn_logits_soft_cap=softcap,
+        residual_checkpoint_name=KEPT,
     )
     ids = splash.SegmentIds(q=pad(q_ids, 1, -2), kv=pad(k_ids, 1, -1))
     out: Any = jax.vmap(kernel)(pad(q, 2), pad(k, 2), pad(v, 2), segment_ids=ids)
