@@ -210,20 +210,20 @@ def test_training_what_is_trainable_lowers_the_loss(family):
     model = add_lora(tiny.cached(family), LoraConfig(rank=4, dropout=0.1))
     ids = tiny.ids()
 
+    def loss(params, frozen, **options):
+        return with_parameters(model, params | frozen)(ids, labels=ids, **options).loss
+
     @jax.jit
     def step(params, frozen, key):
-        def loss(params):
-            return with_parameters(model, params | frozen)(ids, labels=ids, dropout_key=key).loss
-
-        value, grads = jax.value_and_grad(loss)(params)
-        return value, jax.tree.map(lambda p, g: p - 0.02 * jnp.sign(g), params, grads)
+        grads = jax.grad(loss)(params, frozen, dropout_key=key)
+        return jax.tree.map(lambda p, g: p - 0.02 * jnp.sign(g), params, grads)
 
     params, frozen = partition(model)
-    losses = []
+    before = loss(params, frozen)
     for i in range(8):
-        value, params = step(params, frozen, jax.random.key(i))
-        losses.append(float(value))
-    assert losses[-1] < 0.9 * losses[0]
+        params = step(params, frozen, jax.random.key(i))
+    # Without dropout, whose draws change the loss of a step by a tenth.
+    assert loss(params, frozen) < 0.9 * before
 
 
 @pytest.mark.ci
