@@ -205,5 +205,7 @@ def split_options(argv: Sequence[str], parser: Parser) -> tuple[list[str], dict[
         name = option.removeprefix("--").replace("-", "_")
         if name in found:
             raise InputError(f"{option}: given twice")
+        if any(other.startswith(f"{name}.") for other in found):
+            raise InputError(f"{option}: replaces its whole section, so give it before its fields")
         found[name] = value
     return own, found

@@ -101,7 +101,7 @@ def with_all_end_tokens(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**rest, "eos_token_id": tokens[0] if len(tokens) == 1 else tokens}
 
 
-def describe_keys(keys: Mapping[str, Any]) -> str:
+def describe_keys(keys: Mapping[Any, Any]) -> str:
     """Names with their values, shortened; names only if they are many.
 
     >>> describe_keys({"alibi": True, "scale": 2})

@@ -315,7 +315,7 @@ class Attention(nnx.Module):
         return (k if rotary is None else rotate(k, *rotary)), v
 
     def kv_of_sequence(self, k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]) -> KV:
-        """Keys and values of whole sequences, without a cache."""
+        """Keys and values of whole sequences for self-attention without a cache."""
         # PERF(tpu): with rows and heads merged XLA writes a bias and its gradient for each row;
         # docs/decisions/tpu-training-step.md. On a GPU this would take more memory.
         return KV.from_sequence(k, v, head_axis=self.implementation == "splash")

@@ -147,7 +147,8 @@ class RelativeBias(nnx.Module):
     def _by_product(
         self, table: Float[Array, "buckets N"], bucket: Int[Array, "B T S"]
     ) -> Float[Array, "B N T S"]:
-        """The same as a product with 1 for the bucket of a pair and 0 for all others."""
+        """The bias as a product of the table with 1 for the bucket of a pair and 0 for all others,
+        exact for finite entries."""
         # PERF(tpu): a gather has the heads in the lanes, and XLA copies the result in each pass of
         # each layer; docs/decisions/tpu-training-step.md. The highest precision rounds no entry.
         is_bucket = bucket[:, None] == jnp.arange(len(table))[:, None, None]

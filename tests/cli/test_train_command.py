@@ -156,6 +156,7 @@ def test_options_go_anywhere(tmp_path: Path, call: Any):
         (["more.yaml"], "unexpected argument 'more.yaml'; usage: train.py [options] [RECIPE]"),
         (["--mesh.data", "3"], "mesh: data=3"),
         (["--mesh", "data=3"], "mesh: data=3"),
+        (["--mesh.data", "1", "--mesh", "fsdp=1"], "--mesh: replaces its whole section, so give"),
         (["--mesh", "dta=3"], "--mesh: expected sizes such as data=2,tensor=4"),
         (["--data.path", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--seed", "*x"], "seed: expected an integer, found '*x'"),

@@ -54,9 +54,8 @@ def layer(implementation, **options):
 def output_and_gradients(attention, q, k, v, **options):
     def run(q, k, v, bias):
         eager = {"scores": attention.scores, "head_mask": None}
-        return attention._attend_sequence(
-            q, KV.from_sequence(k, v), options["mask"], bias, eager, None
-        )
+        kv = attention.kv_of_sequence(k, v)
+        return attention._attend_sequence(q, kv, options["mask"], bias, eager, None)
 
     def eager(q, k, v, bias):
         bias = None if bias is None else bias.array()
@@ -85,6 +84,12 @@ def check(results, rtol=2e-5):
         scale = float(jnp.abs(expected).max())
         assert scale > 0.1
         np.testing.assert_allclose(actual, expected, rtol=rtol, atol=rtol * scale)
+
+
+@pytest.mark.parametrize(("implementation", "axes"), [("splash", 4), ("triton", 3), ("eager", 3)])
+def test_only_a_tpu_keeps_rows_and_heads_apart(implementation, axes):
+    _, k, v, _ = arrays()
+    assert layer(implementation).kv_of_sequence(k, v).k.ndim == axes
 
 
 @pytest.mark.ci

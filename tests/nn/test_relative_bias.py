@@ -90,3 +90,13 @@ def test_the_product_of_a_tpu_chooses_the_same_entries(dtype, bidirectional):
     np.testing.assert_array_equal(actual, entries)
     assert gradient.dtype == jnp.float32
     np.testing.assert_allclose(actual_gradient, gradient, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize(("platform", "products"), [("tpu", 1), ("cpu", 0), ("cuda", 0)])
+def test_a_tpu_multiplies_at_the_highest_precision(platform, products):
+    """At its default precision it would round float32 entries to bfloat16."""
+    bias, columns = bias_of(32, 128, bidirectional=True), jnp.arange(300)
+    lowered = jax.jit(bias).trace(columns, columns).lower(lowering_platforms=(platform,))
+    found = [line for line in lowered.as_text().splitlines() if "dot_general" in line]
+    assert len(found) == products
+    assert all("precision = [HIGHEST, HIGHEST]" in line for line in found)

@@ -14,15 +14,16 @@ from jaxtyping import Array, Float, Int, UInt16, UInt32
 def random_uint16(key: Array, shape: tuple[int, ...]) -> UInt16[Array, ...]:
     """Uniform random uint16 numbers, generated once even if used several times."""
     *leading, rows, width = (1, 1, *shape)[-max(2, len(shape)) :]
-    # PERF(cpu): random bits are most of dropout's cost. Four numbers of one hash are a quarter of
-    # the rows apart, which costs a TPU no copy; docs/decisions/tpu-training-step.md.
+    # PERF(cpu, tpu): random bits are most of dropout's cost, so that each hash gives four numbers.
+    # They are a quarter of the rows apart, which costs a TPU no copy;
+    # docs/decisions/tpu-training-step.md.
     words = random_words(key, (*leading, math.ceil(rows / 4), width))
     quarters = [half.astype(jnp.uint16) for x in words for half in (x & 0xFFFF, x >> 16)]
     return jnp.concatenate(quarters, axis=-2)[..., :rows, :].reshape(shape)
 
 
 def random_words(key: Array, shape: tuple[int, ...]) -> Sequence[UInt32[Array, ...]]:
-    """Two arrays of random words."""
+    """Two arrays of random words, which have one hash for each pair."""
     if jax.random.key_impl(key) == "threefry2x32":
         # `jax.random.bits` returns the exclusive or of the two words of a hash.
         words = threefry2x32_p.bind(*jax.random.key_data(key), *counters(shape))
@@ -34,7 +35,7 @@ def random_words(key: Array, shape: tuple[int, ...]) -> Sequence[UInt32[Array, .
 
 
 def counters(shape: tuple[int, ...]) -> tuple[UInt32[Array, ...], UInt32[Array, ...]]:
-    """A pair of numbers for each element: its index in the last two axes, and in all others."""
+    """A pair of numbers for each element: its index in all axes but the last two, and in those."""
 
     def index(axes: range) -> Array:
         result = jnp.zeros(shape, jnp.uint32)
