@@ -52,8 +52,8 @@ test-shipped: $(DEV) $(MODEL) $(TEST_KERNELS) ## Run conformance, parity and gen
 	$(PYTEST) --as-shipped -m ci -k smollm2 tests/models $(PYTEST_ARGS)
 
 test-compilers: $(TPU) $(GPU) ## Run the planning tests with the compilers for TPU and GPU
-	JAXLLM_TEST_COMPILER=tpu $(TPU_VENV)/bin/python -m pytest -m "" -k tpu tests/planning $(PYTEST_ARGS)
-	JAXLLM_TEST_COMPILER=gpu $(GPU_VENV)/bin/python -m pytest -m "" -k gpu tests/planning $(PYTEST_ARGS)
+	JAXLLM_TEST_COMPILER=tpu $(TPU_VENV)/bin/python -m pytest -m "" -k "tpu or v5e or v6e" tests/planning $(PYTEST_ARGS)
+	JAXLLM_TEST_COMPILER=gpu $(GPU_VENV)/bin/python -m pytest -m "" -k "gpu or h100" tests/planning $(PYTEST_ARGS)
 
 test-all: $(DEV) $(MODEL) $(TEST_KERNELS) ## Run all tests, the slow ones too
 	$(PYTEST) -m "" $(PYTEST_ARGS)

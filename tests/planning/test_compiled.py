@@ -175,7 +175,7 @@ def test_remat_takes_less_memory(topology: str) -> None:
 
 @needs_tpu
 @pytest.mark.parametrize(("remat", "kernels"), [(False, 3), ("dots", 3), ("full", 4)])
-def test_remat_by_dots_keeps_the_results_of_the_attention_kernel(remat: Any, kernels: int) -> None:
+def test_remat_by_dots_keeps_what_the_kernel_of_a_tpu_returns(remat: Any, kernels: int) -> None:
     """A layer runs one kernel forward and two backward, and with "full" the first one twice."""
     mesh = topology_mesh(find_topology("v5e:2x2"), {"fsdp": 2, "tensor": 2})
     model = jaxllm.planning.abstract_model(tiny.CONFIGS["llama"], mesh=mesh, remat=remat)
