@@ -23,7 +23,7 @@ def random_uint16(key: Array, shape: tuple[int, ...]) -> UInt16[Array, ...]:
 
 
 def random_words(key: Array, shape: tuple[int, ...]) -> Sequence[UInt32[Array, ...]]:
-    """Two arrays of random words, which have one hash for each pair."""
+    """Two random words for each element of an array of this shape, from one hash."""
     if jax.random.key_impl(key) == "threefry2x32":
         # `jax.random.bits` returns the exclusive or of the two words of a hash.
         words = threefry2x32_p.bind(*jax.random.key_data(key), *counters(shape))
