@@ -70,15 +70,22 @@ class SentencePieceModel:
         model_type: sentencepiece's number of the algorithm, such as `UNIGRAM` and `BPE`.
         charsmap: compiled rules of the normalizer.
         add_dummy_prefix, remove_extra_whitespaces: the normalizer's options for spaces.
+        space_is_suffix: ``▁`` ends a piece, where it begins one otherwise.
     """
 
     def __init__(self, model: bytes, source: str) -> None:
         self._source = source
-        trainer, normalizer = read_specs(model, source)
+        trainer, normalizer, denormalizer = read_specs(model, source)
+        if denormalizer.get((2, BYTES)):
+            raise UnsupportedError(
+                f"{source}: denormalizer_spec: rules that change decoded texts are not supported; "
+                "use a model that was trained without denormalization rules"
+            )
         self.model_type: int = trainer.get((3, VARINT), UNIGRAM)
         self.charsmap: bytes = normalizer.get((2, BYTES), b"")
         self.add_dummy_prefix = bool(normalizer.get((3, VARINT), True))
         self.remove_extra_whitespaces = bool(normalizer.get((4, VARINT), True))
+        self.space_is_suffix = bool(trainer.get((24, VARINT), False))
         # With escaped spaces, each space becomes the three bytes of "▁".
         self._growth = max(3, charsmap_growth(self.charsmap))
         if self._growth > MAX_NORMALIZER_GROWTH:
@@ -146,11 +153,13 @@ Fields = dict[tuple[int, int], Any]
 """Values of a message's fields, by number and wire type."""
 
 
-def read_specs(model: bytes, source: str) -> tuple[Fields, Fields]:
-    """Reads the fields of a serialised ModelProto's trainer_spec and normalizer_spec."""
+def read_specs(model: bytes, source: str) -> tuple[Fields, Fields, Fields]:
+    """Reads the fields of a serialised ModelProto's trainer_spec, normalizer_spec and
+    denormalizer_spec."""
     trainer: Fields = {}
     normalizer: Fields = {}
-    specs = {(2, BYTES): trainer, (3, BYTES): normalizer}
+    denormalizer: Fields = {}
+    specs = {(2, BYTES): trainer, (3, BYTES): normalizer, (5, BYTES): denormalizer}
     pieces = 0
     try:
         for field, message in _fields(model):
@@ -161,7 +170,7 @@ def read_specs(model: bytes, source: str) -> tuple[Fields, Fields]:
                 specs[field] |= dict(_fields(message))
     except (IndexError, ValueError) as failure:
         raise TokenizerError(f"{source}: not a sentencepiece model") from failure
-    return trainer, normalizer
+    return trainer, normalizer, denormalizer
 
 
 def write_model(
@@ -339,11 +348,14 @@ class DecodeRules:
             return {}
         fixed = self.model.control | {self.model.unk_piece}
         tokens = self.special | (self.model.vocabulary - self.separate - fixed)
-        return {
-            self.symbol(token): self._inner_symbol(token[1:])
-            for token in tokens
-            if token.startswith(SPACE)
-        }
+        found = (token for token in tokens if token.startswith(SPACE))
+        return {self.symbol(token): self._without_first_space(token) for token in found}
+
+    def _without_first_space(self, token: str) -> str:
+        """The symbol of a token with ``▁`` that comes first; the rest of a run is spaces."""
+        rest = token[1:]
+        is_run = rest.strip(SPACE) == "" and rest not in self.special
+        return self._kept(" " * len(rest)) if is_run else self._inner_symbol(rest)
 
     @cached_property
     def ignored_at_start(self) -> str:

@@ -33,8 +33,10 @@ from jaxllm.tokenizers.sentencepiece_model import (
 )
 from jaxllm.tokenizers.settings import (
     LLAMA_TOKENS,
+    DECIDING_OPTIONS,
     SENTENCEPIECE_OPTIONS,
     T5_TOKENS,
+    NamedTokens,
     TokenizerFiles,
     TokenizerSettings,
     added_tokens_of_json,
@@ -60,7 +62,7 @@ class SlowTokenizer(Tokenizer):
         options: fields of tokenizer_config.json that act on this class and not on all.
     """
 
-    default_tokens: ClassVar[Mapping[str, str]]
+    default_tokens: ClassVar[NamedTokens]
     options: ClassVar[Collection[str]] = ()
     _unknown_id: int
     _rules: DecodeRules
@@ -93,7 +95,7 @@ class SlowTokenizer(Tokenizer):
         self._has_remapped_pieces = any(
             piece_ids.get(token, index) != index for token, index in self._added_ids.items()
         )
-        named = {token.content for token in (*settings.named.values(), *settings.extra)}
+        named = {token.content for token in settings.named.values()}
         self.special_tokens = {
             text: token for text, token in self._tokens.items() if token.special or text in named
         }
@@ -217,10 +219,14 @@ class SentencePieceTokenizer(SlowTokenizer):
         """Loads a folder that has the file ``model_file``."""
         files.refuse_options(cls.options, f"a {cls.__name__}")
         source = str(files.folder / cls.model_file)
-        # tokenizer.json lists the added tokens if no other file does.
-        if "added_tokens_decoder" not in settings.options and "tokenizer.json" in files:
-            settings = replace(settings, added={**settings.added, **added_tokens_of_json(files)})
-        return cls(files.contents[cls.model_file], settings, files.contents, source=source)
+        settings = with_tokens_of_json(files, settings)
+        tokenizer = cls(files.contents[cls.model_file], settings, files.contents, source=source)
+        if files.options.keys() & DECIDING_OPTIONS and "tokenizer.json" in files:
+            # It would decide when the saved folder is loaded, so the other files get its tokens.
+            added = replace(tokenizer.settings, added=tokenizer._added)
+            tokenizer._files = with_added_tokens(files.contents, added)
+            del tokenizer._files["tokenizer.json"]
+        return tokenizer
 
     def _known_added(self, settings: TokenizerSettings) -> dict[int, AddedToken]:
         """Added tokens by id, from the settings and from the class."""
@@ -291,14 +297,16 @@ class SentencePieceTokenizer(SlowTokenizer):
         extra = set(self.additional_special_tokens)
         beyond = {token for token in extra if self._added_ids[token] >= self.vocab_size}
         plain = self._added_ids.keys() - extra - set(self.special_tokens_map.values())
+        keeps_spaces = not self._model.remove_extra_whitespaces or self._model.space_is_suffix
         return DecodeRules(
             model=self._model,
             special=frozenset(self.special_tokens),
             separate=frozenset(plain | beyond),
-            add_prefix_space=self.add_prefix_space,
+            # With ``legacy`` the model adds the prefix space, and its own rules remove it.
+            add_prefix_space=self.add_prefix_space and not self.legacy,
             space_before_chunk=self.space_before_chunk or ("inner" if self.legacy else "never"),
             space_after_first_special=self.add_prefix_space and self.space_before_chunk is None,
-            strip_text=self.strip_text,
+            strip_text=self.strip_text and not keeps_spaces,
         )
 
 
@@ -383,6 +391,22 @@ def _extra_ids(settings: TokenizerSettings) -> int:
     if type(count) is not int or not 0 <= count <= 2**16:
         raise TokenizerError(f"tokenizer_config.json: extra_ids is {count!r}, not a count")
     return count
+
+
+def with_tokens_of_json(files: TokenizerFiles, settings: TokenizerSettings) -> TokenizerSettings:
+    """The settings with the added tokens that tokenizer.json alone lists.
+
+    The other files decide where both have a token or an id.
+    """
+    if "tokenizer.json" not in files:
+        return settings
+    known = {token.content for token in settings.added.values()}
+    more = {
+        index: token
+        for index, token in added_tokens_of_json(files).items()
+        if index not in settings.added and token.content not in known
+    }
+    return replace(settings, added={**settings.added, **more})
 
 
 def with_added_tokens(files: Mapping[str, bytes], settings: TokenizerSettings) -> dict[str, bytes]:

@@ -44,7 +44,9 @@ OPTIONS = (
     *("add_bos_token", "add_eos_token", "add_prefix_space", "legacy", "src_lang", "tgt_lang"),
 )
 """Fields of tokenizer_config.json that a call of `load_tokenizer` may override."""
-SENTENCEPIECE_OPTIONS = frozenset({"add_bos_token", "add_eos_token", "add_prefix_space", "legacy"})
+DECIDING_OPTIONS = frozenset({"add_prefix_space", "legacy"})
+"""Those with which a Llama's tokenizer.model is read although the folder has a tokenizer.json."""
+SENTENCEPIECE_OPTIONS = DECIDING_OPTIONS | {"add_bos_token", "add_eos_token"}
 CLASS_OPTIONS = SENTENCEPIECE_OPTIONS | {"src_lang", "tgt_lang"}
 """Those of them that act on some classes of tokenizers alone."""
 CLASS_OF_MODEL = {
@@ -78,6 +80,10 @@ TEMPLATES_FOLDER = "additional_chat_templates"
 """transformers 5's folder of the chat templates beside the default one, NAME.jinja."""
 
 
+NamedTokens = Mapping[str, str | AddedToken]
+"""Named tokens of a class by name, such as ``bos_token``; a text alone has no flags."""
+
+
 def named_tokens(**texts: str) -> dict[str, str]:
     """Texts of named tokens.
 
@@ -94,7 +100,8 @@ GPT2_TOKENS = named_tokens(bos=_END, eos=_END, unk=_END)
 QWEN2_TOKENS = named_tokens(eos=_END, unk=_END, pad=_END)
 M2M100_TOKENS = LLAMA_TOKENS | named_tokens(sep="</s>", pad="<pad>")
 FAIRSEQ_TOKENS = M2M100_TOKENS | named_tokens(cls="<s>")
-ROBERTA_TOKENS = FAIRSEQ_TOKENS | named_tokens(mask="<mask>")
+MASK = {"mask_token": AddedToken("<mask>", lstrip=True)}
+ROBERTA_TOKENS = {**FAIRSEQ_TOKENS, **MASK}
 GEMMA_TOKENS = named_tokens(bos="<bos>", eos="<eos>", unk="<unk>", pad="<pad>", mask="<mask>")
 COHERE_TOKENS = {
     **named_tokens(bos="<BOS_TOKEN>", eos="<|END_OF_TURN_TOKEN|>", unk="<UNK>"),
@@ -107,8 +114,9 @@ T5_TOKENS = named_tokens(eos="</s>", unk="<unk>", pad="<pad>")
 class TokenizerSettings:
     """Special tokens, flags and chat templates of a tokenizer.
 
-    ``named`` maps ``bos_token``, ``eos_token``, ... to tokens; ``extra`` lists further special
-    tokens; ``added`` maps ids to tokens; ``options`` is the content of tokenizer_config.json.
+    ``named`` maps ``bos_token``, ``eos_token``, ... to tokens, and ``unflagged`` has the names of
+    those that the files give as texts alone; ``extra`` lists further special tokens; ``added`` maps
+    ids to tokens; ``options`` is the content of tokenizer_config.json.
     """
 
     tokenizer_class: str | None = None
@@ -117,6 +125,7 @@ class TokenizerSettings:
     added: Mapping[int, AddedToken] = field(default_factory=dict)
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    unflagged: frozenset[str] = frozenset()
 
     def flag(self, name: str, default: bool) -> bool:
         """Returns a boolean option; ``default`` if it is missing or null."""
@@ -129,14 +138,19 @@ class TokenizerSettings:
             )
         return value
 
-    def with_defaults(self, **named: str | None) -> TokenizerSettings:
-        """Sets the named tokens that no file mentions; those that are null in a file stay unset."""
-        tokens = {
-            name: AddedToken(content)
-            for name, content in named.items()
-            if content is not None and name not in self.options
+    def with_defaults(self, **named: str | AddedToken) -> TokenizerSettings:
+        """Sets the named tokens that no file mentions; those that are null in a file stay unset.
+
+        A token that the files give as a text alone gets the flags of the default of its name.
+        """
+        defaults = {
+            name: AddedToken(token) if isinstance(token, str) else token
+            for name, token in named.items()
         }
+        tokens = {name: token for name, token in defaults.items() if name not in self.options}
         tokens |= self.named
+        for name in self.unflagged & defaults.keys() & tokens.keys():
+            tokens[name] = replace(defaults[name], content=tokens[name].content)
         return replace(self, named={name: tokens[name] for name in NAMED_TOKENS if name in tokens})
 
     def with_extra(self, tokens: Sequence[str], *, first: bool = False) -> TokenizerSettings:
@@ -306,6 +320,11 @@ def read_settings(files: TokenizerFiles) -> TokenizerSettings:
         added = _read_added_tokens_file(files, specials)
 
     by_content = {token.content: token for token in added.values()}
+    unflagged = {
+        name
+        for name, token in named.items()
+        if isinstance(named_values[name], str) and token.content not in by_content
+    }
     named = {name: by_content.get(token.content, token) for name, token in named.items()}
     tokenizer_class = options.get("tokenizer_class")
     if tokenizer_class is not None and not isinstance(tokenizer_class, str):
@@ -319,6 +338,7 @@ def read_settings(files: TokenizerFiles) -> TokenizerSettings:
         added=added,
         chat_templates=_read_chat_templates(files, options, source),
         options=options,
+        unflagged=frozenset(unflagged),
     )
 
 

@@ -32,6 +32,7 @@ from jaxllm.tokenizers.settings import (
     QWEN2_TOKENS,
     ROBERTA_TOKENS,
     T5_TOKENS,
+    NamedTokens,
     TokenizerFiles,
     TokenizerSettings,
     new_config,
@@ -49,7 +50,7 @@ _WORDS_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3_PATTERN = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _WORDS_TAIL
 QWEN2_PATTERN = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _WORDS_TAIL
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-_CLASSES: Mapping[str, tuple[Mapping[str, str], tuple[str, ...]]] = {
+_CLASSES: Mapping[str, tuple[NamedTokens, tuple[str, ...]]] = {
     "LlamaTokenizer": (LLAMA_TOKENS, ("add_bos_token", "add_eos_token")),
     "GemmaTokenizer": (GEMMA_TOKENS, ()),
     "CohereTokenizer": (COHERE_TOKENS, ()),
@@ -190,8 +191,11 @@ class FastTokenizer(Tokenizer):
             check_normalized_size(normalize, text, self._growth, self._source)
 
     def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        # The library's own skipping misses special tokens that its normalizer changes.
+        if skip_special_tokens and not self.special_ids.isdisjoint(ids):
+            ids = [index for index in ids if index not in self.special_ids]
         with _library(self._source):
-            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            return self._backend.decode(ids, skip_special_tokens=False)
 
     @cached_property
     def _backend_for_parts(self) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
@@ -291,9 +295,9 @@ def all_added_tokens(
             )
         added[index] = token
     special = (*settings.named.values(), *settings.extra)
-    texts = {token.content for token in special}
+    named = {token.content for token in settings.named.values()}
     return [
-        {"id": index, **asdict(token), "special": token.special or token.content in texts}
+        {"id": index, **asdict(token), "special": token.special or token.content in named}
         for index, token in sorted(place_added_tokens(ids, added, special, source).items())
     ]
 
@@ -377,7 +381,7 @@ def read_template(
 class GPT2Tokenizer(FastTokenizer):
     """Byte-level BPE from vocab.json and merges.txt, with the ids of transformers' class."""
 
-    default_tokens: ClassVar[Mapping[str, str]] = GPT2_TOKENS
+    default_tokens: ClassVar[NamedTokens] = GPT2_TOKENS
     pattern: ClassVar[str | None] = None
     """Regular expression of words; None: GPT-2's."""
     normalizer: ClassVar[dict[str, str] | None] = None

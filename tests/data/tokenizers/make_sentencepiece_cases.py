@@ -1,7 +1,9 @@
 """Makes llama.model, t5.model and sentencepiece_cases.json, the reference for Llama's and T5's ids.
 
 Needs transformers==4.57.6 and sentencepiece, nothing else; run it in this folder. The ids and texts
-are those of the slow LlamaTokenizer and T5Tokenizer, over two small models trained here.
+are those of the slow LlamaTokenizer and T5Tokenizer, over two small models trained here. With
+``legacy`` the slow Llama removes the prefix space of a text twice: sentencepiece's Decode, and with
+it this reference, removes it once.
 """
 
 import json
@@ -78,6 +80,14 @@ T5 = {
         }
     },
 }
+
+
+class LlamaTokenizer(transformers.LlamaTokenizer):
+    def convert_tokens_to_string(self, tokens):
+        removes_twice = self.legacy and self.add_prefix_space
+        if removes_twice and tokens and tokens[0].startswith("▁"):
+            tokens = ["▁" + tokens[0], *tokens[1:]]
+        return super().convert_tokens_to_string(tokens)
 
 
 def train():
@@ -161,7 +171,7 @@ def main():
     result = {"transformers": transformers.__version__, "llama": {}, "t5": {}}
     for name, files in LLAMA.items():
         result["llama"][name] = cases(
-            transformers.LlamaTokenizer, HERE / "llama.model", "tokenizer.model", files, rng
+            LlamaTokenizer, HERE / "llama.model", "tokenizer.model", files, rng
         )
     for name, files in T5.items():
         result["t5"][name] = cases(
