@@ -9,15 +9,23 @@ from typing import Any
 from jaxllm.common.errors import TokenizerError, UnsupportedError
 from jaxllm.tokenizers.byte_level import ByT5Tokenizer
 from jaxllm.tokenizers.sentencepiece_tokenizers import LlamaTokenizer, T5Tokenizer
-from jaxllm.tokenizers.settings import TokenizerFiles, TokenizerSettings, read_settings
+from jaxllm.tokenizers.settings import (
+    DECIDING_OPTIONS,
+    TokenizerFiles,
+    TokenizerSettings,
+    read_settings,
+)
 from jaxllm.tokenizers.tokenizer import Tokenizer
 from jaxllm.tokenizers.tokenizer_json import CLASSES, FastTokenizer, GPT2Tokenizer
 from jaxllm.tokenizers.translation_tokenizers import (
     M2M100Tokenizer,
     MarianTokenizer,
     MBart50Tokenizer,
+    MBart50TokenizerFast,
     MBartTokenizer,
+    MBartTokenizerFast,
     NllbTokenizer,
+    NllbTokenizerFast,
     PegasusTokenizer,
     XGLMTokenizer,
 )
@@ -27,14 +35,19 @@ _VOCABULARIES = (
     *("vocab.json", "merges.txt"),
 )
 _FAIRSEQ = (MBartTokenizer, MBart50Tokenizer, NllbTokenizer, PegasusTokenizer, XGLMTokenizer)
+_FAST = {
+    "MBartTokenizer": MBartTokenizerFast,
+    "MBart50Tokenizer": MBart50TokenizerFast,
+    "NllbTokenizer": NllbTokenizerFast,
+}
 _READERS = (
     (("ByT5Tokenizer",), (), ByT5Tokenizer),
-    *(((each.__name__,), ("tokenizer.json",), each) for each in _FAIRSEQ),
     *(((each.__name__,), (each.model_file,), each) for each in _FAIRSEQ),
     *(((each.__name__,), ("vocab.json",), each) for each in (MarianTokenizer, M2M100Tokenizer)),
-    (("LlamaTokenizer", ""), ("tokenizer.model",), LlamaTokenizer),
     (("T5Tokenizer", ""), ("spiece.model",), T5Tokenizer),
+    *(((name,), ("tokenizer.json",), each) for name, each in _FAST.items()),
     (None, ("tokenizer.json",), FastTokenizer),
+    (("LlamaTokenizer", ""), ("tokenizer.model",), LlamaTokenizer),
     *(((name,), ("vocab.json", "merges.txt"), each) for name, each in CLASSES.items()),
     (("",), ("vocab.json", "merges.txt"), GPT2Tokenizer),
 )
@@ -46,12 +59,13 @@ def load_tokenizer(folder: str | PathLike[str], **options: Any) -> Tokenizer | N
     """Loads the tokenizer of a Hugging Face folder; None if it has no tokenizer files.
 
     ``tokenizer_class`` in tokenizer_config.json decides, or in config.json, or its ``model_type``,
-    as in transformers. ``LlamaTokenizer`` and ``T5Tokenizer`` are read from their sentencepiece
-    model if present, since it defines their ids; all others, and these two without a model, from
-    tokenizer.json; without one, GPT-2's, RoBERTa's (BART's) and Qwen2's from vocab.json and
-    merges.txt. ``ByT5Tokenizer`` needs none. Marian's and M2M100's are read from vocab.json and
-    their sentencepiece models; mBART's, NLLB's, Pegasus's and XGLM's from tokenizer.json, or from
-    their sentencepiece model. Without a class, the first of these files decides.
+    as in transformers. T5's, mBART's, NLLB's, Pegasus's and XGLM's tokenizers are read from their
+    sentencepiece model if present, since it defines their ids; Marian's and M2M100's from
+    vocab.json and their sentencepiece models. All others, and these without a model, are read from
+    tokenizer.json; without one, Llama's from its sentencepiece model, and GPT-2's, RoBERTa's
+    (BART's) and Qwen2's from vocab.json and merges.txt. ``ByT5Tokenizer`` needs none. Without a
+    class, the first of these files decides. The options ``legacy`` and ``add_prefix_space`` are
+    those of sentencepiece, so that with one of them a Llama's model decides.
 
     Args:
         folder: the folder.
@@ -76,6 +90,9 @@ def load_tokenizer(folder: str | PathLike[str], **options: Any) -> Tokenizer | N
 def _read(files: TokenizerFiles, settings: TokenizerSettings) -> Tokenizer | None:
     """The tokenizer of the class that the settings name, or that the files say."""
     class_name = (settings.tokenizer_class or "").removesuffix("Fast")
+    asks_model = not DECIDING_OPTIONS.isdisjoint(files.options)
+    if asks_model and class_name in ("LlamaTokenizer", "") and "tokenizer.model" in files:
+        return LlamaTokenizer.from_files(files, settings)
     for names, needed, kind in _READERS:
         if (names is None or class_name in names) and set(needed) <= files.contents.keys():
             return kind.from_files(files, settings)

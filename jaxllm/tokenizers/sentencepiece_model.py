@@ -289,6 +289,7 @@ class DecodeRules:
         space_after_first_special: put a space after a special token at the start.
         strip_text: strip white space around the text between separate tokens.
         after_special: text after a special token.
+        keeps_inner_spaces: only the first chunk loses the space that encoding put before it.
         unknown_has_spaces: ``▁`` is a space in tokens that the model lacks too (Marian's, which are
             of two models).
     """
@@ -301,6 +302,7 @@ class DecodeRules:
     space_after_first_special: bool = False
     strip_text: bool = False
     after_special: str = ""
+    keeps_inner_spaces: bool = False
     unknown_has_spaces: bool = False
 
     @cached_property
@@ -468,13 +470,16 @@ class _Run:
         result = [begins, *self._pending, specials[0]]
         before, after = (space, "") if self._hold_chunks else ("", space)
         ignored, removed = self._rules.ignored_at_start, self._rules.space_at_start
+        keeps_spaces = self._rules.keeps_inner_spaces
+        if keeps_spaces:
+            ignored, removed = "", ""
         result += [
             f"{before}{chunk.lstrip(ignored).removeprefix(removed)}{after}{special}"
             if chunk
             else special
             for chunk, special in zip(chunks, specials[1:], strict=False)
         ]
-        self._pending, self._at_start, self._after_special = [], True, True
+        self._pending, self._at_start, self._after_special = [], not keeps_spaces, True
         return [*result, self._continued(chunks[-1])]
 
     def _needs_space(self, chunk: str) -> bool:

@@ -32,8 +32,8 @@ from jaxllm.tokenizers.sentencepiece_model import (
     SymbolsToText,
 )
 from jaxllm.tokenizers.settings import (
-    LLAMA_TOKENS,
     DECIDING_OPTIONS,
+    LLAMA_TOKENS,
     SENTENCEPIECE_OPTIONS,
     T5_TOKENS,
     NamedTokens,
@@ -117,10 +117,24 @@ class SlowTokenizer(Tokenizer):
     def _tokenize(self, text: str) -> list[str]:
         """Splits a text without added tokens into pieces."""
 
+    def _encode_items(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of texts without added tokens."""
+        ids, unknown = self._ids_by_token, self._unknown_id
+        return [[ids.get(token, unknown) for token in self._tokenize(text)] for text in texts]
+
     def _ids(self, rows: Sequence[Parts], finder: TokenFinder) -> list[list[int]]:
         """The ids of the added tokens and pieces of texts."""
-        ids, unknown = self._ids_by_token, self._unknown_id
-        return [[ids.get(token, unknown) for token in self._split(parts, finder)] for parts in rows]
+        items = [self._items(parts, finder) for parts in rows]
+        texts = [each for row in items for each in row if isinstance(each, str)]
+        pieces = iter(self._encode_items(texts) if texts else ())
+        result = []
+        for row in items:
+            ids: list[int] = []
+            for each in row:
+                is_added = isinstance(each, AddedToken)
+                ids += [self._added_ids[each.content]] if is_added else next(pieces)
+            result.append(ids)
+        return result
 
     @abstractmethod
     def _remade(self, settings: TokenizerSettings, files: Mapping[str, bytes]) -> Self:
@@ -259,23 +273,14 @@ class SentencePieceTokenizer(SlowTokenizer):
         is_space = is_special and items[0].strip(f"{SPACE} ") == ""
         return items[1:] if is_space and self._tokenize(items[0]) == [SPACE] else items
 
-    def _ids(self, rows: Sequence[Parts], finder: TokenFinder) -> list[list[int]]:
+    def _encode_items(self, texts: Sequence[str]) -> list[list[int]]:
         if self._has_remapped_pieces:
-            return super()._ids(rows, finder)
+            return super()._encode_items(texts)
         # The model splits all texts at once.
-        items = [self._items(parts, finder) for parts in rows]
-        texts = [self._model_text(each) for row in items for each in row if isinstance(each, str)]
-        encoded = self._model.encode_ids([text for text, _ in texts]) if texts else []
-        drops = (drop for _, drop in texts)
-        pieces = (p[n:] if len(p) >= n else p for p, n in zip(encoded, drops, strict=True))
-        result = []
-        for row in items:
-            ids: list[int] = []
-            for each in row:
-                is_added = isinstance(each, AddedToken)
-                ids += [self._added_ids[each.content]] if is_added else next(pieces)
-            result.append(ids)
-        return result
+        changed = [self._model_text(text) for text in texts]
+        encoded = self._model.encode_ids([text for text, _ in changed])
+        drops = (drop for _, drop in changed)
+        return [p[n:] if len(p) >= n else p for p, n in zip(encoded, drops, strict=True)]
 
     def _tokenize(self, text: str) -> list[str]:
         text, drop = self._model_text(text)

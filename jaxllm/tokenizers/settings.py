@@ -47,7 +47,8 @@ OPTIONS = (
 DECIDING_OPTIONS = frozenset({"add_prefix_space", "legacy"})
 """Those with which a Llama's tokenizer.model is read although the folder has a tokenizer.json."""
 SENTENCEPIECE_OPTIONS = DECIDING_OPTIONS | {"add_bos_token", "add_eos_token"}
-CLASS_OPTIONS = SENTENCEPIECE_OPTIONS | {"src_lang", "tgt_lang"}
+LANGUAGES = ("src_lang", "tgt_lang")
+CLASS_OPTIONS = SENTENCEPIECE_OPTIONS | {*LANGUAGES}
 """Those of them that act on some classes of tokenizers alone."""
 CLASS_OF_MODEL = {
     "bart": "BartTokenizer",
@@ -100,14 +101,17 @@ GPT2_TOKENS = named_tokens(bos=_END, eos=_END, unk=_END)
 QWEN2_TOKENS = named_tokens(eos=_END, unk=_END, pad=_END)
 M2M100_TOKENS = LLAMA_TOKENS | named_tokens(sep="</s>", pad="<pad>")
 FAIRSEQ_TOKENS = M2M100_TOKENS | named_tokens(cls="<s>")
-MASK = {"mask_token": AddedToken("<mask>", lstrip=True)}
-ROBERTA_TOKENS = {**FAIRSEQ_TOKENS, **MASK}
+ROBERTA_TOKENS: NamedTokens = {
+    **FAIRSEQ_TOKENS,
+    "mask_token": AddedToken("<mask>", lstrip=True),
+}
 GEMMA_TOKENS = named_tokens(bos="<bos>", eos="<eos>", unk="<unk>", pad="<pad>", mask="<mask>")
 COHERE_TOKENS = {
     **named_tokens(bos="<BOS_TOKEN>", eos="<|END_OF_TURN_TOKEN|>", unk="<UNK>"),
     **named_tokens(pad="<PAD>", cls="<CLS>", sep="<SEP>", mask="<MASK_TOKEN>"),
 }
 T5_TOKENS = named_tokens(eos="</s>", unk="<unk>", pad="<pad>")
+PEGASUS_TOKENS = T5_TOKENS | named_tokens(mask="<mask_2>")
 
 
 @dataclass(frozen=True)

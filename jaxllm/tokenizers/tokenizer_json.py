@@ -26,9 +26,12 @@ from jaxllm.tokenizers.added_tokens import AddedToken, Parts, parse_added_token,
 from jaxllm.tokenizers.batch import PaddingSide, Span
 from jaxllm.tokenizers.settings import (
     COHERE_TOKENS,
+    FAIRSEQ_TOKENS,
     GEMMA_TOKENS,
     GPT2_TOKENS,
+    LANGUAGES,
     LLAMA_TOKENS,
+    PEGASUS_TOKENS,
     QWEN2_TOKENS,
     ROBERTA_TOKENS,
     T5_TOKENS,
@@ -59,6 +62,11 @@ _CLASSES: Mapping[str, tuple[NamedTokens, tuple[str, ...]]] = {
     "BartTokenizer": (ROBERTA_TOKENS, ("add_prefix_space",)),
     "T5Tokenizer": (T5_TOKENS, ()),
     "Qwen2Tokenizer": (QWEN2_TOKENS, ()),
+    "MBartTokenizer": (ROBERTA_TOKENS, LANGUAGES),
+    "MBart50Tokenizer": (ROBERTA_TOKENS, LANGUAGES),
+    "NllbTokenizer": (ROBERTA_TOKENS, LANGUAGES),
+    "PegasusTokenizer": (PEGASUS_TOKENS, ()),
+    "XGLMTokenizer": (FAIRSEQ_TOKENS, ()),
 }
 """Default tokens of transformers' classes, and options that act on their tokenizer.json."""
 TEXTS_AT_ONCE = 1024
@@ -128,6 +136,8 @@ class FastTokenizer(Tokenizer):
         source = str(files.folder / "tokenizer.json")
         spec = parse_json(files.contents["tokenizer.json"], source=source, error=TokenizerError)
         class_name = (settings.tokenizer_class or "").removesuffix("Fast")
+        if not class_name and "tokenizer.model" in files:
+            class_name = "LlamaTokenizer"
         default_tokens, acting = _CLASSES.get(class_name, ({}, ()))
         files.refuse_options(acting, "a tokenizer.json of this class")
         settings = settings.with_defaults(**default_tokens)

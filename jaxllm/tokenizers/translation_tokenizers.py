@@ -8,15 +8,13 @@ Of Marian and M2M100, sentencepiece models split texts, and vocab.json has the i
 transformers 5.23's ``MarianTokenizer`` and ``M2M100Tokenizer``, of which the first does not
 normalise punctuation, although old versions did.
 
-The others are read from tokenizer.json, or from their sentencepiece model, whose pieces get other
-ids: fairseq's special tokens come first. The reference is transformers 5.23. It leaves out two
-things that the sentencepiece models have, and that are kept here: mBART's normalizer, and XGLM's
-pieces.
+The others are read from their sentencepiece model, whose pieces get other ids: fairseq's special
+tokens come first. Their reference is sentencepiece's own ids, as transformers 4.57's slow classes
+give them. Without the model, they are read from tokenizer.json.
 """
 
 from __future__ import annotations
 
-import base64
 import copy
 import re
 from collections.abc import Mapping, Sequence
@@ -25,20 +23,22 @@ from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError, quoted, shortened
-from jaxllm.common.files import parse_json
 from jaxllm.tokenizers.added_tokens import AddedToken
-from jaxllm.tokenizers.sentencepiece_model import BPE, UNIGRAM, DecodeRules, SentencePieceModel
-from jaxllm.tokenizers.sentencepiece_tokenizers import SlowTokenizer
+from jaxllm.tokenizers.sentencepiece_model import DecodeRules, SentencePieceModel
+from jaxllm.tokenizers.sentencepiece_tokenizers import SlowTokenizer, with_tokens_of_json
 from jaxllm.tokenizers.settings import (
     FAIRSEQ_TOKENS,
+    LANGUAGES,
     M2M100_TOKENS,
+    PEGASUS_TOKENS,
+    ROBERTA_TOKENS,
     T5_TOKENS,
+    NamedTokens,
     TokenizerFiles,
     TokenizerSettings,
-    named_tokens,
 )
 from jaxllm.tokenizers.tokenizer import Tokenizer
-from jaxllm.tokenizers.tokenizer_json import FastTokenizer, template
+from jaxllm.tokenizers.tokenizer_json import FastTokenizer
 
 _MBART = """
 ar_AR cs_CZ de_DE en_XX es_XX et_EE fi_FI fr_XX gu_IN hi_IN it_IT ja_XX kk_KZ ko_KR lt_LT lv_LV
@@ -76,7 +76,7 @@ class WithLanguages(Tokenizer):
     """
 
     default_language: ClassVar[str]
-    options = ("src_lang", "tgt_lang")
+    options = LANGUAGES
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -304,117 +304,109 @@ def read_vocabulary(files: TokenizerFiles) -> list[str]:
 
 FIRST_PIECES = ("<s>", "<pad>", "</s>", "<unk>")
 """Tokens with the first ids, in place of sentencepiece's ``<unk>``, ``<s>`` and ``</s>``."""
-Pieces = list[tuple[str, float]]
-"""The tokens and their scores, by id."""
-METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
 
 
-class FairseqTokenizer(FastTokenizer):
-    """Base class: a tokenizer.json, or one that is made of a sentencepiece model.
+class FairseqTokenizer(SlowTokenizer):
+    """Base class: pieces of a sentencepiece model, with the ids of fairseq's dictionary.
+
+    Args:
+        model: a serialised sentencepiece model.
+        settings: special tokens, flags and chat templates.
+        files: contents of the files that ``save`` writes.
+        source: name of the model's file, for messages.
 
     Attributes:
         model_file: name of the model's file in a folder.
-        default_tokens: named tokens of transformers' class, used where no file names others.
-        model_type: sentencepiece's number of the model's algorithm.
-        pre_tokenizer: the step of tokenizer.json that splits texts.
-        options: those of `CLASS_OPTIONS` that act.
     """
 
     model_file: ClassVar[str] = "sentencepiece.bpe.model"
-    default_tokens: ClassVar[Mapping[str, str]] = FAIRSEQ_TOKENS
-    model_type: ClassVar[int] = UNIGRAM
-    pre_tokenizer: ClassVar[Mapping[str, Any]] = METASPACE
-    options: ClassVar[tuple[str, ...]] = ()
+    default_tokens: ClassVar[NamedTokens] = FAIRSEQ_TOKENS
 
-    @classmethod
-    def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> Self:
-        """Loads a folder that has tokenizer.json or the file `model_file`."""
-        files.refuse_options(cls.options, f"a {cls.__name__}")
-        settings = settings.with_defaults(**cls.default_tokens)
-        if "tokenizer.json" in files:
-            source = str(files.folder / "tokenizer.json")
-            spec: Any = parse_json(
-                files.contents["tokenizer.json"], source=source, error=TokenizerError
-            )
-        else:
-            source = str(files.folder / cls.model_file)
-            model = SentencePieceModel(files.contents[cls.model_file], source)
-            if model.model_type != cls.model_type:
-                raise TokenizerError(
-                    f"{source}: expected a sentencepiece model of type {cls.model_type} (1: "
-                    f"unigram, 2: BPE) for a {cls.__name__}, found {model.model_type}"
-                )
-            settings = cls._complete(settings)
-            spec = cls._spec(model, settings)
-        return cls(spec, settings, files.contents, source=source)
-
-    @classmethod
-    def _complete(cls, settings: TokenizerSettings) -> TokenizerSettings:
-        """The settings, with tokens that the class has without being told."""
-        return settings
-
-    @classmethod
-    def _pieces(cls, model: SentencePieceModel, settings: TokenizerSettings) -> Pieces:
-        """The tokens and their scores, by id."""
-        return [(piece, 0.0) for piece in FIRST_PIECES] + model.scored_pieces[3:]
-
-    @classmethod
-    def _spec(cls, model: SentencePieceModel, settings: TokenizerSettings) -> dict[str, Any]:
-        """A tokenizer.json of the model."""
-        pieces = cls._pieces(model, settings)
-        ids = ids_of(pieces)
+    def __init__(
+        self, model: bytes, settings: TokenizerSettings, files: Mapping[str, bytes], source: str
+    ) -> None:
+        settings = self._complete(settings)
+        self._model = SentencePieceModel(model, source)
+        first, own = self._first_tokens(settings), self._model.pieces
+        skipped = self._count_replaced(source)
+        pieces = [*first, *own[skipped:]]
+        known = {index: AddedToken(token) for index, token in enumerate(first)}
+        placed = {token.content for token in settings.added.values()}
+        last = [token for token in self._last_tokens(settings) if token.content not in placed]
+        known |= {len(pieces) + number: token for number, token in enumerate(last)}
+        super().__init__(
+            settings,
+            files,
+            "right",
+            pieces=pieces,
+            known={**known, **settings.added},
+            source=source,
+        )
+        self.vocab_size = len(pieces) + len(last)
         for name in ("unk_token", "eos_token"):
             token = settings.named.get(name)
-            if token is None or token.content not in ids:
+            if token is None or not self._added_ids[token.content] < self.vocab_size:
                 found = "null" if token is None else quoted(token.content)
                 raise TokenizerError(
                     f"tokenizer_config.json: {name} is {found}, which is no token of "
-                    f"{cls.model_file} or of a {cls.__name__}"
+                    f"{self.model_file} or of a {type(self).__name__}"
                 )
-        unknown = settings.named["unk_token"].content
-        if cls.model_type == BPE:
-            merges = [list(pair) for pair in merges_of(ids)]
-            algorithm: dict[str, Any] = {"type": "BPE", "vocab": ids, "merges": merges}
-            algorithm |= {"fuse_unk": True, "unk_token": unknown}
-        else:
-            algorithm = {"type": "Unigram", "vocab": [list(pair) for pair in pieces]}
-            algorithm |= {"unk_id": ids[unknown], "byte_fallback": False}
-        charsmap = base64.b64encode(model.charsmap).decode()
-        normalizers = [{"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}]
-        if charsmap:
-            normalizers.insert(0, {"type": "Precompiled", "precompiled_charsmap": charsmap})
-        return {
-            "model": algorithm,
-            "added_tokens": [],
-            "normalizer": {"type": "Sequence", "normalizers": normalizers},
-            "pre_tokenizer": cls.pre_tokenizer,
-            "post_processor": cls._processor(pieces, settings),
-            "decoder": METASPACE,
-        }
+        self._unknown_id = self._added_ids[settings.named["unk_token"].content]
+        offset = len(first) - skipped
+        self._ids_of_pieces = [index + offset for index in range(len(own))]
+        self._ids_of_pieces[self._model.unk_id] = self._unknown_id
 
     @classmethod
-    def _processor(cls, pieces: Pieces, settings: TokenizerSettings) -> dict[str, Any] | None:
-        """Special tokens around a text."""
-        return None
+    def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> Self:
+        """Loads a folder that has the file `model_file`."""
+        files.refuse_options(cls.options, f"a {cls.__name__}")
+        settings = with_tokens_of_json(files, settings)
+        source = str(files.folder / cls.model_file)
+        return cls(files.contents[cls.model_file], settings, files.contents, source)
+
+    def _remade(self, settings: TokenizerSettings, files: Mapping[str, bytes]) -> Self:
+        return type(self)(self._files[self.model_file], settings, files, self._source)
+
+    def _first_tokens(self, settings: TokenizerSettings) -> Sequence[str]:
+        """The tokens before the pieces."""
+        return FIRST_PIECES
+
+    def _last_tokens(self, settings: TokenizerSettings) -> Sequence[AddedToken]:
+        """The tokens after the pieces."""
+        return ()
+
+    def _count_replaced(self, source: str) -> int:
+        """Number of the model's first pieces that other tokens replace.
+
+        Raises:
+            TokenizerError: the model has other pieces there.
+        """
+        model, first = self._model, self._model.pieces[1:3]
+        if model.unk_id != 0 or not model.control.issuperset(first):
+            raise TokenizerError(
+                f"{source}: a {type(self).__name__} needs a model with unk_id 0, bos_id 1 and "
+                f"eos_id 2; its first pieces are {quoted(model.pieces[:3])}"
+            )
+        return 3
+
+    def _tokenize(self, text: str) -> list[str]:
+        return self._model.encode(text)
+
+    def _encode_items(self, texts: Sequence[str]) -> list[list[int]]:
+        ids = self._ids_of_pieces
+        return [[ids[index] for index in row] for row in self._model.encode_ids(texts)]
+
+    @cached_property
+    def _rules(self) -> DecodeRules:  # pyright: ignore[reportIncompatibleVariableOverride]
+        special = frozenset(self.special_tokens)
+        return DecodeRules(model=self._model, special=special, keeps_inner_spaces=True)
 
 
-class _LanguageTokenizer(WithLanguages, FairseqTokenizer):
-    """Base class of tokenizers with languages, whose codes are special tokens such as ``en_XX``."""
+class _LanguageCodes(WithLanguages):
+    """Mixin of tokenizers whose language codes are special tokens such as ``en_XX``."""
 
-    codes: ClassVar[Sequence[str]] = ()
+    default_language = "en_XX"
     code_pattern: ClassVar[str] = r"[a-z]{2}_[A-Z]{2}"
-    mask: ClassVar[AddedToken] = AddedToken("<mask>", lstrip=True)
-
-    @classmethod
-    def _complete(cls, settings: TokenizerSettings) -> TokenizerSettings:
-        named = {"mask_token": cls.mask, **settings.named}
-        return replace(settings, named=named).with_extra(cls.codes)
-
-    @classmethod
-    def _pieces(cls, model: SentencePieceModel, settings: TokenizerSettings) -> Pieces:
-        codes = [token.content for token in settings.extra]
-        last = [(token, 0.0) for token in (*codes, "<mask>")]
-        return super()._pieces(model, settings) + last
 
     @property
     def lang_code_to_id(self) -> dict[str, int]:
@@ -422,16 +414,22 @@ class _LanguageTokenizer(WithLanguages, FairseqTokenizer):
         return {code: i for code, i in found.items() if re.fullmatch(self.code_pattern, code)}
 
 
-class MBartTokenizer(_LanguageTokenizer):
-    """mBART's tokenizer: ``text </s> en_XX``."""
+class _LanguageTokenizer(_LanguageCodes, FairseqTokenizer):
+    """Base class of those with a sentencepiece model: codes and the mask come after the pieces."""
 
-    codes = MBART_CODES
-    default_language = "en_XX"
-    pre_tokenizer: ClassVar[Mapping[str, Any]] = {
-        "type": "Sequence",
-        "pretokenizers": [{"type": "WhitespaceSplit"}, METASPACE],
-    }
+    codes: ClassVar[Sequence[str]] = ()
+    default_tokens = ROBERTA_TOKENS
 
+    @classmethod
+    def _complete(cls, settings: TokenizerSettings) -> TokenizerSettings:
+        return super()._complete(settings).with_extra(cls.codes)
+
+    def _last_tokens(self, settings: TokenizerSettings) -> Sequence[AddedToken]:
+        mask = settings.named.get("mask_token")
+        return [*settings.extra, *([] if mask is None else [mask])]
+
+
+class _MBart(_LanguageCodes):
     @property
     def code_comes_first(self) -> bool:
         return False
@@ -441,28 +439,45 @@ class MBartTokenizer(_LanguageTokenizer):
         return {"decoder_start_token_id": self.get_lang_id(tgt_lang, "tgt_lang")}
 
 
+class _Nllb(_LanguageCodes):
+    default_language = "eng_Latn"
+    code_pattern = r"[a-z]{3}_[A-Z][a-z]{3}"
+
+    @property
+    def code_comes_first(self) -> bool:
+        return not self.settings.flag("legacy_behaviour", False)
+
+
+class MBartTokenizer(_MBart, _LanguageTokenizer):
+    """mBART's tokenizer: ``text </s> en_XX``."""
+
+    codes = MBART_CODES
+
+
 class MBart50Tokenizer(_LanguageTokenizer):
     """mBART-50's tokenizer: ``en_XX text </s>``."""
 
     codes = MBART50_CODES
-    default_language = "en_XX"
 
 
-class NllbTokenizer(_LanguageTokenizer):
+class NllbTokenizer(_Nllb, _LanguageTokenizer):
     """NLLB's tokenizer: ``eng_Latn text </s>``.
 
     Its files list the languages. With the option ``legacy_behaviour`` (tokenizer_config.json) it is
     ``text </s> eng_Latn``.
     """
 
-    model_type = BPE
-    default_language = "eng_Latn"
-    code_pattern = r"[a-z]{3}_[A-Z][a-z]{3}"
-    mask = AddedToken("<mask>", lstrip=True, normalized=True)
 
-    @property
-    def code_comes_first(self) -> bool:
-        return not self.settings.flag("legacy_behaviour", False)
+class MBartTokenizerFast(_MBart, FastTokenizer):
+    """mBART's tokenizer from tokenizer.json."""
+
+
+class MBart50TokenizerFast(_LanguageCodes, FastTokenizer):
+    """mBART-50's tokenizer from tokenizer.json."""
+
+
+class NllbTokenizerFast(_Nllb, FastTokenizer):
+    """NLLB's tokenizer from tokenizer.json."""
 
 
 class PegasusTokenizer(FairseqTokenizer):
@@ -472,10 +487,11 @@ class PegasusTokenizer(FairseqTokenizer):
     """
 
     model_file = "spiece.model"
-    default_tokens = T5_TOKENS | named_tokens(mask="<mask_2>")
+    default_tokens = PEGASUS_TOKENS
 
     @classmethod
     def _complete(cls, settings: TokenizerSettings) -> TokenizerSettings:
+        settings = super()._complete(settings)
         offset = settings.options.get("offset", 103)
         if type(offset) is not int or not 2 <= offset <= 2**16:
             raise TokenizerError(
@@ -486,20 +502,28 @@ class PegasusTokenizer(FairseqTokenizer):
         own += [f"<unk_{number}>" for number in range(2, offset)]
         return settings.with_extra(own, first=True)
 
-    @classmethod
-    def _pieces(cls, model: SentencePieceModel, settings: TokenizerSettings) -> Pieces:
+    def _first_tokens(self, settings: TokenizerSettings) -> Sequence[str]:
         named, extra = settings.named, [token.content for token in settings.extra]
         first = [named[name].content for name in ("pad_token", "eos_token")]
         mask = [named["mask_token"].content] if "mask_token" in named else []
         masks = [token for token in extra if not token.startswith("<unk_")]
-        unknown = [(token, -100.0) for token in extra if token.startswith("<unk_")]
-        head = [(token, 0.0) for token in (*first, *masks, *mask)]
-        return [*head, *unknown, *model.scored_pieces[2:]]
+        return [*first, *masks, *mask, *(token for token in extra if token.startswith("<unk_"))]
 
-    @classmethod
-    def _processor(cls, pieces: Pieces, settings: TokenizerSettings) -> dict[str, Any]:
-        end, ids = settings.named["eos_token"], ids_of(pieces)
-        return template(["A", end], ["A", "B", end], ids)
+    def _count_replaced(self, source: str) -> int:
+        model = self._model
+        if model.unk_id < 2 or not model.control.issuperset(model.pieces[:2]):
+            raise TokenizerError(
+                f"{source}: a {type(self).__name__} needs a model with pad_id 0 and eos_id 1; its "
+                f"first pieces are {quoted(model.pieces[:3])}"
+            )
+        return 2
+
+    def _add_special_tokens(self, ids: list[int], pair: list[int] | None) -> list[int]:
+        return [*ids, *(pair or []), *self._end]
+
+    @property
+    def _end(self) -> list[int]:
+        return [] if self.eos_token_id is None else [self.eos_token_id]
 
 
 class XGLMTokenizer(FairseqTokenizer):
@@ -507,33 +531,12 @@ class XGLMTokenizer(FairseqTokenizer):
 
     @classmethod
     def _complete(cls, settings: TokenizerSettings) -> TokenizerSettings:
-        return settings.with_extra([f"<madeupword{number}>" for number in range(7)], first=True)
+        words = [f"<madeupword{number}>" for number in range(7)]
+        return super()._complete(settings).with_extra(words, first=True)
 
-    @classmethod
-    def _pieces(cls, model: SentencePieceModel, settings: TokenizerSettings) -> Pieces:
-        words = [(token.content, 0.0) for token in settings.extra[:7]]
-        return super()._pieces(model, settings) + words
+    def _last_tokens(self, settings: TokenizerSettings) -> Sequence[AddedToken]:
+        return settings.extra[:7]
 
-    @classmethod
-    def _processor(cls, pieces: Pieces, settings: TokenizerSettings) -> dict[str, Any]:
-        end, ids = settings.named["eos_token"], ids_of(pieces)
-        return template([end, "A"], [end, "A", end, end, "B"], ids)
-
-
-def ids_of(pieces: Pieces) -> dict[str, int]:
-    """The pieces' ids by piece."""
-    return {piece: index for index, (piece, _) in enumerate(pieces)}
-
-
-def merges_of(vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The merges of a sentencepiece BPE, in order: all pairs of pieces that make a piece.
-
-    >>> merges_of({"a": 0, "b": 1, "ab": 2, "abb": 3})
-    [('a', 'b'), ('ab', 'b')]
-    """
-    merges: list[tuple[str, str]] = []
-    for piece in sorted(vocab, key=vocab.__getitem__):
-        pairs = [(piece[:end], piece[end:]) for end in range(1, len(piece))]
-        found = [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab]
-        merges += sorted(found, key=lambda pair: (len(pair[0]), len(pair[1])))
-    return merges
+    def _add_special_tokens(self, ids: list[int], pair: list[int] | None) -> list[int]:
+        end = [] if self.eos_token_id is None else [self.eos_token_id]
+        return [*end, *ids] if pair is None else [*end, *ids, *end, *end, *pair]

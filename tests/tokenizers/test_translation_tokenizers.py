@@ -73,25 +73,57 @@ def test_saved_files_are_the_originals(load, name, tmp_path):
     assert {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()} == files
 
 
-@pytest.mark.parametrize(("name", "model"), [("nllb", "bpe"), ("xglm", "unigram")])
-def test_a_sentencepiece_model_alone_gives_the_ids_of_tokenizer_json(load, tmp_path, name, model):
-    expected = load(name)
-    folder = write(tmp_path / "model", name)
-    (folder / "tokenizer.json").unlink()
-    file = folder / "sentencepiece.bpe.model"
-    file.write_bytes(base64.b64decode(DATA["models"][model]))
+@pytest.mark.parametrize("name", ["nllb", "xglm"])
+def test_a_sentencepiece_model_decides_about_ids(load, tmp_path, name):
+    """Also beside a tokenizer.json, which has the same vocabulary."""
+    expected, alone = load(name), load(f"{name}_model")
+    assert alone.get_vocab() == expected.get_vocab()
+    folder = write(tmp_path / "both", f"{name}_model")
+    (folder / "tokenizer.json").write_text(json.dumps(DATA["fast"][name]))
     tokenizer = load_tokenizer(folder)
     assert tokenizer is not None
-    assert tokenizer.get_vocab() == expected.get_vocab()
-    assert {text: tokenizer.encode(text) for text in CASES[name]["ids"]} == CASES[name]["ids"]
-    other = base64.b64decode(DATA["models"][{"bpe": "unigram", "unigram": "bpe"}[model]])
-    file.write_bytes(other)
-    with pytest.raises(TokenizerError, match=r"sentencepiece.bpe.model: expected a sentencepiece"):
+    expected_ids = CASES[f"{name}_model"]["ids"]
+    assert {text: tokenizer.encode(text) for text in expected_ids} == expected_ids
+    assert expected_ids != CASES[name]["ids"]
+
+
+def test_languages_of_nllb_without_ids(tmp_path):
+    """A folder that lists the languages alone has them before the mask."""
+    config = {**CASES["nllb"]["config"], "added_tokens_decoder": None}
+    folder = write(tmp_path / "nllb", "nllb_model", **config)
+    options = json.loads((folder / "tokenizer_config.json").read_text())
+    del options["added_tokens_decoder"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(options))
+    tokenizer, expected = load_tokenizer(folder), CASES["nllb_model"]
+    assert tokenizer is not None
+    assert {text: tokenizer.encode(text) for text in expected["ids"]} == expected["ids"]
+
+
+def test_the_mask_before_the_languages(tmp_path):
+    """The order of the slow class of transformers 4.57, which its folders state by ids."""
+    config = CASES["nllb_model"]["config"]
+    table = config["added_tokens_decoder"]
+    first = min(map(int, list(table)[4:]))
+    mask, *codes = [table[key] for key in [*list(table)[-1:], *list(table)[4:-1]]]
+    added = {str(first + n): token for n, token in enumerate([mask, *codes])}
+    table = {key: token for key, token in table.items() if key not in added} | added
+    tokenizer = load_tokenizer(write(tmp_path / "a", "nllb_model", added_tokens_decoder=table))
+    assert tokenizer is not None
+    assert tokenizer.mask_token_id == first
+    assert tokenizer.encode("Hello")[0] == tokenizer.token_to_id("fra_Latn") == first + 4
+
+
+@pytest.mark.parametrize("name", ["mbart", "pegasus"])
+def test_models_with_other_first_pieces_are_refused(tmp_path, name):
+    folder = write(tmp_path / name, name)
+    other = DATA["models"]["unigram" if name == "pegasus" else "pegasus"]
+    (folder / next(iter(CASES[name]["files"]))).write_bytes(base64.b64decode(other))
+    with pytest.raises(TokenizerError, match=r"Tokenizer needs a model with (unk|pad)_id 0"):
         load_tokenizer(folder)
 
 
-def test_mbart_normalizes_as_its_sentencepiece_model(load):
-    """transformers 5.23 does not, and reads the ligature as an unknown character."""
+def test_composed_characters_and_the_longest_match(load):
+    """The rules of sentencepiece's normalization apply to the longest text that has one."""
     tokenizer = load("mbart")
     assert tokenizer.encode("ﬁne\u00a0word") == tokenizer.encode("fine word")
 
@@ -165,7 +197,7 @@ def test_settings_that_cannot_be(load, tmp_path, name, config, message):
 def test_tokens_that_a_sentencepiece_model_lacks(tmp_path, name, token):
     folder = write(tmp_path / name, name, **{token: "<nope>"})
     (folder / "tokenizer.json").unlink(missing_ok=True)
-    model = base64.b64decode(DATA["models"]["unigram"])
+    model = base64.b64decode(DATA["models"]["pegasus" if name == "pegasus" else "unigram"])
     kind = getattr(translation_tokenizers, CASES[name]["config"]["tokenizer_class"])
     (folder / kind.model_file).write_bytes(model)
     message = (
