@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from typing import ClassVar
 
 from jaxllm.common.errors import TokenizerError
 from jaxllm.tokenizers.added_tokens import AddedToken
-from jaxllm.tokenizers.sentencepiece_tokenizers import SlowTokenizer, with_eos
-from jaxllm.tokenizers.settings import T5_TOKENS, TokenizerFiles, TokenizerSettings
+from jaxllm.tokenizers.sentencepiece_tokenizers import (
+    SlowTokenizer,
+    extra_ids,
+    listed_sentinels,
+    with_eos,
+)
+from jaxllm.tokenizers.settings import (
+    T5_TOKENS,
+    NamedTokens,
+    TokenizerFiles,
+    TokenizerSettings,
+)
 from jaxllm.tokenizers.stream_decoder import Stage, Utf8, byte_to_unicode
 from jaxllm.tokenizers.tokenizer import Tokenizer
 from jaxllm.tokenizers.tokenizer_json import BYTE_LEVEL, FastTokenizer
@@ -49,7 +59,10 @@ def ids_are_bytes(tokenizer: Tokenizer) -> bool:
 
 
 class ByT5Tokenizer(SlowTokenizer):
-    """Bytes as ids 3 to 258, then sentinels; ``</s>`` after a text, as in transformers 5.23.
+    """Bytes as ids 3 to 258, then sentinels; ``</s>`` after a text.
+
+    The option ``extra_ids`` (tokenizer_config.json) is the number of sentinels (125). ``<pad>``,
+    ``</s>`` and ``<unk>`` strip the white space around them where no file states their flags.
 
     Args:
         settings: special tokens, flags and chat templates.
@@ -57,7 +70,9 @@ class ByT5Tokenizer(SlowTokenizer):
         source: name of the settings' file, for messages.
     """
 
-    default_tokens = T5_TOKENS
+    default_tokens: ClassVar[NamedTokens] = {
+        name: AddedToken(token, lstrip=True, rstrip=True) for name, token in T5_TOKENS.items()
+    }
 
     def __init__(
         self,
@@ -67,12 +82,11 @@ class ByT5Tokenizer(SlowTokenizer):
         source: str = "tokenizer_config.json",
     ) -> None:
         settings = settings.with_defaults(**self.default_tokens)
-        if not settings.extra:
-            sentinels = (AddedToken(f"<extra_id_{number}>") for number in range(_SENTINELS))
-            settings = replace(settings, extra=tuple(sentinels))
-        first = {
-            index: AddedToken(token, lstrip=True, rstrip=True) for index, token in enumerate(_FIRST)
-        }
+        if not listed_sentinels(settings, count := extra_ids(settings, _SENTINELS)):
+            sentinels = [f"<extra_id_{number}>" for number in range(count)]
+            settings = settings.with_extra(sentinels, first=True)
+        named = {token.content: token for token in settings.named.values()}
+        first = {index: named.get(text, AddedToken(text)) for index, text in enumerate(_FIRST)}
         super().__init__(
             *(settings, files, "right"),
             pieces=[*_FIRST, *map(chr, range(256))],

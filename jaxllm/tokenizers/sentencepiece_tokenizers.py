@@ -359,21 +359,15 @@ class T5Tokenizer(SentencePieceTokenizer):
     @classmethod
     def _complete(cls, settings: TokenizerSettings) -> TokenizerSettings:
         settings = super()._complete(settings)
-        count = _extra_ids(settings)
-        listed = [token for token in settings.extra if "<extra_id_" in token.content]
-        if listed and count > 0 and len(listed) != count:
-            raise TokenizerError(
-                f"tokenizer_config.json: extra_ids is {count}, but additional_special_tokens lists"
-                f" {len(listed)} sentinels"
-            )
-        if listed:
+        count = extra_ids(settings)
+        if listed_sentinels(settings, count):
             return settings
         sentinels = [AddedToken(f"<extra_id_{n}>", lstrip=True, rstrip=True) for n in range(count)]
         return replace(settings, extra=(*settings.extra, *sentinels))
 
     def _known_added(self, settings: TokenizerSettings) -> dict[int, AddedToken]:
         sentinels = sum("<extra_id_" in token.content for token in settings.extra)
-        last = self.vocab_size - 1 + _extra_ids(settings)
+        last = self.vocab_size - 1 + extra_ids(settings)
         return {
             **{
                 last - n: AddedToken(f"<extra_id_{n}>", lstrip=True, rstrip=True)
@@ -391,11 +385,23 @@ class T5Tokenizer(SentencePieceTokenizer):
         return with_eos(ids, pair, self.eos_token_id)
 
 
-def _extra_ids(settings: TokenizerSettings) -> int:
-    count = settings.options.get("extra_ids", 100)
+def extra_ids(settings: TokenizerSettings, default: int = 100) -> int:
+    """The number of sentinels, ``extra_ids`` of tokenizer_config.json."""
+    count = settings.options.get("extra_ids", default)
     if type(count) is not int or not 0 <= count <= 2**16:
         raise TokenizerError(f"tokenizer_config.json: extra_ids is {count!r}, not a count")
     return count
+
+
+def listed_sentinels(settings: TokenizerSettings, count: int) -> int:
+    """The number of sentinels in the list of extra special tokens: none, or `count`."""
+    listed = sum("<extra_id_" in token.content for token in settings.extra)
+    if listed and count > 0 and listed != count:
+        raise TokenizerError(
+            f"tokenizer_config.json: extra_ids is {count}, but additional_special_tokens lists"
+            f" {listed} sentinels"
+        )
+    return listed
 
 
 def with_tokens_of_json(files: TokenizerFiles, settings: TokenizerSettings) -> TokenizerSettings:
