@@ -112,11 +112,13 @@ class SentencePieceModel:
         self.control = frozenset(self.pieces[i] for i in ids if processor.is_control(i))
         self.bytes = frozenset(self.pieces[i] for i in ids if processor.is_byte(i))
 
-    @property
-    def scored_pieces(self) -> list[tuple[str, float]]:
-        """All pieces with their scores, by id."""
-        with self._library():
-            return [(piece, self._processor.get_score(i)) for i, piece in enumerate(self.pieces)]
+    @cached_property
+    def has_spaces_at_ends(self) -> bool:
+        """True if decoded texts may begin or end with white space."""
+        if not self.remove_extra_whitespaces or self.space_is_suffix or self.bytes:
+            return True
+        texts = (piece.replace(SPACE, " ") for piece in self.pieces if piece != SPACE)
+        return any(text != text.rstrip() for text in texts)
 
     def encode(self, text: str) -> list[str]:
         """Splits text into pieces; a run of unknown characters is a piece without an id."""

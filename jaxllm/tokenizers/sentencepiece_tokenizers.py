@@ -302,7 +302,6 @@ class SentencePieceTokenizer(SlowTokenizer):
         extra = set(self.additional_special_tokens)
         beyond = {token for token in extra if self._added_ids[token] >= self.vocab_size}
         plain = self._added_ids.keys() - extra - set(self.special_tokens_map.values())
-        keeps_spaces = not self._model.remove_extra_whitespaces or self._model.space_is_suffix
         return DecodeRules(
             model=self._model,
             special=frozenset(self.special_tokens),
@@ -311,7 +310,7 @@ class SentencePieceTokenizer(SlowTokenizer):
             add_prefix_space=self.add_prefix_space and not self.legacy,
             space_before_chunk=self.space_before_chunk or ("inner" if self.legacy else "never"),
             space_after_first_special=self.add_prefix_space and self.space_before_chunk is None,
-            strip_text=self.strip_text and not keeps_spaces,
+            strip_text=self.strip_text and not self._model.has_spaces_at_ends,
         )
 
 

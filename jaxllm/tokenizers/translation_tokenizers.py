@@ -223,7 +223,7 @@ class VocabularyTokenizer(SlowTokenizer):
         return DecodeRules(
             model=self._models[0],
             special=frozenset(self.all_special_tokens),
-            strip_text=True,
+            strip_text=not self._models[0].has_spaces_at_ends,
             after_special=self.space_after_special,
             unknown_has_spaces=len(self._models) > 1,
         )
