@@ -68,6 +68,37 @@ def test_options_of_sentencepiece_do_not_matter(tmp_path):
     assert tokenizer.encode("a") == [100, 1]
 
 
+@pytest.mark.parametrize(("count", "length"), [(0, 259), (10, 269), (125, 384)])
+def test_the_number_of_sentinels(tmp_path, count, length):
+    config = {"tokenizer_class": "ByT5Tokenizer", "extra_ids": count}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert len(tokenizer) == length
+    assert tokenizer.encode("<extra_id_0>")[0] == (259 if count else ord("<") + 3)
+    config["additional_special_tokens"] = ["<extra_id_0>"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    if count:
+        with pytest.raises(TokenizerError, match=f"extra_ids is {count}, but"):
+            load_tokenizer(tmp_path)
+
+
+def test_flags_of_a_file_keep_spaces(tmp_path):
+    """Those of google/byt5-small, whose tokens strip nothing, against those of the class."""
+    flags = {"lstrip": False, "rstrip": False, "normalized": True, "single_word": False}
+    texts = {"a </s> b": [100, 35, 1, 35, 101, 1], "a <pad>": [100, 35, 0, 1]}
+    tokens = {"eos": "</s>", "pad": "<pad>", "unk": "<unk>"}
+    files = {f"{name}_token": {"content": text, **flags} for name, text in tokens.items()}
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    for named, stripped in ((files, False), ({"eos_token": "</s>"}, True)):
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+        tokenizer = load_tokenizer(tmp_path)
+        assert tokenizer is not None
+        for text, ids in texts.items():
+            kept = [index for index in ids if index != 35] if stripped else ids
+            assert tokenizer.encode(text) == kept
+
+
 def test_a_token_of_one_character_is_refused(tmp_path):
     config = {"tokenizer_class": "ByT5Tokenizer", "sep_token": "|"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))

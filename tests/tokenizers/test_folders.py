@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import httpx
@@ -21,8 +22,9 @@ CASES = {
     f"{name}-{version}": case
     for version in (4, 5)
     for name, case in json.loads((DATA / f"folder_cases_{version}.json").read_text()).items()
-    if name != "transformers"
+    if name not in ("transformers", "masks")
 }
+MASKS = json.loads((DATA / "folder_cases_4.json").read_text())["masks"]
 CHATS = [name for name, case in CASES.items() if "chats" in case]
 
 
@@ -169,6 +171,31 @@ def test_a_list_of_extra_tokens_flags_nothing(tmp_path):
     assert text == tokenizer.decode([index for index in ids if index not in (1, extra)])
     assert text.startswith("a\n")
     assert text.endswith("c<table>")
+
+
+def test_streams_are_the_decoded_texts(case):
+    tokenizer, _ = case
+    rng = random.Random(0)
+    for _ in range(200):
+        ids = [rng.randrange(len(tokenizer)) for _ in range(rng.randrange(1, 9))]
+        for skip in (False, True):
+            stream = tokenizer.stream_decoder(skip_special_tokens=skip)
+            text = "".join(map(stream.put, ids)) + stream.end()
+            assert text == tokenizer.decode(ids, skip_special_tokens=skip), ids
+        kept = [index for index in ids if index not in tokenizer.special_ids]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == tokenizer.decode(kept), ids
+
+
+@pytest.mark.parametrize(("config", "named", "ids"), MASKS)
+def test_the_mask_of_bart_and_roberta(tmp_path, config, named, ids):
+    """It takes the space before it, unless a file states other flags."""
+    model = json.loads((DATA / "fast" / "gpt2.json").read_text())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("\n".join(map(" ".join, model["merges"])))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+    tokenizer = loaded(tmp_path)
+    assert {text: tokenizer.encode(text) for text in ids} == ids
 
 
 def test_turns_are_those_of_sentencepiece():

@@ -44,6 +44,7 @@ CHATS = [
     ],
 ]
 ROLES = ("<|user|>", "<|assistant|>", "<|end|>", "<|system|>")
+MASKS = ["No <mask> in", "<mask>", "a <mask>.", "a<mask> b  <mask>", "The <x> a", "<s>a </s> b"]
 MORE = [
     "<|user|> The garden",
     "<|user|>The<|end|>\n\n<|assistant|>\n  The",
@@ -147,6 +148,29 @@ def cases_4(root: Path) -> dict:
         [ids, tokenizer.decode(ids, skip_special_tokens=True)]
         for ids in result["llama1"]["ids"].values()
     ]
+    result["masks"] = masks(root)
+    return result
+
+
+def masks(root: Path) -> list:
+    """The ids of BART's and RoBERTa's slow classes of vocab.json and merges.txt, with and without
+    flags of the mask in a file."""
+    model = json.loads((HERE / "fast" / "gpt2.json").read_text(encoding="utf-8"))["model"]
+    flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    result = []
+    for name in ("BartTokenizer", "RobertaTokenizer"):
+        for mask in (None, "<mask>", {"content": "<mask>", **flags}, {"content": "<x>", **flags}):
+            folder = root / f"{name}{len(result)}"
+            folder.mkdir()
+            (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+            (folder / "merges.txt").write_text("\n".join(map(" ".join, model["merges"])))
+            config = {"tokenizer_class": name}
+            (folder / "tokenizer_config.json").write_text(json.dumps(config))
+            named = {} if mask is None else {"mask_token": mask}
+            (folder / "special_tokens_map.json").write_text(json.dumps(named))
+            tokenizer = getattr(transformers, name).from_pretrained(folder)
+            ids = {text: tokenizer(text).input_ids for text in MASKS}
+            result.append([config, named, ids])
     return result
 
 
