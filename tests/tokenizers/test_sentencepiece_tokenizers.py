@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import paths
 import pytest
+import sentencepiece
 
 from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError
 from jaxllm.tokenizers import LlamaTokenizer, T5Tokenizer, Tokenizer, load_tokenizer
 from jaxllm.tokenizers.sentencepiece_model import BPE, UNIGRAM, SentencePieceModel, write_model
+from jaxllm.tokenizers.settings import TokenizerSettings
 
 DATA = paths.DATA / "tokenizers"
 CASES = json.loads((DATA / "sentencepiece_cases.json").read_text(encoding="utf-8"))
@@ -127,6 +129,35 @@ def test_stream_ends_no_piece_inside_a_character(tmp_path):
     # A character that never ends is one U+FFFD a byte, as in sentencepiece.
     stream = tokenizer.stream_decoder()
     assert stream.put(ids[:-1]) + stream.end() == "😀\ufffd"
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_a_run_of_spaces_that_comes_first(legacy):
+    """Without the first space, which encoding adds; the shorter run is no piece."""
+    pieces = [("<unk>", 0.0, 2), ("▁▁▁▁", -1.0, 1), ("a", -1.0, 1), ("▁", -2.0, 1)]
+    flags = {"add_dummy_prefix": True, "remove_extra_whitespaces": False, "byte_fallback": False}
+    model = write_model(pieces, model_type=BPE, unk_id=0, **flags)
+    options = {"legacy": legacy, "bos_token": None, "add_bos_token": False}
+    tokenizer = LlamaTokenizer(model, TokenizerSettings(options=options), {})
+    assert tokenizer.decode([1, 2]) == "   a"
+    assert tokenizer.decode([3, 1, 2]) == "    a"
+    assert tokenizer.decode([2, 1, 2]) == "a    a"
+
+
+def test_denormalization_is_refused_by_name(tmp_path):
+    """A rule of the model that would change decoded texts."""
+    rules = tmp_path / "rules.tsv"
+    rules.write_text("61\t62\n")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a b c", "the end"]),
+        model_prefix=str(tmp_path / "tokenizer"),
+        denormalization_rule_tsv=str(rules),
+        vocab_size=14,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    with pytest.raises(UnsupportedError, match=r"tokenizer\.model: denormalizer_spec: rules that"):
+        load_tokenizer(tmp_path)
 
 
 def test_ids_outside_the_vocabulary(tmp_path):
