@@ -1,7 +1,8 @@
 """``jaxllm verify MODEL``: compares the logits of a checkpoint with those of transformers.
 
-Both load the same files and run the same prompts, one at a time: jaxllm in float32, transformers in
-float64, so that only jaxllm's rounding is measured. Only this command needs torch and transformers.
+It also says what the tokenizer files of a folder state differently. For the logits, both load the
+same files and run the same prompts, one at a time: jaxllm in float32, transformers in float64, so
+that only jaxllm's rounding is measured. Only this comparison needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from jaxllm.common.hardware import device_report
 from jaxllm.common.optional_packages import require
 from jaxllm.common.progress import Reporter
 from jaxllm.models.model import BaseModel, Model
+from jaxllm.tokenizers.contradictions import contradictions
 
 TOLERANCE = 1e-4
 MAX_PROMPT_TOKENS = 64
@@ -109,6 +111,9 @@ def _parser(program: str) -> Parser:
 def _run(arguments: argparse.Namespace) -> int:
     if not arguments.tolerance > 0:
         raise InputError(f"--tolerance must be above 0, but is {arguments.tolerance}")
+    path, precision = resolve(arguments.model), arguments.reference_dtype
+    for line in contradictions(path) if path.is_dir() else ():
+        print(f"tokenizer files disagree: {line}", flush=True)
     torch, transformers = _import_reference()
     peft = (
         None if arguments.adapter is None else require("peft", extra="verify", purpose="adapters")
@@ -117,7 +122,6 @@ def _run(arguments: argparse.Namespace) -> int:
     reporter = Reporter()
     for line in device_report():
         reporter.say(line)
-    path, precision = resolve(arguments.model), arguments.reference_dtype
     with jax.default_matmul_precision("highest"):
         model, tokenizer = load(
             path, dtype="float32", param_dtype="float32", adapter=arguments.adapter

@@ -80,15 +80,16 @@ def load_tokenizer(folder: str | PathLike[str], **options: Any) -> Tokenizer | N
     files = TokenizerFiles(Path(folder), options)
     files.add_class()
     try:
-        return _read(files, read_settings(files))
+        return read_tokenizer(files, read_settings(files))
     except (TokenizerError, UnsupportedError) as error:
         if not str(error).startswith("tokenizer_config.json: "):
             raise
         raise type(error)(f"{files.folder}/{error}") from None
 
 
-def _read(files: TokenizerFiles, settings: TokenizerSettings) -> Tokenizer | None:
-    """The tokenizer of the class that the settings name, or that the files say."""
+def read_tokenizer(files: TokenizerFiles, settings: TokenizerSettings) -> Tokenizer | None:
+    """The tokenizer of the class that the settings name, or that the files say; None if there are
+    no tokenizer files."""
     class_name = (settings.tokenizer_class or "").removesuffix("Fast")
     asks_model = not DECIDING_OPTIONS.isdisjoint(files.options)
     if asks_model and class_name in ("LlamaTokenizer", "") and "tokenizer.model" in files:

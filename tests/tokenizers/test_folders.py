@@ -7,38 +7,18 @@ import random
 from pathlib import Path
 
 import httpx
-import paths
 import pytest
 import sentencepiece
 import tiny
+from folder_cases import CASES, DATA, edit, write
 from serving_tools import running_server
 
 import jaxllm
 from jaxllm.tokenizers import AddedToken, FastTokenizer, LlamaTokenizer, Tokenizer, load_tokenizer
 from jaxllm.training.data.formats import ChatFormat
 
-DATA = paths.DATA / "tokenizers"
-CASES = {
-    f"{name}-{version}": case
-    for version in (4, 5)
-    for name, case in json.loads((DATA / f"folder_cases_{version}.json").read_text()).items()
-    if name not in ("transformers", "masks")
-}
 MASKS = json.loads((DATA / "folder_cases_4.json").read_text())["masks"]
 CHATS = [name for name, case in CASES.items() if "chats" in case]
-
-
-def write(folder: Path, name: str) -> Path:
-    folder.mkdir()
-    for file, text in CASES[name]["files"].items():
-        (folder / file).write_text(text, encoding="utf-8")
-    if CASES[name]["has_model"]:
-        (folder / "tokenizer.model").write_bytes((DATA / "llama.model").read_bytes())
-    return folder
-
-
-def edit(file: Path, **fields) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
 def loaded(folder: Path, **options) -> Tokenizer:
