@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar
 
 from jaxllm.common.errors import TokenizerError
@@ -103,6 +103,10 @@ class ByT5Tokenizer(SlowTokenizer):
         """Loads a folder with tokenizer_config.json."""
         files.refuse_options((), "a ByT5Tokenizer")
         return cls(settings, files.contents, source=str(files.folder / "tokenizer_config.json"))
+
+    @classmethod
+    def ids_version(cls, files: Collection[str]) -> int:
+        return 2
 
     def _remade(self, settings: TokenizerSettings, files: Mapping[str, bytes]) -> ByT5Tokenizer:
         return ByT5Tokenizer(settings, files)

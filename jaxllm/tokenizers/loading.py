@@ -87,16 +87,30 @@ def load_tokenizer(folder: str | PathLike[str], **options: Any) -> Tokenizer | N
         raise type(error)(f"{files.folder}/{error}") from None
 
 
+def ids_version(folder: str | PathLike[str]) -> int:
+    """`Tokenizer.ids_version` of a folder's tokenizer, which is not loaded; 1 if it has none."""
+    files = TokenizerFiles(Path(folder))
+    files.add_class()
+    kind = _choose(files, read_settings(files))
+    return 1 if kind is None else kind.ids_version(files.contents)
+
+
 def read_tokenizer(files: TokenizerFiles, settings: TokenizerSettings) -> Tokenizer | None:
     """The tokenizer of the class that the settings name, or that the files say; None if there are
     no tokenizer files."""
+    kind = _choose(files, settings)
+    return None if kind is None else kind.from_files(files, settings)
+
+
+def _choose(files: TokenizerFiles, settings: TokenizerSettings) -> Any:
+    """The class that reads the files; None if there are no tokenizer files."""
     class_name = (settings.tokenizer_class or "").removesuffix("Fast")
     asks_model = not DECIDING_OPTIONS.isdisjoint(files.options)
     if asks_model and class_name in ("LlamaTokenizer", "") and "tokenizer.model" in files:
-        return LlamaTokenizer.from_files(files, settings)
+        return LlamaTokenizer
     for names, needed, kind in _READERS:
         if (names is None or class_name in names) and set(needed) <= files.contents.keys():
-            return kind.from_files(files, settings)
+            return kind
     present = [name for name in _VOCABULARIES if name in files]
     if not present:
         return None

@@ -77,6 +77,12 @@ SENTENCEPIECE_MODELS = {
     *CLASS_OF_MODEL,
 }
 """Model types whose sentencepiece file is Llama's or T5's, or is a choice of the owner's."""
+TOKEN_IDS = "token ids"
+"""The part of a job's or run's settings that has `Tokenizer.ids_version`, if it is not 1."""
+OTHER_IDS = (
+    "an earlier version of jaxllm began it, which gave this tokenizer's texts other ids (see "
+    "CHANGELOG.md); finish it with that version, or begin another one"
+)
 TEMPLATES_FOLDER = "additional_chat_templates"
 """transformers 5's folder of the chat templates beside the default one, NAME.jinja."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -156,6 +156,10 @@ class FastTokenizer(Tokenizer):
         side: PaddingSide = "left" if pads_left else "right"
         settings = replace(settings, options=options)
         return cls(spec, settings, files.contents, source=source, padding_side=side)
+
+    @classmethod
+    def ids_version(cls, files: Collection[str]) -> int:
+        return 2 if "tokenizer.model" in files else 1
 
     def _token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
@@ -437,6 +441,10 @@ class RobertaTokenizer(GPT2Tokenizer):
     """GPT-2's splits, ``<s>`` before and ``</s>`` after a text: CodeT5 and BART."""
 
     default_tokens = ROBERTA_TOKENS
+
+    @classmethod
+    def ids_version(cls, files: Collection[str]) -> int:
+        return 2
 
     @staticmethod
     def _post_processor(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -363,6 +363,10 @@ class FairseqTokenizer(SlowTokenizer):
         settings = with_tokens_of_json(files, settings)
         source = str(files.folder / cls.model_file)
         return cls(files.contents[cls.model_file], settings, files.contents, source)
+
+    @classmethod
+    def ids_version(cls, files: Collection[str]) -> int:
+        return 2
 
     def _remade(self, settings: TokenizerSettings, files: Mapping[str, bytes]) -> Self:
         return type(self)(self._files[self.model_file], settings, files, self._source)

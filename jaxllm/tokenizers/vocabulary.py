@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, overload
@@ -327,6 +327,20 @@ class Vocabulary(ABC):
         folder = checked_path(save_directory, "save_directory")
         self.save(folder)
         return tuple(str(folder / name) for name in self._files)
+
+    @property
+    def file_names(self) -> tuple[str, ...]:
+        """Names of the files that `save` writes."""
+        return tuple(self._files)
+
+    @classmethod
+    def ids_version(cls, files: Collection[str]) -> int:
+        """Number of the rules by which texts become ids, raised when they change.
+
+        It tells that a job or run was begun with other ids. ``files`` are the names of the folder's
+        tokenizer files.
+        """
+        return 1
 
     def digest(self) -> str:
         """Digest of the files that `save` writes, 16 hexadecimal digits."""

@@ -11,7 +11,8 @@ from typing import Any
 from jaxllm.checkpoint.load import gguf_in
 from jaxllm.common.errors import CheckpointError, RunError, naming_file, quoted
 from jaxllm.common.files import is_there
-from jaxllm.tokenizers.settings import FILE_NAMES, TEMPLATES_FOLDER
+from jaxllm.tokenizers.loading import ids_version
+from jaxllm.tokenizers.settings import FILE_NAMES, OTHER_IDS, TEMPLATES_FOLDER, TOKEN_IDS
 
 ENVIRONMENT = "environment"
 """The part of an identity that has versions and devices, where the caller gives them."""
@@ -51,8 +52,10 @@ def check_identity(
             "an earlier version of jaxllm began this job, and its dtype and settings of JAX are "
             "unknown; finish it with that version, or begin another output"
         )
-    for name in dict.fromkeys((*before, *now)):
+    for name in dict.fromkeys((TOKEN_IDS, *before, *now)):
         old, new = before.get(name), now.get(name)
+        if name == TOKEN_IDS and old != new:
+            raise RunError(f"{name}: {OTHER_IDS}")
         if old != new and name not in NOT_COMPARED and not (retry and name in LIMITS):
             change = f"was {quoted(old)} when this job began, and is {quoted(new)} now"
             if name == "input":  # a digest
@@ -78,7 +81,8 @@ def checkpoint_digests(path: Path, *, whole: bool = False) -> dict[str, str | No
         whole: hash all bytes of the weights.
 
     Returns:
-        A digest of 16 hexadecimal digits by part; None for a part without files.
+        A digest of 16 hexadecimal digits by part; None for a part without files. `TOKEN_IDS` has
+        the tokenizer's `ids_version`.
 
     Raises:
         CheckpointError: a file cannot be read, or is a device or a pipe.
@@ -86,13 +90,15 @@ def checkpoint_digests(path: Path, *, whole: bool = False) -> dict[str, str | No
     """
     path = gguf_in(path) or path
     if path.suffix.lower() == ".gguf" and path.is_file():
-        return {"model weights": _digest([path], whole=whole)}
+        return {"model weights": _digest([path], whole=whole), TOKEN_IDS: "2"}
     folder = path.parent if path.is_file() else path
     weights = [path] if path.is_file() else sorted(folder.glob("*.safetensors"))
     digests = {"model weights": _digest(weights, whole=whole)}
     for part, patterns in FILES.items():
         files = {file for pattern in patterns for file in folder.glob(pattern)}
         digests[part] = _digest(sorted(files), whole=True)
+    if (version := ids_version(folder)) > 1:
+        digests[TOKEN_IDS] = str(version)
     return digests
 
 

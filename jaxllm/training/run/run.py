@@ -29,6 +29,7 @@ from jaxllm.models.registry import architecture_of
 from jaxllm.parallel.environment import changed_environment, changes, jax_settings
 from jaxllm.parallel.processes import in_all_processes
 from jaxllm.tokenizers import Tokenizer
+from jaxllm.tokenizers.settings import OTHER_IDS, TOKEN_IDS
 from jaxllm.training.data import Source
 from jaxllm.training.data.rows import find_files
 from jaxllm.training.monitor.flops import peak_flops
@@ -324,11 +325,15 @@ def check_new(folder: Path) -> None:
 
 def settings_of(model: Model[Any], tokenizer: Tokenizer) -> dict[str, Any]:
     """What a run computes with besides its recipe and data."""
-    return {DTYPE: model.dtype.name, "tokenizer": tokenizer.digest(), **jax_settings()}
+    version = tokenizer.ids_version(tokenizer.file_names)
+    ids = {TOKEN_IDS: version} if version > 1 else {}
+    return {DTYPE: model.dtype.name, "tokenizer": tokenizer.digest(), **ids, **jax_settings()}
 
 
 def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
     """Raises RunError, which names them, if settings are not those that a run was started with."""
+    if before.get(TOKEN_IDS) != now.get(TOKEN_IDS):
+        raise RunError(f"{folder}: {TOKEN_IDS}: {OTHER_IDS}")
     if changed := changes(before, now):
         raise RunError(
             f"{folder}: the run was started with other settings ({changed}); resume with those, or "

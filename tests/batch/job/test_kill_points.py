@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import folder_cases
 import pytest
 import recorded_job
 from file_faults import disk_full_at
@@ -22,6 +23,7 @@ from jaxllm.batch.job.identity import checkpoint_digests
 from jaxllm.batch.job.journal import Journal, check_output, journal_folder, report_file
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import CheckpointError, DataError, MissingFileError, RunError
+from jaxllm.tokenizers.settings import TOKEN_IDS
 
 
 def kill_points(folder: Path, step: int) -> int:
@@ -84,6 +86,19 @@ def test_another_model_is_refused_by_name(tmp_path):
     with pytest.raises(RunError, match="model weights: was '0123'"):
         Journal(tmp_path / "out", other, resume=True)
     Journal(tmp_path / "out", {**other, "model weights": "0123"}, resume=True).__exit__()
+
+
+def test_other_ids_of_texts_are_the_reason(tmp_path):
+    """A job of an earlier version on a folder whose tokenizer makes other ids now."""
+    folder = folder_cases.write(tmp_path / "folder", "phi3-4")
+    now = {**IDENTITY, **checkpoint_digests(folder)}
+    before = {name: value for name, value in now.items() if name != TOKEN_IDS}
+    with Journal(tmp_path / "out", before, resume=False):
+        pass
+    with pytest.raises(RunError, match=r"token ids: an earlier version of jaxllm began it, which"):
+        Journal(tmp_path / "out", now, resume=True)
+    (folder / "tokenizer.model").unlink()  # as today, tokenizer.json decides
+    assert TOKEN_IDS not in checkpoint_digests(folder)
 
 
 def test_a_pipe_in_a_model_folder_has_no_digest(tmp_path):

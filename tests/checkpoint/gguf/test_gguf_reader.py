@@ -306,6 +306,6 @@ def test_digests_of_a_folder_are_those_of_its_file(tmp_path):
         written(tmp_path / "a.gguf", gguf_bytes([gguf_field("k", value)], []))
         digests = checkpoint_digests(tmp_path)
         assert digests == checkpoint_digests(tmp_path / "a.gguf")
-        assert digests.keys() == {"model weights"}
+        assert digests.keys() == {"model weights", "token ids"}
         digests_of[value] = digests
     assert digests_of[5] != digests_of[6]

@@ -13,8 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tiny_runs import measured, recipe, saved
+from folder_cases import write
+from tiny_runs import MODELS, measured, recipe, saved
 
+from jaxllm.common.errors import RunError
+from jaxllm.tokenizers import FastTokenizer
 from jaxllm.training.run import run
 from jaxllm.training.run.recipe import Recipe
 from jaxllm.training.run.run import train
@@ -110,6 +113,19 @@ def halfway(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train(stopped_at(spec, folder / "straight", 12), quiet=True)
     train(stopped_at(spec, folder / "six", 6), quiet=True)
     return folder
+
+
+@pytest.mark.ci
+def test_other_ids_of_texts_are_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A run that an earlier version began, which gave the tokenizer's texts other ids."""
+    folder = write(tmp_path / "tokenizer", "phi3-4")
+    model = {"config": MODELS["llama"] | {"vocab_size": 424}, "tokenizer": str(folder)}
+    spec = stopped_at(recipe(tmp_path, model=model), tmp_path / "run", 1)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(FastTokenizer, "ids_version", lambda self, files: 1)
+        train(spec, quiet=True)
+    with pytest.raises(RunError, match="run: token ids: an earlier version of jaxllm began it"):
+        train(stopped_at(spec, tmp_path / "run", 2), quiet=True, resume=True)
 
 
 LEFT_OUT = ("step", "params", "opt_state", "key", "ema", "data")
