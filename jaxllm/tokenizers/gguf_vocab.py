@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from jaxllm.common.errors import TokenizerError, UnsupportedError
+from jaxllm.common.errors import TokenizerError, UnsupportedError, warn
 from jaxllm.tokenizers.added_tokens import AddedToken
 from jaxllm.tokenizers.sentencepiece_model import BPE, UNIGRAM, PieceType, write_model
 from jaxllm.tokenizers.sentencepiece_tokenizers import (
@@ -33,28 +33,82 @@ from jaxllm.tokenizers.tokenizer_json import (
 
 MAX_TOKENS = 2**20
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_NO_TOKEN = 2**32 - 1  # -1, written without a sign
+_DEFAULT_IDS: Mapping[str, Mapping[str, int]] = {
+    "llama": {"bos": 1, "eos": 2, "unk": 0},
+    "t5": {"eos": 1, "unk": 2, "pad": 0},
+}
+"""llama.cpp's ids of named tokens, by `tokenizer.ggml.model`, for files without the keys."""
+_WITHOUT_RSTRIP = ("<unk>", "<s>", "<|endoftext|>")
 _PLACEHOLDER = re.compile(r"\[PAD\d+\]")
+_LOST_SCORE = -1000.0
+"""The score that the gguf package gives each token of a folder without a sentencepiece model."""
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_CASED = f"{_BEFORE}[{_UPPER}]*[{_LOWER}]+%s|{_BEFORE}[{_UPPER}]+[{_LOWER}]*%s"
+"""Words that begin with capital letters, each with what may follow."""
+TEKKEN_PATTERN = _CASED % ("", "") + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES
+_GPT4O_PATTERN = (
+    _CASED % (_CONTRACTIONS + "?", _CONTRACTIONS + "?")
+    + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*"
+    + _SPACES
+)
+_SEED_CODER_PATTERN = (
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+" + _SPACES
+)
+_QWEN35_PATTERN = (
+    _CONTRACTIONS
+    + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    + _SPACES
+)
+_DEEPSEEK3_PATTERN = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*" + _SPACES
+)
+_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_WIDE_PUNCTUATION = "[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
+_BLOOM_PATTERN = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
 _GPT2 = [{**BYTE_LEVEL, "use_regex": True}]
 # Split digits one by one before splitting words.
 _DIGITS = [{"type": "Digits", "individual_digits": True}, *_GPT2]
 _LLAMA3 = split_before_bytes(LLAMA3_PATTERN)
 _QWEN2 = split_before_bytes(QWEN2_PATTERN)
-# tokenizer.ggml.pre -> pre-tokenizers of a byte-level vocabulary, as in llama.cpp's
-# llama-vocab.cpp. "default", which llama.cpp warns about, is GPT-2's in transformers.
+_DEEPSEEK_LLM = ("[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", rf"\s?{_WIDE_PUNCTUATION}", r"\s+$", _CJK)
+_DEEPSEEK_CODER = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
+_DEEPSEEK3 = (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3_PATTERN)
 _PRE_TOKENIZERS = {
-    "default": _GPT2,
-    "gpt-2": _GPT2,
-    "gpt2": _GPT2,
-    "command-r": _DIGITS,
-    "smollm": _DIGITS,
-    "starcoder": _DIGITS,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2,
+    # "default", which llama.cpp warns about, is GPT-2's in transformers.
+    **dict.fromkeys(
+        ("default", "gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais", "trillion"), _GPT2
+    ),
+    **dict.fromkeys(("gigachat", "a.x-4.0", "mellum", "exaone4", "granite-docling"), _GPT2),
+    **dict.fromkeys(("command-r", "smollm", "starcoder", "refact", "codeshell"), _DIGITS),
+    **dict.fromkeys(("exaone", "minerva-7b", "mellum2"), _DIGITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1"), _LLAMA3),
+    **dict.fromkeys(("pixtral", "midm-2.0", "lfm2", "smaug-bpe", "dbrx"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "f2llmv2"), _QWEN2),
+    **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2"), _QWEN2),
+    "tekken": split_before_bytes(TEKKEN_PATTERN),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), split_before_bytes(_GPT4O_PATTERN)),
+    "seed-coder": split_before_bytes(_SEED_CODER_PATTERN),
+    "qwen35": split_before_bytes(_QWEN35_PATTERN),
+    "deepseek-llm": split_before_bytes(*_DEEPSEEK_LLM, r"\p{N}+"),
+    "deepseek-coder": split_before_bytes(*_DEEPSEEK_CODER),
+    "deepseek-v3": split_before_bytes(*_DEEPSEEK3),
+    **dict.fromkeys(("poro-chat", "bloom"), split_before_bytes(_BLOOM_PATTERN)),
+    "viking": split_before_bytes(_BLOOM_PATTERN, r"\p{N}"),
 }
-_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
+"""Pre-tokenizers of a byte-level vocabulary by `tokenizer.ggml.pre`, as in llama.cpp's
+llama-vocab.cpp. Where it approximates a published tokenizer.json, they are the published ones."""
+_LLAMA3_NAMES = {
+    *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+    "tekken",
+}
+"""Those that put BOS before a text by default, and take a whole word that is a token."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +116,14 @@ class _Vocabulary:
     tokens: list[str]
     types: Sequence[int]  # PieceType of each token
 
-    def ids_of(self, piece_type: PieceType) -> list[int]:
-        return [i for i, each in enumerate(self.types) if each == piece_type]
+    def added_tokens(self) -> dict[int, AddedToken]:
+        """Tokens at which texts are split, by id; control tokens are special."""
+        kinds = (PieceType.CONTROL, PieceType.USER_DEFINED)
+        return {
+            index: AddedToken(token, special=kind == PieceType.CONTROL)
+            for index, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
+            if kind in kinds and token
+        }
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -100,15 +160,9 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Tokeniz
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
     if len(ids) != len(vocabulary.tokens):
         raise TokenizerError("GGUF: tokenizer.ggml.tokens holds a token twice")
-    added = [
-        {"id": index, **asdict(AddedToken(token, special=piece_type == PieceType.CONTROL))}
-        for index, (token, piece_type) in enumerate(
-            zip(vocabulary.tokens, vocabulary.types, strict=True)
-        )
-        if piece_type in (PieceType.CONTROL, PieceType.USER_DEFINED) and token
-    ]
+    added = vocabulary.added_tokens()
     spec = {
-        "added_tokens": added,
+        "added_tokens": [{"id": index, **asdict(token)} for index, token in added.items()],
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": _PRE_TOKENIZERS[pre]},
         "decoder": {**BYTE_LEVEL, "use_regex": True},
         "model": {
@@ -124,9 +178,18 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Tokeniz
 
 def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Tokenizer:
     add_space = _value(metadata, "tokenizer.ggml.add_space_prefix", bool, True)
-    # Legacy: as in llama.cpp, text after a special token gets a prefix space.
-    options = {"legacy": True, "add_prefix_space": add_space}
+    # As in llama.cpp, text after an added token gets a prefix space, which decoding keeps.
+    options = {"legacy": True, "add_prefix_space": add_space, "keep_inner_spaces": True}
     settings = _settings(metadata, vocabulary, add_bos=True, add_eos=False, **options)
+    scores = _array(metadata, "tokenizer.ggml.scores", float)
+    normal = {s for s, kind in zip(scores, vocabulary.types, strict=False) if kind == 1}
+    if normal == {_LOST_SCORE} and len(vocabulary.tokens) > 1:
+        warn(
+            "GGUF: tokenizer.ggml.scores: all tokens have the score -1000, since the file was made "
+            "from a folder without tokenizer.model; the order of merges is lost, and texts get "
+            "other ids than in training: load the Hugging Face folder, or convert it again with "
+            "its tokenizer.model"
+        )
     spaces = {"add_dummy_prefix": add_space, "remove_extra_whitespaces": False}
     return _with_model(LlamaTokenizer, metadata, vocabulary, settings, model_type=BPE, **spaces)
 
@@ -134,11 +197,12 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Toke
 def _unigram(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Tokenizer:
     tokens, types = vocabulary.tokens, vocabulary.types
     # The converter pads the vocabulary to the size of the embedding. T5's first hundred padding
-    # tokens are its sentinels, which the sentencepiece model does not have.
+    # tokens are its sentinels, which the sentencepiece model does not have; mT5's has them.
     size = len(tokens)
     while size and _PLACEHOLDER.fullmatch(tokens[size - 1]):
         size -= 1
-    sentinels = min(100, len(tokens) - size)
+    has_sentinels = not {"<extra_id_0>", "▁<extra_id_0>"}.isdisjoint(tokens)
+    sentinels = 0 if has_sentinels else min(100, len(tokens) - size)
     vocabulary = _Vocabulary(tokens[:size], types[:size])
     charsmap = bytes(_array(metadata, "tokenizer.ggml.precompiled_charsmap", int, default=[]))
     options = {"legacy": True, "extra_ids": sentinels}
@@ -168,20 +232,21 @@ def _with_model(
     Args:
         fields: arguments of `write_model`.
     """
-    unknown = vocabulary.ids_of(PieceType.UNKNOWN)
-    if len(unknown) != 1:
-        raise TokenizerError(
-            f"GGUF: tokenizer.ggml.token_type marks {len(unknown)} tokens as unknown, not one"
-        )
+    # The converter calls a special unknown token "control".
+    unknown = _named_ids(metadata, vocabulary.tokens).get("unk")
+    if unknown is None:
+        raise TokenizerError("GGUF: no tokenizer.ggml.unknown_token_id, and no token has its place")
     byte_fallback = PieceType.BYTE in vocabulary.types
-    pieces = _pieces(metadata, vocabulary)
-    model = write_model(pieces, unk_id=unknown[0], byte_fallback=byte_fallback, **fields)
+    pieces = _pieces(metadata, vocabulary, unknown)
+    model = write_model(pieces, unk_id=unknown, byte_fallback=byte_fallback, **fields)
     files = {kind.model_file: model, **new_config(kind.__name__, settings)}
     files = with_added_tokens(files, settings)
     return kind(model, settings, files, source="GGUF: tokenizer.ggml")
 
 
-def _pieces(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> list[tuple[str, float, int]]:
+def _pieces(
+    metadata: Mapping[str, Any], vocabulary: _Vocabulary, unknown: int
+) -> list[tuple[str, float, int]]:
     scores = _array(metadata, "tokenizer.ggml.scores", float)
     if len(scores) < len(vocabulary.tokens):
         raise TokenizerError(
@@ -190,7 +255,28 @@ def _pieces(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> list[tuple[
         )
     if not all(math.isfinite(score) and abs(score) < 1e30 for score in scores):
         raise TokenizerError("GGUF: tokenizer.ggml.scores holds numbers that are not finite")
-    return list(zip(vocabulary.tokens, scores, vocabulary.types, strict=False))
+    # Texts are split at added tokens first, and old files call padding "unknown".
+    unused = (PieceType.USER_DEFINED, PieceType.UNKNOWN)
+    types = [PieceType.UNUSED if kind in unused else kind for kind in vocabulary.types]
+    types[unknown] = PieceType.UNKNOWN
+    # llama.cpp's name of an empty token, which sentencepiece refuses.
+    tokens = (token or f"[EMPTY_{index}]" for index, token in enumerate(vocabulary.tokens))
+    return list(zip(tokens, scores, types, strict=False))
+
+
+def _named_ids(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, int]:
+    """Ids of the named tokens that a file has, by their short names."""
+    ids: dict[str, int] = {}
+    defaults = _DEFAULT_IDS.get(metadata.get("tokenizer.ggml.model", ""), {})
+    for name, key in _NAMED.items():
+        key = f"tokenizer.ggml.{key}_token_id"
+        index = _value(metadata, key, int, defaults.get(name, _NO_TOKEN))
+        if index == _NO_TOKEN or (key not in metadata and index >= len(tokens)):
+            continue
+        if not 0 <= index < len(tokens):
+            raise TokenizerError(f"GGUF: {key} is {index}, but there are {len(tokens)} tokens")
+        ids[name] = index
+    return ids
 
 
 def _settings(
@@ -202,15 +288,19 @@ def _settings(
     **options: Any,
 ) -> TokenizerSettings:
     tokens = vocabulary.tokens
-    named = {}
-    for name, key in _NAMED.items():
-        key = f"tokenizer.ggml.{key}_token_id"
-        if key in metadata:
-            index = _value(metadata, key, int)
-            if not 0 <= index < len(tokens):
-                raise TokenizerError(f"GGUF: {key} is {index}, but there are {len(tokens)} tokens")
-            if tokens[index]:
-                named[f"{name}_token"] = AddedToken(tokens[index])
+    added = vocabulary.added_tokens()
+    model_name = str(metadata.get("general.name", "")).lower()
+    if "phi-3" in model_name or "phi3" in model_name:
+        # llama.cpp knows by this name alone that tokens take the white space after them.
+        added = {
+            index: replace(token, rstrip=token.content not in _WITHOUT_RSTRIP)
+            for index, token in added.items()
+        }
+    named = {
+        f"{name}_token": added.get(index, AddedToken(tokens[index]))
+        for name, index in _named_ids(metadata, tokens).items()
+        if tokens[index]
+    }
     add_bos = _value(metadata, "tokenizer.ggml.add_bos_token", bool, add_bos)
     add_eos = _value(metadata, "tokenizer.ggml.add_eos_token", bool, add_eos)
     options |= {
@@ -227,7 +317,7 @@ def _settings(
             templates[key.removeprefix("tokenizer.chat_template.")] = _value(metadata, key, str)
     return TokenizerSettings(
         named=named,
-        added={i: AddedToken(tokens[i]) for i in vocabulary.ids_of(PieceType.CONTROL) if tokens[i]},
+        added=added,
         chat_templates=templates,
         options=options,
     )

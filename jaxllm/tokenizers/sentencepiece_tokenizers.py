@@ -299,6 +299,9 @@ class SentencePieceTokenizer(SlowTokenizer):
 
     @cached_property
     def _rules(self) -> DecodeRules:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self.settings.flag("keep_inner_spaces", False):
+            added = frozenset(self._added_ids)
+            return DecodeRules(model=self._model, special=added, keeps_inner_spaces=True)
         extra = set(self.additional_special_tokens)
         beyond = {token for token in extra if self._added_ids[token] >= self.vocab_size}
         plain = self._added_ids.keys() - extra - set(self.special_tokens_map.values())
@@ -318,7 +321,8 @@ class LlamaTokenizer(SentencePieceTokenizer):
     """LLaMA's tokenizer: BOS before a text, ``BOS a BOS b`` for a pair, byte fallback.
 
     Options (tokenizer_config.json): ``add_bos_token`` (true), ``add_eos_token`` (false), ``legacy``
-    (true), ``add_prefix_space`` (true).
+    (true), ``add_prefix_space`` (true), ``keep_inner_spaces`` (false): as in llama.cpp, decoding
+    removes the prefix space of the whole text alone, not of each text after an added token.
     """
 
     model_file = "tokenizer.model"

@@ -420,7 +420,7 @@ class GPT2Tokenizer(FastTokenizer):
             "pre_tokenizer": {**byte_level, "use_regex": True},
         }
         if cls.pattern is not None:
-            steps = split_before_bytes(cls.pattern, byte_level)
+            steps = split_before_bytes(cls.pattern, byte_level=byte_level)
             spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
         settings = settings.with_defaults(**cls.default_tokens)
         added = all_added_tokens(check_tokenizer_json(spec, source), settings, source)
@@ -478,11 +478,13 @@ CLASSES = {
 
 
 def split_before_bytes(
-    pattern: str, byte_level: Mapping[str, Any] = BYTE_LEVEL
+    *patterns: str, byte_level: Mapping[str, Any] = BYTE_LEVEL
 ) -> list[dict[str, Any]]:
-    """Steps of a pre-tokenizer that splits by a regular expression, then makes bytes."""
-    split = {"pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return [{"type": "Split", **split}, {**byte_level, "use_regex": False}]
+    """Steps of a pre-tokenizer that splits by one regular expression after another, then makes
+    bytes."""
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    splits = [{**split, "pattern": {"Regex": pattern}} for pattern in patterns]
+    return [*splits, {**byte_level, "use_regex": False}]
 
 
 def read_merges(text: str) -> list[str]:
