@@ -232,8 +232,7 @@ def _with_model(
     Args:
         fields: arguments of `write_model`.
     """
-    # The converter calls a special unknown token "control".
-    unknown = _named_ids(metadata, vocabulary.tokens).get("unk")
+    unknown = _named_ids(metadata, vocabulary).get("unk")
     if unknown is None:
         raise TokenizerError("GGUF: no tokenizer.ggml.unknown_token_id, and no token has its place")
     byte_fallback = PieceType.BYTE in vocabulary.types
@@ -264,10 +263,15 @@ def _pieces(
     return list(zip(tokens, scores, types, strict=False))
 
 
-def _named_ids(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, int]:
+def _named_ids(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> dict[str, int]:
     """Ids of the named tokens that a file has, by their short names."""
     ids: dict[str, int] = {}
-    defaults = _DEFAULT_IDS.get(metadata.get("tokenizer.ggml.model", ""), {})
+    tokens = vocabulary.tokens
+    defaults = dict(_DEFAULT_IDS.get(metadata.get("tokenizer.ggml.model", ""), {}))
+    # The converter calls an unknown token that is special "control".
+    unknown = [i for i, kind in enumerate(vocabulary.types) if kind == PieceType.UNKNOWN]
+    if "unk" in defaults and (len(unknown) == 1 or "<unk>" in tokens):
+        defaults["unk"] = unknown[0] if len(unknown) == 1 else tokens.index("<unk>")
     for name, key in _NAMED.items():
         key = f"tokenizer.ggml.{key}_token_id"
         index = _value(metadata, key, int, defaults.get(name, _NO_TOKEN))
@@ -298,7 +302,7 @@ def _settings(
         }
     named = {
         f"{name}_token": added.get(index, AddedToken(tokens[index]))
-        for name, index in _named_ids(metadata, tokens).items()
+        for name, index in _named_ids(metadata, vocabulary).items()
         if tokens[index]
     }
     add_bos = _value(metadata, "tokenizer.ggml.add_bos_token", bool, add_bos)

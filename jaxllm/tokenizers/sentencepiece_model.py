@@ -191,6 +191,7 @@ def write_model(
         + _number(4, len(pieces))
         + _number(35, byte_fallback)
         + _number(40, unk_id)
+        + _bytes(45, pieces[unk_id][0].encode())  # the library finds the unknown piece by its text
     )
     normalizer = (
         _bytes(2, charsmap)
