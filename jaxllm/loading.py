@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.checkpoint.load import Checkpoint, load_model, open_checkpoint
 from jaxllm.checkpoint.load_parameters import LoadProgress
@@ -257,12 +258,15 @@ def without_unknown_tokens(config: GenerationConfig, vocab_size: int) -> Generat
 
 
 def read_generation_config(checkpoint: Checkpoint) -> GenerationConfig:
-    """Reads generation_config.json, or the generation fields of an old config.json."""
+    """Reads generation_config.json, or the generation fields of an old config.json or of a GGUF
+    file."""
     path = checkpoint.path / "generation_config.json"
     if checkpoint.gguf is None and is_there(path, ConfigError):
         return GenerationConfig.from_file(path)
     names = GENERATION_KEYS.union(SPECIAL_TOKENS)
-    old: Mapping[str, Any] = {k: v for k, v in checkpoint.config.items() if k in names}
+    old: dict[str, Any] = {k: v for k, v in checkpoint.config.items() if k in names}
+    if isinstance(checkpoint.weights, HFView):
+        old |= checkpoint.weights.sampling
     return GenerationConfig.from_dict(old, where=str(checkpoint.config_file))
 
 

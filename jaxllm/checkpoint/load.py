@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
+from jaxllm.checkpoint.gguf.split import open_gguf, part_paths
 from jaxllm.checkpoint.load_parameters import (
     LoadProgress,
     StackedTensors,
@@ -76,18 +77,20 @@ class Checkpoint:
 
 
 def gguf_in(folder: Path) -> Path | None:
-    """The .gguf file of a folder that is a GGUF checkpoint: one without config.json."""
+    """The .gguf file, or its first part, of a folder that is a GGUF checkpoint: one without
+    config.json."""
     if not folder.is_dir() or os.path.lexists(folder / "config.json"):
         return None
     files = sorted(folder.glob("*.gguf"))
-    if len(files) > 1:
+    if len(files) > 1 and not set(files) <= set(part_paths(files[0])):
         names = ", ".join(path.name for path in files[:5])
         raise MissingFileError(f"{folder}: several .gguf files ({names}); name one of them")
     return files[0] if files else None
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Opens a folder (config.json and safetensors, or one .gguf) or a .gguf file."""
+    """Opens a folder (config.json and safetensors, or one .gguf), or a .gguf file in one or several
+    parts."""
     path = gguf_in(path) or path
     if path.is_file() and path.suffix.lower() == ".safetensors":
         raise UnsupportedError(
@@ -95,7 +98,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             "config.json"
         )
     if path.is_file():
-        view = HFView(GGUFFile(path))
+        view = HFView(open_gguf(path))
         return Checkpoint(path, view.config, view)
     check_is_model(path)
     return Checkpoint(path, read_config_file(path / "config.json"), open_safetensors(path))
@@ -222,7 +225,8 @@ def load_model(
         file=str(checkpoint.path),
         quantized=checkpoint.gguf is not None,
     )
-    return model.with_card(Card(spec.config, origin=origin))
+    pooling = checkpoint.weights.pooling if isinstance(checkpoint.weights, HFView) else None
+    return model.with_card(Card(spec.config, pooling=pooling, origin=origin))
 
 
 def matrix_formats(

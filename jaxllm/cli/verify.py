@@ -18,6 +18,7 @@ from jaxtyping import Float
 
 from jaxllm import load
 from jaxllm.checkpoint.hub import resolve
+from jaxllm.checkpoint.load import gguf_in
 from jaxllm.cli.options import add_adapter_flag, add_model
 from jaxllm.cli.process import Parser, command
 from jaxllm.common.errors import InputError
@@ -200,7 +201,7 @@ def _load_reference(path: Path, class_name: str, transformers: Any) -> Any:
     auto = next(classes, "AutoModelForCausalLM")
     source = {"pretrained_model_name_or_path": str(path)}
     if path.is_dir() and not (path / "config.json").exists():
-        path = next(path.glob("*.gguf"))  # the only one, or jaxllm.load would have raised
+        path = gguf_in(path) or path
     if path.suffix == ".gguf":
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     return getattr(transformers, auto).from_pretrained(**source, attn_implementation="eager")

@@ -65,6 +65,8 @@ class Card:
     """End token of the tokenizer, which config.json may lack; it also ends a sequence."""
     unknown_eos: tuple[int, ...] = ()
     """End tokens that the files name and that the vocabulary does not have."""
+    pooling: str | None = None
+    """How the checkpoint makes the embedding of a text, such as "last"; None: it does not say."""
     origin: Origin | None = None
     """Files of the checkpoint that the model was loaded from, if any."""
     modules_to_save: tuple[str, ...] | None = None

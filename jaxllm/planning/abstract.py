@@ -21,7 +21,7 @@ from jax.extend import core
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxllm.checkpoint.gguf.names import HFView
-from jaxllm.checkpoint.gguf.reader import GGUFFile
+from jaxllm.checkpoint.gguf.split import open_gguf
 from jaxllm.checkpoint.hub import BUNDLED, smollm2
 from jaxllm.checkpoint.load import float_dtype, named_spec, read_config_file
 from jaxllm.common.arguments import checked, checked_path, checks_flags
@@ -142,7 +142,7 @@ def read_source(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[Mappin
         return source, "config"
     path = smollm2() if source == BUNDLED else checked_path(source, "source")
     if path.suffix.lower() == ".gguf":
-        with GGUFFile(path) as file:
+        with open_gguf(path) as file:
             return HFView(file).config, str(path)
     path = path / "config.json" if os.path.isdir(path) else path
     if not os.path.lexists(path):  # False for a name that is too long

@@ -236,8 +236,6 @@ REFUSED = {
         UnsupportedError,
         "general.architecture is 'phi3'",
     ),
-    "an adapter": ({"general.type": "adapter"}, {}, UnsupportedError, "general.type is 'adapter'"),
-    "a part": ({"split.count": 3}, {}, UnsupportedError, "llama-gguf-split --merge"),
     "experts": ({"llama.expert_count": 8}, {}, UnsupportedError, "llama.expert_count is 8"),
     "an unknown field": (
         {"llama.attention.sliding_window": 32},

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxllm.checkpoint.gguf.split import part_paths
 from jaxllm.checkpoint.load import gguf_in
 from jaxllm.common.errors import CheckpointError, RunError, naming_file, quoted
 from jaxllm.common.files import is_there
@@ -90,7 +91,8 @@ def checkpoint_digests(path: Path, *, whole: bool = False) -> dict[str, str | No
     """
     path = gguf_in(path) or path
     if path.suffix.lower() == ".gguf" and path.is_file():
-        return {"model weights": _digest([path], whole=whole), TOKEN_IDS: "2"}
+        parts = [part for part in part_paths(path) if part.exists()]
+        return {"model weights": _digest(parts, whole=whole), TOKEN_IDS: "2"}
     folder = path.parent if path.is_file() else path
     weights = [path] if path.is_file() else sorted(folder.glob("*.safetensors"))
     digests = {"model weights": _digest(weights, whole=whole)}

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.checkpoint.source import TensorInfo
-from jaxllm.common.errors import CheckpointError, UnsupportedError, listed, quoted
+from jaxllm.common.errors import CheckpointError, UnsupportedError, listed, quoted, warn
 
 ARCHITECTURES = (
     *("llama", "qwen2", "qwen3", "qwen3moe", "gemma", "gemma2", "gemma3", "command-r"),
@@ -48,20 +48,15 @@ def hf_config_from_gguf(
         The content of a config.json, with ``model_type`` and ``architectures``.
     """
     if not tensors:
-        raise CheckpointError("the GGUF file holds no tensors")
+        raise CheckpointError(
+            "the GGUF file holds no tensors, perhaps a vocabulary alone; give the file of a model"
+        )
     source = str(next(iter(tensors.values())).file)
     architecture = str(metadata.get("general.architecture"))
     if architecture not in ARCHITECTURES:
         raise UnsupportedError(
             f"{source}: general.architecture is {quoted(architecture)}; jaxllm reads "
             + ", ".join(ARCHITECTURES)
-        )
-    file_type = str(metadata.get("general.type", "model"))
-    if file_type != "model":
-        raise UnsupportedError(f"{source}: general.type is {quoted(file_type)}, not 'model'")
-    if str(metadata.get("split.count", 1)) not in ("0", "1"):
-        raise UnsupportedError(
-            f"{source}: one part of a split GGUF; join the parts with llama-gguf-split --merge"
         )
     fields = Fields(metadata, architecture, source)
     if architecture in _ROTARY:
@@ -90,6 +85,23 @@ def hf_config_from_gguf(
     return config | _token_ids(metadata, config["vocab_size"], source)
 
 
+_POOLING = ("none", "mean", "cls", "last", "rank")
+"""llama.cpp's kinds of pooling, by their numbers."""
+
+
+def pooling_of(metadata: Mapping[str, Any], source: str) -> str | None:
+    """How embeddings are pooled, one of `_POOLING`; None: the file does not say."""
+    key = f"{metadata.get('general.architecture')}.pooling_type"
+    value = metadata.get(key)
+    if value is None:
+        return None
+    if type(value) is not int or not 0 <= value < len(_POOLING):
+        raise CheckpointError(
+            f"{source}: {key} is {quoted(value)}, not a number from 0 to {len(_POOLING) - 1}"
+        )
+    return _POOLING[value]
+
+
 def _rows(tensors: Mapping[str, TensorInfo], name: str, source: str) -> int:
     if name not in tensors:
         raise CheckpointError(f"{source}: the tensor {name} is missing")
@@ -116,7 +128,9 @@ def _class(architecture: str, tensors: Mapping[str, TensorInfo]) -> dict[str, An
     model_type, name = _ROTARY[architecture]
     config: dict[str, Any] = {"model_type": model_type, "architectures": [name]}
     if architecture in ("llama", "qwen3", "qwen3moe", "command-r"):
-        attention = ("attn_q", "attn_k", "attn_v", "attn_output")
+        separate = ("attn_q", "attn_k", "attn_v")
+        is_fused = "blk.0.attn_qkv.weight" in tensors
+        attention = (*(("attn_qkv",) if is_fused else separate), "attn_output")
         config["attention_bias"] = _has_biases(tensors, *attention)
     if architecture == "llama":
         config["mlp_bias"] = _has_biases(tensors, "ffn_gate", "ffn_up", "ffn_down")
@@ -340,8 +354,47 @@ def _t5(fields: Fields, tensors: Mapping[str, TensorInfo], *, encoder_only: bool
     return config
 
 
+_ENDS = {
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"),
+    *("<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
+    *("<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~["),
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>"),  # where a piece of code has no end
+    *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"),
+}
+"""Texts at which llama.cpp ends a text, since its converter drops the list of a model's own."""
+_SAMPLING = {"top_k": int, "top_p": float, "min_p": float, "temp": float, "penalty_repeat": float}
+"""Keys of `general.sampling` that have a generation field, and their types."""
+_FIELDS = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+"""Their generation fields, where the names differ."""
+
+
+def sampling_of(metadata: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Generation fields of a file's `general.sampling`, the defaults of calls that sample."""
+    prefix = "general.sampling."
+    given = {key.removeprefix(prefix): x for key, x in metadata.items() if key.startswith(prefix)}
+    others = sorted(prefix + name for name in given.keys() - _SAMPLING)
+    if others:
+        warn(f"{source}: {listed(others)}: jaxllm has no such settings, and samples without them")
+    fields: dict[str, Any] = {}
+    for name, kind in _SAMPLING.items():
+        value = given.get(name)
+        if value is None:
+            continue
+        if type(value) not in (int, kind) or not 0 <= value < math.inf:
+            raise CheckpointError(
+                f"{source}: {prefix}{name} is {quoted(value)}, not a number from 0 on"
+            )
+        if name != "temp" or value > 0:  # 0: greedy, which is the default here
+            # The shortest number with the same 32 bits, as in the model's own file.
+            fields[_FIELDS.get(name, name)] = (
+                kind(str(np.float32(value))) if kind is float else value
+            )
+    return fields
+
+
 def _token_ids(metadata: Mapping[str, Any], vocab_size: int, source: str) -> dict[str, Any]:
-    """BOS, EOS and pad ids; EOS is a list if llama.cpp also stops at end-of-turn or -message."""
+    """BOS, EOS and pad ids; EOS is a list if llama.cpp also stops at other tokens."""
 
     def token(name: str) -> int | None:
         key = f"tokenizer.ggml.{name}_token_id"
@@ -354,7 +407,19 @@ def _token_ids(metadata: Mapping[str, Any], vocab_size: int, source: str) -> dic
             )
         return value
 
-    ends = list(dict.fromkeys(i for i in map(token, ("eos", "eot", "eom")) if i is not None))
+    more = np.asarray(metadata.get("tokenizer.ggml.eos_token_ids", np.zeros(0, int)))  # ollama's
+    if more.dtype.kind not in "iu" or not ((more >= 0) & (more < vocab_size)).all():
+        raise CheckpointError(
+            f"{source}: tokenizer.ggml.eos_token_ids is {quoted(more.tolist())}, not a list of ids "
+            f"below {vocab_size}"
+        )
+    ends = [i for i in map(token, ("eos", "eot", "eom")) if i is not None]
+    ends += more.ravel().tolist()
+    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    types = metadata.get("tokenizer.ggml.token_type", ())
+    typed = zip(tokens, types, strict=False)
+    ends += [i for i, (text, kind) in enumerate(typed) if kind in (3, 4) and text in _ENDS]
+    ends = [i for i in dict.fromkeys(ends) if i < vocab_size]
     ids = {
         "bos_token_id": token("bos"),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
@@ -374,8 +439,9 @@ class Fields:
             for key, value in metadata.items()
             if key.startswith(self.prefix)
         }
-        # The first two describe the file; the vocabulary's size is checked against the tensors.
-        self._used = {"tensor_data_layout", "rope.scaling.finetuned", "vocab_size"}
+        # The first two describe the file; the vocabulary's size is checked against the tensors, and
+        # `pooling_of` reads the last.
+        self._used = {"tensor_data_layout", "rope.scaling.finetuned", "vocab_size", "pooling_type"}
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
         """Reads an integer, required unless there is a default."""

@@ -22,7 +22,12 @@ import numpy as np
 from gguf.constants import MODEL_ARCH_NAMES
 from gguf.tensor_mapping import get_tensor_name_map
 
-from jaxllm.checkpoint.gguf.config import ROPE_FACTORS, hf_config_from_gguf
+from jaxllm.checkpoint.gguf.config import (
+    ROPE_FACTORS,
+    hf_config_from_gguf,
+    pooling_of,
+    sampling_of,
+)
 from jaxllm.checkpoint.gguf.reader import Blocks, GGUFFile
 from jaxllm.checkpoint.source import Index, TensorInfo, WeightSource, find_tensor
 from jaxllm.common.errors import CheckpointError, UnsupportedError, quoted
@@ -138,6 +143,16 @@ class _Tensor:
     """Number of heads for :func:`unpermute`; None: rows are in Hugging Face's order."""
     added: float = 0.0
     """What llama.cpp adds to the tensor."""
+    rows: tuple[int, int] | None = None
+    """First row and number of rows of a projection that is stored with others; None: all rows."""
+
+    def stored(self, index: Index) -> Index:
+        """The index in the file of a slice of the tensor."""
+        if self.rows is None:
+            return index
+        first, count = self.rows
+        start, stop, _ = (index[0] if index else slice(None)).indices(count)
+        return (slice(first + start, first + max(start, stop)), *index[1:])
 
 
 class HFView(WeightSource):
@@ -148,6 +163,9 @@ class HFView(WeightSource):
     Attributes:
         file: the GGUF file.
         config: the model's config.json.
+        sampling: generation fields of the file, the defaults of calls that sample.
+        pooling: how the model's embedding of a text is made of those of its tokens, "none", "mean",
+            "cls", "last" or "rank"; None: the file does not say.
     """
 
     def __init__(self, file: GGUFFile) -> None:
@@ -156,18 +174,45 @@ class HFView(WeightSource):
         factors = file.read(ROPE_FACTORS) if ROPE_FACTORS in infos else None
         self.config: dict[str, Any] = hf_config_from_gguf(file.metadata, infos, factors)
         architecture = file.metadata["general.architecture"]
+        self.sampling = sampling_of(file.metadata, str(file.path))
+        self.pooling = pooling_of(file.metadata, str(file.path))
         gated = self.config.get("feed_forward_proj", "").startswith("gated")
         self._tensors: dict[str, _Tensor] = {}
         for name, info in infos.items():
             if architecture == "llama" and name == ROPE_FACTORS:  # now in the config
                 continue
             target = hf_name(architecture, name, gated=gated)
+            if target is None and ".attn_qkv." in name and "head_dim" in self.config:
+                self._tensors |= self._projections(architecture, name, info)
+                continue
             if target is None:
                 raise UnsupportedError(
                     f"{file.path}: tensor {quoted(name)} is no part of the {architecture} model "
                     "that jaxllm implements"
                 )
             self._tensors[target] = self._converted(architecture, name, info)
+
+    def _projections(self, architecture: str, name: str, info: TensorInfo) -> dict[str, _Tensor]:
+        """The projections of queries, keys and values, which `--fuse-qkv` of the converter stores
+        as one tensor, by their names."""
+        width = self.config["head_dim"]
+        heads = {"q": "num_attention_heads", "k": "num_key_value_heads", "v": "num_key_value_heads"}
+        counts = [self.config[key] * width for key in heads.values()]
+        if info.shape[0] != sum(counts):
+            raise CheckpointError(
+                f"{self.file.path}: {quoted(name)} has {info.shape[0]} rows, not the {sum(counts)} "
+                "of queries, keys and values"
+            )
+        found: dict[str, _Tensor] = {}
+        for number, part in enumerate(heads):
+            own = name.replace("attn_qkv", f"attn_{part}")
+            shape = (counts[number], *info.shape[1:])
+            tensor = self._converted(architecture, own, replace(info, shape=shape))
+            rows = (sum(counts[:number]), counts[number])
+            target = hf_name(architecture, own)
+            assert target is not None  # of a rotary architecture
+            found[target] = replace(tensor, gguf_name=name, rows=rows)
+        return found
 
     def _converted(self, architecture: str, name: str, info: TensorInfo) -> _Tensor:
         layer = name.split(".")[-2]
@@ -191,6 +236,10 @@ class HFView(WeightSource):
     def info(self, name: str) -> TensorInfo:
         tensor = find_tensor(self._tensors, name, self.file.path)
         info = self.file.info(tensor.gguf_name)
+        if tensor.rows is not None:
+            rows, total = tensor.rows[1], info.shape[0]
+            shape = (rows, *info.shape[1:])
+            return replace(info, shape=shape, nbytes=info.nbytes * rows // total)
         return replace(info, shape=info.shape[::-1]) if tensor.transposed else info
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
@@ -198,7 +247,7 @@ class HFView(WeightSource):
         if tensor.transposed:
             return self.file.read(tensor.gguf_name, index[::-1]).T
         if tensor.heads is None:
-            values = self.file.read(tensor.gguf_name, index)
+            values = self.file.read(tensor.gguf_name, tensor.stored(index))
             return values - values.dtype.type(tensor.added) if tensor.added else values
         heads, stored, rows = self._whole_heads(tensor, tensor.heads, index)
         return unpermute(self.file.read(tensor.gguf_name, stored), heads)[rows]
@@ -206,12 +255,16 @@ class HFView(WeightSource):
     def _whole_heads(self, tensor: _Tensor, heads: int, index: Index) -> tuple[int, Index, slice]:
         """What to read for some rows, which are spread over their whole heads: the number of these
         heads, their index in the file, and the rows in them."""
-        count = self.file.info(tensor.gguf_name).shape[0]
+        count = tensor.rows[1] if tensor.rows else self.file.info(tensor.gguf_name).shape[0]
         size = count // heads
         start, stop, _ = (index[0] if index else slice(None)).indices(count)
         first, last = start // size, -(-max(start, stop) // size)
         stored = (slice(first * size, last * size), *index[1:])
-        return last - first, stored, slice(start - first * size, max(start, stop) - first * size)
+        return (
+            last - first,
+            tensor.stored(stored),
+            slice(start - first * size, max(start, stop) - first * size),
+        )
 
     def quantization(self, name: str) -> str:
         """Name of a tensor's ggml type."""
@@ -222,7 +275,7 @@ class HFView(WeightSource):
         for other tensors."""
         tensor = find_tensor(self._tensors, name, self.file.path)
         if tensor.heads is None:
-            return self.file.blocks(tensor.gguf_name, index)
+            return self.file.blocks(tensor.gguf_name, tensor.stored(index))
         heads, stored, rows = self._whole_heads(tensor, tensor.heads, index)
         blocks = self.file.blocks(tensor.gguf_name, stored)
         return None if blocks is None else blocks.map(lambda x: unpermute(x, heads)[rows])

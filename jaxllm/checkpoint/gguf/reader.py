@@ -4,7 +4,8 @@ The format is https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, version
 header is parsed here, strictly: nothing is allocated before the bytes that fill it are known to be
 in the file, sizes are Python integers (no overflow), and ambiguous headers (repeated keys,
 overlapping tensors) are rejected. The reader of the ``gguf`` package hangs or runs out of memory on
-hostile headers, and is slow on valid ones; only its tables of block sizes are used.
+hostile headers, and is slow on valid ones; its tables of block sizes are used, and its arithmetic
+for the types that models do not compute in.
 
 Tensors keep llama.cpp's names and layout; :mod:`jaxllm.checkpoint.gguf.names` converts them to
 Hugging Face's.
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import Q4_K
+from gguf.quants import Q4_K, dequantize
 
 from jaxllm.checkpoint.source import (
     BFLOAT16,
@@ -63,6 +64,11 @@ _STORED: dict[GGMLQuantizationType, np.dtype[Any]] = {
     GGMLQuantizationType.F16: np.dtype("<f2"),
     GGMLQuantizationType.BF16: BFLOAT16,
 }
+_OTHER_TYPES = (
+    *("Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+)
+"""Types that the gguf package dequantizes, beside `BLOCK_FORMATS`."""
 _CHUNK = 1 << 12  # blocks that are dequantized at a time
 
 
@@ -76,9 +82,9 @@ class GGUFTensor(StoredTensor):
 class GGUFFile(MappedFile):
     """One ``.gguf`` file.
 
-    ``read`` returns float32 for the quantized types Q8_0, Q4_0, Q4_1, Q4_K and Q6_K; F32, F16 and
-    BF16 are returned without conversion or copy. Shapes are in numpy's order, ``[out, in]`` for a
-    linear layer; GGUF stores the dimensions in reverse.
+    ``read`` returns float32 for quantized types; F32, F16 and BF16 are returned without conversion
+    or copy. Shapes are in numpy's order, ``[out, in]`` for a linear layer; GGUF stores the
+    dimensions in reverse.
 
     Attributes:
         metadata: the key-value fields: int, float, bool, str, list[str], or a numpy array.
@@ -103,8 +109,8 @@ class GGUFFile(MappedFile):
         entry: GGUFTensor = find_tensor(self.tensors, name, self.path)
         if entry.type in _STORED:
             return self.array(entry.dtype, entry.begin, entry.shape, index)
-        if entry.type.name not in BLOCK_FORMATS:
-            readable = ", ".join((*(t.name for t in _STORED), *BLOCK_FORMATS))
+        if entry.type.name not in (*BLOCK_FORMATS, *_OTHER_TYPES):
+            readable = ", ".join((*(t.name for t in _STORED), *BLOCK_FORMATS, *_OTHER_TYPES))
             raise UnsupportedError(
                 f"{self.path}: tensor {quoted(name)} has the type {entry.type.name}; jaxllm reads "
                 f"{readable}: use a file with one of these types"
@@ -151,9 +157,16 @@ def _dequantize(
     at a time."""
     block, block_bytes = GGML_QUANT_SIZES[ggml_type]
     blocks = data.reshape(-1, block_bytes)
+    result = aligned_empty(shape, np.dtype(np.float32))
+    if ggml_type.name in _OTHER_TYPES:
+        rows = result.reshape(len(blocks), block)
+        with np.errstate(all="ignore"):
+            for start in range(0, len(blocks), _CHUNK):
+                some = slice(start, start + _CHUNK)
+                rows[some] = dequantize(np.ascontiguousarray(blocks[some]), ggml_type)
+        return result
     size = BLOCK_FORMATS[ggml_type.name].size
     per_block = block // size
-    result = aligned_empty(shape, np.dtype(np.float32))
     groups = result.reshape(len(blocks) * per_block, size)
     with np.errstate(all="ignore"):  # the loader reports NaN and infinite scales
         for start in range(0, len(blocks), _CHUNK):

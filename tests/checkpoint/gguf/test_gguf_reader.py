@@ -25,6 +25,7 @@ from weight_files import (
 )
 
 from jaxllm.batch.job.identity import checkpoint_digests
+from jaxllm.checkpoint.gguf import reader
 from jaxllm.checkpoint.gguf.reader import MAX_HEADER_BYTES, GGUFFile
 from jaxllm.common.errors import CheckpointError, JaxLLMError, MissingFileError, UnsupportedError
 
@@ -137,7 +138,27 @@ class TestTypes:
         file = write_gguf(tmp_path / "a.gguf", {"w": (blocks, Q.Q8_0)})
         assert np.isnan(file.read("w")[0, 0])
 
-    @pytest.mark.parametrize("kind", [Q.Q2_K, Q.Q5_0, Q.IQ4_XS, Q.I32], ids=lambda k: k.name)
+    @pytest.mark.parametrize("name", reader._OTHER_TYPES)
+    def test_types_that_the_gguf_package_reads(self, name, tmp_path, monkeypatch):
+        monkeypatch.setattr(reader, "_CHUNK", 3)
+        kind = Q[name]
+        data = np.random.default_rng(0).integers(
+            0, 256, (5, 1024 // GGML_QUANT_SIZES[kind][0] * GGML_QUANT_SIZES[kind][1]), np.uint8
+        )
+        with np.errstate(all="ignore"):
+            expected = gguf.quants.dequantize(data, kind)
+        file = write_gguf(tmp_path / "a.gguf", {"w": (data, kind)})
+        assert file.info("w").shape == (5, 1024)
+        np.testing.assert_array_equal(file.read("w"), expected)
+        part = file.read("w", (slice(1, 4), slice(5, 700)))
+        np.testing.assert_array_equal(part, expected[1:4, 5:700])
+        assert file.blocks("w") is None
+
+    def test_every_type_that_the_gguf_package_reads(self):
+        known = {kind.name for kind in gguf.quants._type_traits}
+        assert known == {"BF16", *reader.BLOCK_FORMATS, *reader._OTHER_TYPES}
+
+    @pytest.mark.parametrize("kind", [Q.Q8_1, Q.Q8_K, Q.I32], ids=lambda k: k.name)
     def test_other_types_are_unsupported(self, kind, tmp_path):
         size, block_bytes = GGML_QUANT_SIZES[kind]
         data = gguf_bytes([], [gguf_tensor("w", [size], kind, 0)], b"\0" * block_bytes)
