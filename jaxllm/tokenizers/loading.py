@@ -8,7 +8,12 @@ from typing import Any
 
 from jaxllm.common.errors import TokenizerError, UnsupportedError
 from jaxllm.tokenizers.byte_level import ByT5Tokenizer
-from jaxllm.tokenizers.sentencepiece_tokenizers import LlamaTokenizer, T5Tokenizer
+from jaxllm.tokenizers.rank_files import TekkenTokenizer, TiktokenTokenizer, is_tiktoken
+from jaxllm.tokenizers.sentencepiece_tokenizers import (
+    GemmaTokenizer,
+    LlamaTokenizer,
+    T5Tokenizer,
+)
 from jaxllm.tokenizers.settings import (
     DECIDING_OPTIONS,
     TokenizerFiles,
@@ -32,8 +37,17 @@ from jaxllm.tokenizers.translation_tokenizers import (
 
 _VOCABULARIES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "source.spm"),
-    *("vocab.json", "merges.txt"),
+    *("vocab.json", "merges.txt", "tekken.json"),
 )
+_OTHER_FORMATS = {
+    "vocab.txt": "a WordPiece vocabulary, such as BERT's",
+    "*.tiktoken": "ranks in tiktoken's format without their regular expression, such as Qwen 1's",
+    "encoder.json": "GPT-2's original vocabulary; call it vocab.json, and vocab.bpe merges.txt",
+    "bpe.codes": "merges of fastBPE, such as PhoBERT's",
+    "spm.model": "a sentencepiece model of another class, such as DeBERTa's",
+    "tokenizer.model.v*": "Mistral's sentencepiece model with control tokens",
+}
+"""Vocabularies that are not read, by the names of their files."""
 _FAIRSEQ = (MBartTokenizer, MBart50Tokenizer, NllbTokenizer, PegasusTokenizer, XGLMTokenizer)
 _FAST = {
     "MBartTokenizer": MBartTokenizerFast,
@@ -48,6 +62,8 @@ _READERS = (
     *(((name,), ("tokenizer.json",), each) for name, each in _FAST.items()),
     (None, ("tokenizer.json",), FastTokenizer),
     (("LlamaTokenizer", ""), ("tokenizer.model",), LlamaTokenizer),
+    (("GemmaTokenizer",), ("tokenizer.model",), GemmaTokenizer),
+    (None, ("tekken.json",), TekkenTokenizer),
     *(((name,), ("vocab.json", "merges.txt"), each) for name, each in CLASSES.items()),
     (("",), ("vocab.json", "merges.txt"), GPT2Tokenizer),
 )
@@ -108,12 +124,21 @@ def _choose(files: TokenizerFiles, settings: TokenizerSettings) -> Any:
     asks_model = not DECIDING_OPTIONS.isdisjoint(files.options)
     if asks_model and class_name in ("LlamaTokenizer", "") and "tokenizer.model" in files:
         return LlamaTokenizer
+    if "tokenizer.json" not in files and is_tiktoken(files.contents.get("tokenizer.model", b"")):
+        return TiktokenTokenizer
     for names, needed, kind in _READERS:
         if (names is None or class_name in names) and set(needed) <= files.contents.keys():
             return kind
     present = [name for name in _VOCABULARIES if name in files]
     if not present:
-        return None
+        other = (path for pattern in _OTHER_FORMATS for path in files.folder.glob(pattern))
+        if (path := next(other, None)) is None or any(files.folder.glob("*.gguf")):
+            return None
+        kind = next(kind for name, kind in _OTHER_FORMATS.items() if path.match(name))
+        raise UnsupportedError(
+            f"{path}: {kind}. jaxllm does not read this format; save_pretrained of transformers 5's"
+            " AutoTokenizer writes a tokenizer.json of most models"
+        )
     raise UnsupportedError(
         f"{files.folder}: cannot read a {class_name or 'tokenizer'} from {', '.join(present)}:"
         " supported are tokenizer.json, LlamaTokenizer with tokenizer.model, T5Tokenizer with"

@@ -41,6 +41,7 @@ from jaxllm.tokenizers.settings import (
     TokenizerSettings,
     added_tokens_of_json,
     config_json,
+    named_tokens,
 )
 from jaxllm.tokenizers.stream_decoder import Stage
 from jaxllm.tokenizers.tokenizer import Tokenizer
@@ -344,6 +345,17 @@ class LlamaTokenizer(SentencePieceTokenizer):
     def _add_special_tokens(self, ids: list[int], pair: list[int] | None) -> list[int]:
         result = self._prefix + ids + self._suffix
         return result if pair is None else result + self._prefix + pair + self._suffix
+
+
+class GemmaTokenizer(LlamaTokenizer):
+    """Gemma's tokenizer: BOS before a text, and sentencepiece's ids between special tokens."""
+
+    default_tokens = named_tokens(bos="<bos>", eos="<eos>", unk="<unk>", pad="<pad>")
+
+    @classmethod
+    def _complete(cls, settings: TokenizerSettings) -> TokenizerSettings:
+        options = {"keep_inner_spaces": True, **settings.options}
+        return super()._complete(replace(settings, options=options))
 
 
 class T5Tokenizer(SentencePieceTokenizer):

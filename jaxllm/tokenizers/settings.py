@@ -33,7 +33,7 @@ MAX_FILE_BYTES = 32 * 2**20
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 FILE_NAMES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "merges.txt"),
-    *("sentencepiece.bpe.model", "source.spm", "target.spm"),
+    *("sentencepiece.bpe.model", "source.spm", "target.spm", "tekken.json"),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     "chat_template.jinja",
 )
@@ -228,9 +228,7 @@ class TokenizerFiles:
         options = self.json_object("tokenizer_config.json")
         if options.get("tokenizer_class") is not None:
             return
-        if not is_there(self.folder / "config.json", TokenizerError):
-            return
-        config = self._parsed("config.json", self._read(self.folder / "config.json"))
+        config = self.model_config()
         name = config.get("tokenizer_class")
         model_type = config.get("model_type")
         if name is None:
@@ -251,6 +249,12 @@ class TokenizerFiles:
             own = {} if "tokenizer.json" in self else DEFAULTS_OF_MODEL.get(str(model_type), {})
             config = {**own, **options, "tokenizer_class": name}
             self.contents["tokenizer_config.json"] = config_json(config)
+
+    def model_config(self) -> dict[str, Any]:
+        """The content of config.json, which is no file of the tokenizer; empty without one."""
+        if not is_there(self.folder / "config.json", TokenizerError):
+            return {}
+        return self._parsed("config.json", self._read(self.folder / "config.json"))
 
     def refuse_options(self, taken: Collection[str], kind: str) -> None:
         """Raises for options of a call that act on other classes than this one.

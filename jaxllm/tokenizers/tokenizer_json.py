@@ -100,7 +100,8 @@ class FastTokenizer(Tokenizer):
         decoder_stages(spec["decoder"])  # raises for unsupported decoders
         self._growth = check_growth(spec, source)
         self._source = source
-        self._backend = _build(spec, source)
+        text = json.dumps(spec, ensure_ascii=False)
+        self._backend = _build(text, spec["added_tokens"], source)
         self._normalizer = self._backend.normalizer
         self._decoder = spec["decoder"]
         self._template = read_template(spec["post_processor"])
@@ -120,7 +121,7 @@ class FastTokenizer(Tokenizer):
         self.special_ids = frozenset(vocabulary[content] for content in self.special_tokens)
         if files is None:
             self._files = {
-                "tokenizer.json": self._backend.to_str(pretty=True).encode(),
+                "tokenizer.json": text.encode(),
                 **new_config("PreTrainedTokenizerFast", settings),
             }
 
@@ -239,7 +240,8 @@ class FastTokenizer(Tokenizer):
                 model["unk_token"] = names[model["unk_token"]]
         else:
             model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
-        return _build(spec, self._source), names
+        text = json.dumps(spec, ensure_ascii=False)
+        return _build(text, spec["added_tokens"], self._source), names
 
     def _add_special_tokens(self, ids: list[int], pair: list[int] | None) -> list[int]:
         single, double = self._template
@@ -277,11 +279,13 @@ def _library(source: str) -> Generator[None]:
         raise
 
 
-def _build(spec: Mapping[str, Any], source: str) -> tokenizers.Tokenizer:
-    text = json.dumps(spec, ensure_ascii=False)
+def _build(
+    text: str, added_tokens: Sequence[Mapping[str, Any]], source: str
+) -> tokenizers.Tokenizer:
+    """The library's tokenizer of a checked tokenizer.json, with these added tokens."""
     with _library(source):
         backend = tokenizers.Tokenizer.from_str(text)
-    for entry in spec["added_tokens"]:
+    for entry in added_tokens:
         index = backend.token_to_id(entry["content"])
         if index != entry["id"]:
             raise TokenizerError(
@@ -472,6 +476,7 @@ class Qwen2Tokenizer(GPT2Tokenizer):
 
 CLASSES = {
     "BartTokenizer": RobertaTokenizer,
+    **dict.fromkeys(("CodeGenTokenizer", "GPTNeoXTokenizer"), GPT2Tokenizer),
     **{each.__name__: each for each in (GPT2Tokenizer, RobertaTokenizer, Qwen2Tokenizer)},
 }
 """Classes that are read from vocab.json and merges.txt, by their names in transformers."""

@@ -219,8 +219,8 @@ def test_folder_without_tokenizer_files(tmp_path):
 
 def test_unsupported_tokenizer_names_its_files(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"x")
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GemmaTokenizer"}')
-    with pytest.raises(UnsupportedError, match=r"GemmaTokenizer from tokenizer\.model"):
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PhiTokenizer"}')
+    with pytest.raises(UnsupportedError, match=r"PhiTokenizer from tokenizer\.model"):
         load_tokenizer(tmp_path)
     (tmp_path / "vocab.json").write_text("{}")
     (tmp_path / "merges.txt").write_text("")
