@@ -13,6 +13,7 @@ from translation_tools import DATA
 from translation_tools import write as write_translation
 
 from jaxllm.cli.main import main
+from jaxllm.common.errors import TokenizerError
 from jaxllm.tokenizers.contradictions import contradictions
 
 
@@ -64,23 +65,19 @@ def change_prefix(folder: Path) -> None:
     [
         (
             change_flags,
-            r"tokenizer_config.json and tokenizer.json: '<\|user\|>' has the id 420 with no flags "
-            r"and the id 420 with special, rstrip; tokenizer_config.json decides about flags",
+            r"tokenizer_config.json and tokenizer.json: '<\|user\|>' is 'id 420' and 'id 420, "
+            r"special, rstrip'; tokenizer_config.json decides",
         ),
-        (change_ids, r"2 tokens have different ids: 'a' has the ids \d+ and \d+; 'e' has the"),
+        (change_ids, r"json and tokenizer.model: 'a' is \d+ and \d+; tokenizer.json decides"),
         (change_prefix, r"'The capital of France is Paris.' is \['T', 'he', .*\['▁The', '▁c"),
         (
             lambda folder: edit(folder / "special_tokens_map.json", eos_token="<|end|>"),
-            r"tokenizer_config.json and special_tokens_map.json: eos_token is '</s>' and "
+            r"tokenizer_config.json and special_tokens_map.json: 'eos_token' is '</s>' and "
             r"'<\|end\|>'; tokenizer_config.json decides",
         ),
         (
             lambda folder: edit(folder / "tokenizer_config.json", chat_template="{{ 1 }}"),
-            "different chat templates; chat_template.jinja decides",
-        ),
-        (
-            lambda folder: (folder / "tokenizer.model").write_bytes(b"<html>"),
-            "tokenizer.model: cannot be read without tokenizer.json",
+            r"'chat_template' is '\{\{ 1 \}\}' and .*; chat_template.jinja decides",
         ),
     ],
 )
@@ -88,6 +85,22 @@ def test_each_kind_is_found(folder, change, message):
     change(folder)
     found = contradictions(folder)
     assert any(re.search(message, each) for each in found), found
+
+
+def test_a_model_that_is_none(folder):
+    (folder / "tokenizer.model").write_bytes(b"<html>")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.model: not a sentencepiece model"):
+        contradictions(folder)
+
+
+def test_many_contradictions_are_counted(folder):
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    vocab = spec["model"]["vocab"]
+    pieces = [piece for piece in vocab if len(piece) == 1][:20]
+    ids = [vocab[piece] for piece in pieces]
+    vocab |= dict(zip(pieces, [*ids[1:], ids[0]], strict=True))
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    assert contradictions(folder)[-1].endswith("tokenizer.model: 16 other contradictions")
 
 
 def test_a_model_that_decides(tmp_path):
