@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxllm.common.errors import TokenizerError, UnsupportedError
 from jaxllm.tokenizers.byte_level import ByT5Tokenizer
-from jaxllm.tokenizers.rank_files import TekkenTokenizer, TiktokenTokenizer, is_tiktoken
+from jaxllm.tokenizers.rank_files import RankTokenizer, is_tiktoken
 from jaxllm.tokenizers.sentencepiece_tokenizers import (
     GemmaTokenizer,
     LlamaTokenizer,
@@ -63,7 +63,7 @@ _READERS = (
     (None, ("tokenizer.json",), FastTokenizer),
     (("LlamaTokenizer", ""), ("tokenizer.model",), LlamaTokenizer),
     (("GemmaTokenizer",), ("tokenizer.model",), GemmaTokenizer),
-    (None, ("tekken.json",), TekkenTokenizer),
+    (None, ("tekken.json",), RankTokenizer),
     *(((name,), ("vocab.json", "merges.txt"), each) for name, each in CLASSES.items()),
     (("",), ("vocab.json", "merges.txt"), GPT2Tokenizer),
 )
@@ -124,8 +124,8 @@ def _choose(files: TokenizerFiles, settings: TokenizerSettings) -> Any:
     asks_model = not DECIDING_OPTIONS.isdisjoint(files.options)
     if asks_model and class_name in ("LlamaTokenizer", "") and "tokenizer.model" in files:
         return LlamaTokenizer
-    if "tokenizer.json" not in files and is_tiktoken(files.contents.get("tokenizer.model", b"")):
-        return TiktokenTokenizer
+    if "tokenizer.json" not in files and is_tiktoken(files):
+        return RankTokenizer
     for names, needed, kind in _READERS:
         if (names is None or class_name in names) and set(needed) <= files.contents.keys():
             return kind

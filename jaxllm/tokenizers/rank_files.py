@@ -59,35 +59,30 @@ _TEKKEN_FIELDS = {
 
 
 class RankTokenizer(FastTokenizer):
-    """Base class of the readers. ``save`` writes a tokenizer.json beside the file that was read."""
+    """A tokenizer from Llama 3's original tokenizer.model, in tiktoken's format, or from Mistral's
+    tekken.json. ``save`` writes a tokenizer.json beside this file.
+
+    Special tokens of Llama 3 come from tokenizer_config.json or added_tokens.json if these list one
+    for the first id after the ranks. Otherwise they are Meta's: those of Llama 3.1 if config.json
+    scales rotary embeddings as Llama 3.1 does, else those of Llama 3.
+    """
 
     @classmethod
-    def _from_ranks(
-        cls,
-        files: TokenizerFiles,
-        settings: TokenizerSettings,
-        name: str,
-        tokens: Sequence[bytes],
-        special: Mapping[int, str],
-        *,
-        pattern: str,
-        named: Mapping[str, str],
-    ) -> Self:
-        """Builds the tokenizer.
-
-        Args:
-            name: name of the file with the ranks.
-            tokens: bytes of the tokens, by rank.
-            special: special tokens by id, all before the ranked tokens or all after them.
-            pattern: regular expression of words.
-            named: default texts of named tokens, for those that are special tokens.
-        """
+    def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> Self:
+        """Loads a folder with tokenizer.model or tekken.json."""
+        name = "tokenizer.model" if is_tiktoken(files) else "tekken.json"
         files.refuse_options(("add_bos_token", "add_eos_token"), f"the ranks of {name}")
         source = str(files.folder / name)
-        model = bpe_model(tokens, special, source)
+        if name == "tekken.json":
+            tokens, texts, pattern = read_tekken(files.json_object(name), source)
+            special, named = dict(enumerate(texts)), {**LLAMA_TOKENS, **named_tokens(pad="<pad>")}
+        else:
+            tokens, pattern = read_tiktoken(files.contents[name], source), LLAMA3_PATTERN
+            listed = [] if len(tokens) in settings.added else _llama3_special(files, settings)
+            special, named = dict(enumerate(listed, len(tokens))), _LLAMA3_NAMED
         added = {index: AddedToken(text) for index, text in special.items()} | {**settings.added}
-        texts = {token.content for token in added.values()}
-        settings = settings.with_defaults(**{k: v for k, v in named.items() if v in texts})
+        known = {token.content for token in added.values()}
+        settings = settings.with_defaults(**{k: v for k, v in named.items() if v in known})
         options = {
             "padding_side": "left",
             **settings.options,
@@ -99,7 +94,7 @@ class RankTokenizer(FastTokenizer):
             "added_tokens": [],
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": split_before_bytes(pattern)},
             "decoder": {**BYTE_LEVEL, "use_regex": True},
-            "model": model,
+            "model": bpe_model(tokens, special, source),
         }
         settings = replace(settings, added=dict(sorted(added.items())), options=options)
         tokenizer = cls(spec, settings, source=source)
@@ -107,51 +102,22 @@ class RankTokenizer(FastTokenizer):
         return tokenizer
 
 
-class TiktokenTokenizer(RankTokenizer):
-    """Llama 3's tokenizer from its original tokenizer.model, in tiktoken's format.
-
-    Special tokens come from tokenizer_config.json or added_tokens.json if these list one for the
-    first id after the ranks. Otherwise they are Meta's: those of Llama 3.1 if config.json scales
-    rotary embeddings as Llama 3.1 does, else those of Llama 3.
-    """
-
-    @classmethod
-    def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> Self:
-        """Loads a folder with tokenizer.model."""
-        name = "tokenizer.model"
-        tokens = read_tiktoken(files.contents[name], str(files.folder / name))
-        special: dict[int, str] = {}
-        if len(tokens) not in settings.added:
-            config = files.model_config()
-            scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-            is_new = isinstance(scaling, dict) and "llama3" in scaling.values()
-            listed = tuple(token.content for token in settings.extra)
-            names = LLAMA31_SPECIAL if is_new else LLAMA3_SPECIAL
-            special = dict(enumerate(listed if _FIRST[0] in listed else names, len(tokens)))
-        options: Any = {"pattern": LLAMA3_PATTERN, "named": _LLAMA3_NAMED}
-        return cls._from_ranks(files, settings, name, tokens, special, **options)
+def _llama3_special(files: TokenizerFiles, settings: TokenizerSettings) -> Sequence[str]:
+    """The special tokens that the settings list, or else Meta's for the model in config.json."""
+    listed = [token.content for token in settings.extra]
+    config = files.model_config()
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    is_new = isinstance(scaling, dict) and "llama3" in scaling.values()
+    own = LLAMA31_SPECIAL if is_new else LLAMA3_SPECIAL
+    return listed if _FIRST[0] in listed else own
 
 
-class TekkenTokenizer(RankTokenizer):
-    """Mistral's tokenizer from tekken.json: Mistral Nemo and later models."""
-
-    @classmethod
-    def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> Self:
-        """Loads a folder with tekken.json."""
-        name = "tekken.json"
-        source = str(files.folder / name)
-        tokens, special, pattern = read_tekken(files.json_object(name), source)
-        named = {**LLAMA_TOKENS, **named_tokens(pad="<pad>")}
-        options: Any = {"pattern": pattern, "named": named}
-        return cls._from_ranks(files, settings, name, tokens, dict(enumerate(special)), **options)
-
-
-def is_tiktoken(content: bytes) -> bool:
-    """True if a file begins with a token in base64 and its rank, as in tiktoken's format.
+def is_tiktoken(files: TokenizerFiles) -> bool:
+    """True if tokenizer.model begins with a token in base64 and its rank, as in tiktoken's format.
 
     A sentencepiece model begins with a byte that is no character of base64.
     """
-    return _FIRST_LINE.match(content) is not None
+    return _FIRST_LINE.match(files.contents.get("tokenizer.model", b"")) is not None
 
 
 def read_tiktoken(content: bytes, source: str) -> list[bytes]:
