@@ -26,8 +26,8 @@ from jaxllm.checkpoint.gguf.config import (
     ROPE_FACTORS,
     hf_config_from_gguf,
     pooling_of,
-    sampling_of,
 )
+from jaxllm.checkpoint.gguf.generation import generation_settings
 from jaxllm.checkpoint.gguf.reader import Blocks, GGUFFile
 from jaxllm.checkpoint.source import Index, TensorInfo, WeightSource, find_tensor
 from jaxllm.common.errors import CheckpointError, UnsupportedError, quoted
@@ -163,7 +163,7 @@ class HFView(WeightSource):
     Attributes:
         file: the GGUF file.
         config: the model's config.json.
-        sampling: generation fields of the file, the defaults of calls that sample.
+        generation: fields of the generation config: end tokens, and defaults for sampling.
         pooling: how the model's embedding of a text is made of those of its tokens, "none", "mean",
             "cls", "last" or "rank"; None: the file does not say.
     """
@@ -174,7 +174,8 @@ class HFView(WeightSource):
         factors = file.read(ROPE_FACTORS) if ROPE_FACTORS in infos else None
         self.config: dict[str, Any] = hf_config_from_gguf(file.metadata, infos, factors)
         architecture = file.metadata["general.architecture"]
-        self.sampling = sampling_of(file.metadata, str(file.path))
+        size = self.config["vocab_size"]
+        self.generation = generation_settings(file.metadata, size, str(file.path))
         self.pooling = pooling_of(file.metadata, str(file.path))
         gated = self.config.get("feed_forward_proj", "").startswith("gated")
         self._tensors: dict[str, _Tensor] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,17 @@ import pytest
 import tiny
 from gguf_edits import edited
 from test_gguf_names import convert
+from weight_files import gguf_bytes, gguf_field, written
 
 import jaxllm
 from jaxllm.batch.job.identity import checkpoint_digests
+from jaxllm.checkpoint.gguf.generation import generation_settings
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.checkpoint.gguf.split import open_gguf
 from jaxllm.checkpoint.load import open_checkpoint
 from jaxllm.common.errors import CheckpointError, JaxLLMError, MissingFileError, UnsupportedError
+from jaxllm.generation.settings.config import GenerationConfig
 
 DATA = paths.DATA / "gguf"
 MODELS = json.loads((DATA / "models.json").read_text())
@@ -197,18 +201,50 @@ def test_ends_and_sampling():
     )
 
 
+def with_texts(*texts: str, pad: int | None = None) -> dict[str, Any]:
+    """Fields of llama.gguf with these texts as its last tokens, control tokens."""
+    metadata = GGUFFile(DATA / "llama.gguf").metadata
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    fields: dict[str, Any] = {
+        "tokenizer.ggml.tokens": [*tokens[: -len(texts)], *texts],
+        "tokenizer.ggml.token_type": [*types[: -len(texts)].tolist(), *[3] * len(texts)],
+    }
+    return fields if pad is None else {**fields, "tokenizer.ggml.padding_token_id": pad}
+
+
+def test_ends_are_overridden_in_the_generation_config():
+    model, _ = jaxllm.load(DATA / "llama.gguf")
+    ids = np.asarray([[5, 6, 7]])
+    bias = {421: 100}  # so that <end_of_turn> is the next token
+    ended = model.generate(ids, max_new_tokens=3, logit_bias=bias, pad_token_id=0)
+    assert np.asarray(ended.sequences)[0, 3:].tolist() in ([421], [421, 0, 0])
+    model.generation_config = GenerationConfig(eos_token_id=2)
+    longer = model.generate(ids, max_new_tokens=3, logit_bias=bias, pad_token_id=0)
+    assert np.asarray(longer.sequences)[0, 3:].tolist() == [421, 421, 421]
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
         ({"tokenizer.ggml.eos_token_ids": [9, 2, 5]}, [2, 9, 5, 420, 421]),
         ({"tokenizer.ggml.eot_token_id": 421}, [2, 421, 420]),
         ({"tokenizer.ggml.token_type": [1] * 424}, 2),
+        ({"tokenizer.ggml.token_type": 3}, 2),
+        ({"tokenizer.ggml.tokens": 3}, 2),
+        ({"tokenizer.ggml.fim_pad_token_id": 9}, [2, 9, 420, 421]),
+        # What ends a message may not end a text.
+        (with_texts("<|call|>", "<|return|>", "<|end|>"), [2, 420, 421, 422]),
+        (with_texts("<|tool_response>", "<|fim_pad|>", "[PAD]"), [2, 420, 421, 422, 423]),
+        # generate() masks a pad token that is no end.
+        (with_texts("<|fim_pad|>", "[PAD]", pad=423), [2, 420, 421, 422]),
+        (with_texts("<|endoftext|>", "<|end|>", pad=422), [2, 420, 421, 422, 423]),
     ],
 )
 def test_other_ends(tmp_path, fields, expected):
     edited(DATA / "llama.gguf", tmp_path / "a.gguf", fields=fields)
-    config = open_checkpoint(tmp_path / "a.gguf").config
-    assert config["eos_token_id"] == expected
+    view = HFView(open_gguf(tmp_path / "a.gguf"))
+    assert view.generation["eos_token_id"] == expected
+    assert view.config["eos_token_id"] == 2
 
 
 @pytest.mark.parametrize(
@@ -216,11 +252,12 @@ def test_other_ends(tmp_path, fields, expected):
     [
         (
             {"tokenizer.ggml.eos_token_ids": [424]},
-            r"eos_token_ids is \[424\], not a list of ids be",
+            r"eos_token_ids is \[424\], not ids below 424",
         ),
-        ({"tokenizer.ggml.eos_token_ids": ["a"]}, r"eos_token_ids is \['a'\], not a list of ids"),
-        ({"general.sampling.temp": "hot"}, "general.sampling.temp is 'hot', not a number from 0"),
-        ({"general.sampling.top_k": 2.5}, "general.sampling.top_k is 2.5, not a number from 0 on"),
+        ({"tokenizer.ggml.eos_token_ids": ["a"]}, r"eos_token_ids is \['a'\], not ids below"),
+        ({"general.sampling.temp": "hot"}, "general.sampling.temp is 'hot', not a number"),
+        ({"general.sampling.top_k": 2.5}, "general.sampling.top_k is 2.5, not an integer"),
+        ({"general.sampling.penalty_repeat": 0.0}, "sampling.penalty_repeat is 0.0, not a number"),
         ({"qwen3.pooling_type": 9}, "qwen3.pooling_type is 9, not a number from 0 to 4"),
     ],
 )
@@ -233,10 +270,20 @@ def test_wrong_fields_are_named(tmp_path, fields, message):
 
 def test_sampling_without_a_counterpart_is_said(tmp_path):
     fields = {"general.sampling.mirostat": 2, "general.sampling.temp": 0.0}
+    fields |= {"general.sampling.xtc_probability": 0.0}  # off
     edited(DATA / "llama.gguf", tmp_path / "a.gguf", fields=fields)
-    with pytest.warns(UserWarning, match="general.sampling.mirostat: jaxllm has no such settings"):
+    with pytest.warns(UserWarning, match=r"and ignores general\.sampling\.mirostat$"):
         model, _ = jaxllm.load(tmp_path / "a.gguf")
     assert model.generation_config.temperature != 0
+
+
+def test_a_top_k_that_is_off(tmp_path):
+    """-1 is written from some generation_config.json, and is off in llama.cpp."""
+    negative = struct.pack("<Ii", 5, -1)
+    file = written(
+        tmp_path / "a.gguf", gguf_bytes([gguf_field("general.sampling.top_k", negative)], [])
+    )
+    assert generation_settings(GGUFFile(file).metadata, 10, "a.gguf") == {"top_k": 0}
 
 
 def test_pooling_is_kept():
