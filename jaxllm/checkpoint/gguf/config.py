@@ -45,12 +45,9 @@ def hf_config_from_gguf(
             files hold their frequency scaling in it.
 
     Returns:
-        The content of a config.json, with ``model_type`` and ``architectures``.
+        The content of a config.json, with ``model_type`` and ``architectures``. Where the file says
+        how embeddings are pooled, ``pooling_type`` is one of "none", "mean", "cls", "last", "rank".
     """
-    if not tensors:
-        raise CheckpointError(
-            "the GGUF file holds no tensors, perhaps a vocabulary alone; give the file of a model"
-        )
     source = str(next(iter(tensors.values())).file)
     architecture = str(metadata.get("general.architecture"))
     if architecture not in ARCHITECTURES:
@@ -74,6 +71,14 @@ def hf_config_from_gguf(
         config = _gpt2(fields, tensors)
     else:
         config = _t5(fields, tensors, encoder_only=architecture == "t5encoder")
+    pooling = fields.integer("pooling_type", -1, minimum=-1)
+    if pooling >= len(_POOLING):
+        raise CheckpointError(
+            f"{source}: {architecture}.pooling_type is {pooling}, not a number from 0 to "
+            f"{len(_POOLING) - 1}"
+        )
+    if pooling >= 0:
+        config["pooling_type"] = _POOLING[pooling]
     fields.refuse_unused()
     config["vocab_size"] = _rows(tensors, "token_embd.weight", source)
     if fields.integer("vocab_size", config["vocab_size"]) != config["vocab_size"]:
@@ -87,19 +92,6 @@ def hf_config_from_gguf(
 
 _POOLING = ("none", "mean", "cls", "last", "rank")
 """llama.cpp's kinds of pooling, by their numbers."""
-
-
-def pooling_of(metadata: Mapping[str, Any], source: str) -> str | None:
-    """How embeddings are pooled, one of `_POOLING`; None: the file does not say."""
-    key = f"{metadata.get('general.architecture')}.pooling_type"
-    value = metadata.get(key)
-    if value is None:
-        return None
-    if type(value) is not int or not 0 <= value < len(_POOLING):
-        raise CheckpointError(
-            f"{source}: {key} is {quoted(value)}, not a number from 0 to {len(_POOLING) - 1}"
-        )
-    return _POOLING[value]
 
 
 def _rows(tensors: Mapping[str, TensorInfo], name: str, source: str) -> int:
@@ -372,9 +364,8 @@ class Fields:
             for key, value in metadata.items()
             if key.startswith(self.prefix)
         }
-        # The first two describe the file; the vocabulary's size is checked against the tensors, and
-        # `pooling_of` reads the last.
-        self._used = {"tensor_data_layout", "rope.scaling.finetuned", "vocab_size", "pooling_type"}
+        # The first two describe the file; the vocabulary's size is checked against the tensors.
+        self._used = {"tensor_data_layout", "rope.scaling.finetuned", "vocab_size"}
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
         """Reads an integer, required unless there is a default."""

@@ -25,8 +25,10 @@ from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.checkpoint.gguf.split import open_gguf
 from jaxllm.checkpoint.load import open_checkpoint
+from jaxllm.cli.verify import _load_reference
 from jaxllm.common.errors import CheckpointError, JaxLLMError, MissingFileError, UnsupportedError
 from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.planning.abstract import read_source
 
 DATA = paths.DATA / "gguf"
 MODELS = json.loads((DATA / "models.json").read_text())
@@ -110,6 +112,14 @@ def test_parts_are_joined(parts):
     assert checkpoint_digests(folder) != before
 
 
+def test_parts_elsewhere(parts):
+    """A plan reads the headers; transformers, beside which models are verified, joins no parts."""
+    folder = parts[0].parent
+    assert read_source(parts[0])[0] == read_source(folder)[0] == open_checkpoint(folder).config
+    with pytest.raises(UnsupportedError, match=r"does not join the parts .* --merge"):
+        _load_reference(folder, "Qwen2ForCausalLM", None)
+
+
 def test_a_folder_of_other_files_is_not_joined(parts):
     shutil.copy(DATA / "llama.gguf", parts[0].parent)
     with pytest.raises(MissingFileError, match=r"several \.gguf files"):
@@ -125,6 +135,23 @@ def remove_second(parts: list[Path]) -> Path:
     return parts[0]
 
 
+def remove_first(parts: list[Path]) -> Path:
+    parts[0].unlink()
+    return parts[1]
+
+
+def rename_second(parts: list[Path]) -> Path:
+    return parts[1].rename(parts[1].with_name("qwen2.gguf"))
+
+
+def rename_all(parts: list[Path]) -> Path:
+    parts[2].unlink()
+    parts[1].unlink()
+    for name in ("qwen2-00001-of-00003.gguf", "qwen2-00003-of-00003.gguf"):
+        shutil.copy(parts[0], parts[0].with_name(f"copy-{name}"))
+    return parts[0].rename(parts[0].with_name("copy-qwen2-00002-of-00003.gguf"))
+
+
 def swap(parts: list[Path]) -> Path:
     data = parts[1].read_bytes()
     parts[1].write_bytes(parts[2].read_bytes())
@@ -137,23 +164,34 @@ def repeat(parts: list[Path]) -> Path:
     return parts[0]
 
 
-def count_wrongly(parts: list[Path]) -> Path:
-    copy = parts[0].with_suffix(".copy")
-    parts[0].rename(copy)
-    edited(copy, parts[0], fields={"split.tensors.count": 5})
+def count_wrongly(parts: list[Path], number: int = 0) -> Path:
+    copy = parts[number].with_suffix(".copy")
+    parts[number].rename(copy)
+    edited(copy, parts[number], fields={"split.tensors.count": 5})
     copy.unlink()
     return parts[0]
+
+
+def count_later_wrongly(parts: list[Path]) -> Path:
+    return count_wrongly(parts, 2)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda parts: parts[1], r"-00002-of-00003.gguf: split.no is 1: part 2 of 3; give the fir"),
+        (
+            lambda parts: parts[1],
+            r"part 2 of 3 \(split.no is 1\); give the first part, qwen2-00001-",
+        ),
         (rename_first, r"model.gguf: split.no is 0 and split.count 3, so the file should be named"),
-        (remove_second, r"first of 3 parts, of which qwen2-00002-of-00003.gguf is missing in its"),
+        (remove_second, r"part 1 of 3 .* what is missing: qwen2-00002-of-00003.gguf$"),
+        (remove_first, r"part 2 of 3 .* what is missing: qwen2-00001-of-00003.gguf$"),
+        (rename_second, r"split.no is 1 and split.count 3, so the file should be named"),
+        (rename_all, r"00002-of-00003.gguf: split.no is 0 and split.count 3, so the file should"),
         (swap, r"00002-of-00003.gguf: split.no and split.count are \[2, 3\], not \[1, 3\]"),
         (repeat, r"00003-of-00003.gguf: the tensor 'blk.0.* is also in qwen2-00002-of-00003.gguf"),
-        (count_wrongly, r"split.tensors.count is 5, but the parts have"),
+        (count_wrongly, r"00001-of-00003.gguf: split.tensors.count is 5, but the parts have"),
+        (count_later_wrongly, r"00003-of-00003.gguf: split.tensors.count is 5, but the parts have"),
     ],
 )
 def test_parts_that_do_not_belong_together(parts, change, message):
@@ -168,6 +206,7 @@ def test_parts_that_do_not_belong_together(parts, change, message):
         ("adapter", "general.type is 'adapter': a LoRA adapter; merge"),
         ("mmproj", "general.type is 'mmproj': the image or audio part"),
         ("vocab", "general.type is 'vocab': no model"),
+        ("model", "general.architecture is 'clip': the image or audio part"),
     ],
 )
 def test_files_that_are_no_model(tmp_path, kind, message):
@@ -286,7 +325,12 @@ def test_a_top_k_that_is_off(tmp_path):
     assert generation_settings(GGUFFile(file).metadata, 10, "a.gguf") == {"top_k": 0}
 
 
-def test_pooling_is_kept():
+def test_pooling_is_kept(tmp_path):
+    """Also in the folders that a model is saved to."""
     model, _ = jaxllm.load(DATA / "qwen3.gguf")
     assert model.checked_card("test").pooling == "last"
+    jaxllm.save_hf(tmp_path / "folder", model)
+    assert jaxllm.load(tmp_path / "folder")[0].checked_card("test").pooling == "last"
+    jaxllm.save_orbax(tmp_path / "orbax", model)
+    assert jaxllm.load_orbax(tmp_path / "orbax")[0].checked_card("test").pooling == "last"
     assert jaxllm.load(DATA / "llama.gguf")[0].checked_card("test").pooling is None
