@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxllm.checkpoint.gguf.generation import unused_sampling
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.checkpoint.load import Checkpoint, load_model, open_checkpoint
@@ -20,7 +21,7 @@ from jaxllm.checkpoint.load_parameters import LoadProgress
 from jaxllm.checkpoint.orbax.model import load_weights
 from jaxllm.checkpoint.peft import load_adapter
 from jaxllm.common.arguments import checked, checked_function, checked_path, checks_flags
-from jaxllm.common.errors import CheckpointError, ConfigError, InputError, warn
+from jaxllm.common.errors import CheckpointError, ConfigError, InputError, listed, warn
 from jaxllm.common.files import is_there
 from jaxllm.common.progress import progress_phase
 from jaxllm.generation.settings.config import GenerationConfig
@@ -259,14 +260,16 @@ def without_unknown_tokens(config: GenerationConfig, vocab_size: int) -> Generat
 
 def read_generation_config(checkpoint: Checkpoint) -> GenerationConfig:
     """Reads generation_config.json, or the generation fields of an old config.json or of a GGUF
-    file."""
+    file. Warns of sampling settings of a GGUF file that jaxllm does not have."""
     path = checkpoint.path / "generation_config.json"
     if checkpoint.gguf is None and is_there(path, ConfigError):
         return GenerationConfig.from_file(path)
     names = GENERATION_KEYS.union(SPECIAL_TOKENS)
     old: dict[str, Any] = {k: v for k, v in checkpoint.config.items() if k in names}
     if isinstance(checkpoint.weights, HFView):
-        old |= checkpoint.weights.sampling
+        old |= checkpoint.weights.generation
+        if unused := unused_sampling(checkpoint.weights.file.metadata):
+            warn(f"{checkpoint.path}: jaxllm has no such settings, and ignores {listed(unused)}")
     return GenerationConfig.from_dict(old, where=str(checkpoint.config_file))
 
 

@@ -225,8 +225,7 @@ def load_model(
         file=str(checkpoint.path),
         quantized=checkpoint.gguf is not None,
     )
-    pooling = checkpoint.weights.pooling if isinstance(checkpoint.weights, HFView) else None
-    return model.with_card(Card(spec.config, pooling=pooling, origin=origin))
+    return model.with_card(Card(spec.config, origin=origin))
 
 
 def matrix_formats(

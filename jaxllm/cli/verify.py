@@ -17,11 +17,12 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxllm import load
+from jaxllm.checkpoint.gguf.split import part_paths
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.checkpoint.load import gguf_in
 from jaxllm.cli.options import add_adapter_flag, add_model
 from jaxllm.cli.process import Parser, command
-from jaxllm.common.errors import InputError
+from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.common.hardware import device_report
 from jaxllm.common.optional_packages import require
 from jaxllm.common.progress import Reporter
@@ -200,9 +201,13 @@ def _load_reference(path: Path, class_name: str, transformers: Any) -> Any:
     classes = (auto for ending, auto in endings.items() if class_name.endswith(ending))
     auto = next(classes, "AutoModelForCausalLM")
     source = {"pretrained_model_name_or_path": str(path)}
-    if path.is_dir() and not (path / "config.json").exists():
-        path = gguf_in(path) or path
+    path = gguf_in(path) or path
     if path.suffix == ".gguf":
+        if len(part_paths(path)) > 1:
+            raise UnsupportedError(
+                f"{path}: transformers does not join the parts of a GGUF file; join them with "
+                "llama-gguf-split --merge"
+            )
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     return getattr(transformers, auto).from_pretrained(**source, attn_implementation="eager")
 

@@ -24,8 +24,8 @@ INERT_MODEL_KEYS = frozenset({
     "cross_attention_hidden_size",
     # Token types are embedded by no family here; a checkpoint that has such weights is refused.
     "type_vocab_size",
-    # Settings of pipelines, which `jaxllm.pipeline` reads.
-    "prefix", "task_specific_params",
+    # Settings of pipelines, which `jaxllm.pipeline` reads, and `Card.pooling`.
+    "prefix", "task_specific_params", "pooling_type",
     # Label names (only their number is used), and heads that jaxllm does not have.
     "id2label", "label2id", "predict_special_tokens", "classifier_dropout", "summary_type",
     "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
 from collections.abc import Callable, Set
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar
 
@@ -65,8 +66,6 @@ class Card:
     """End token of the tokenizer, which config.json may lack; it also ends a sequence."""
     unknown_eos: tuple[int, ...] = ()
     """End tokens that the files name and that the vocabulary does not have."""
-    pooling: str | None = None
-    """How the checkpoint makes the embedding of a text, such as "last"; None: it does not say."""
     origin: Origin | None = None
     """Files of the checkpoint that the model was loaded from, if any."""
     modules_to_save: tuple[str, ...] | None = None
@@ -80,6 +79,12 @@ class Card:
                 "Card: generation_config: expected a GenerationConfig, found "
                 f"{quoted(self.generation_config)}"
             )
+
+    @property
+    def pooling(self) -> str | None:
+        """How the checkpoint makes the embedding of a text, such as "last": config.json's
+        `pooling_type`, which GGUF files have. None: it does not say."""
+        return None if self.origin is None else json.loads(self.origin.config).get("pooling_type")
 
     def lora_modules(self, purpose: str) -> tuple[str, ...]:
         """Paths of `modules_to_save`.

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.split import open_gguf
 from jaxllm.checkpoint.hub import BUNDLED, smollm2
-from jaxllm.checkpoint.load import float_dtype, named_spec, read_config_file
+from jaxllm.checkpoint.load import float_dtype, gguf_in, named_spec, read_config_file
 from jaxllm.common.arguments import checked, checked_path, checks_flags
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError, quoted
 from jaxllm.generation.inputs.values import is_integer
@@ -69,8 +69,8 @@ def abstract_model(
     `jaxllm.planning.lower` compiles the library's programs for it.
 
     Args:
-        source: a folder with config.json, the path of a config.json or of a .gguf file (only its
-            header is read), or the object in a config.json.
+        source: a folder with config.json or a .gguf file, the path of a config.json or of a .gguf
+            file (only its header is read), or the object in a config.json.
         mesh: a mesh of `jaxllm.make_mesh` that the parameters are sharded over, also of devices
             that this machine does not have.
         device: the device that holds all parameters, in place of a mesh. None: the first of JAX.
@@ -141,6 +141,7 @@ def read_source(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[Mappin
     if isinstance(source, Mapping):
         return source, "config"
     path = smollm2() if source == BUNDLED else checked_path(source, "source")
+    path = gguf_in(path) or path
     if path.suffix.lower() == ".gguf":
         with open_gguf(path) as file:
             return HFView(file).config, str(path)

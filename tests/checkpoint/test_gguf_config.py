@@ -121,7 +121,10 @@ class TestConfig:
     )
     def test_end_tokens(self, ids, expected, tmp_path):
         fields = {f"tokenizer.ggml.{name}_token_id": i for name, i in ids.items()}
-        assert config_of(tiny(tmp_path, fields)).get("eos_token_id") == expected
+        view = HFView(tiny(tmp_path, fields))
+        assert view.generation.get("eos_token_id") == expected
+        own = ids.get("eos", 2**32 - 1)
+        assert view.config.get("eos_token_id") == (own if own < 10 else None)
 
     def test_umt5_has_a_table_in_each_layer(self, tmp_path):
         fields = {

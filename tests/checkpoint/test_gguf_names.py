@@ -309,9 +309,10 @@ class TestSmolLM2:
                 assert hashlib.sha256(array.tobytes()).hexdigest() == expected, name
 
     def test_config(self, smollm2_gguf):
-        """Every field is what transformers 5.23 reads from the same file, but for the ends, which
-        are llama.cpp's: its texts of control tokens."""
-        assert HFView(GGUFFile(smollm2_gguf)).config == {
+        """Fields are what transformers 5.23 reads from the same file, ends are llama.cpp's."""
+        view = HFView(GGUFFile(smollm2_gguf))
+        assert view.generation == {"eos_token_id": [2, 0, 4]}
+        assert view.config == {
             "model_type": "llama",
             "architectures": ["LlamaForCausalLM"],
             "vocab_size": 49152,
@@ -329,6 +330,6 @@ class TestSmolLM2:
             "rope_theta": 100000.0,
             "tie_word_embeddings": True,
             "bos_token_id": 1,
-            "eos_token_id": [2, 0, 4],
+            "eos_token_id": 2,
             "pad_token_id": 2,
         }

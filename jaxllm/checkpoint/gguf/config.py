@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.checkpoint.gguf.generation import token_id
 from jaxllm.checkpoint.source import TensorInfo
-from jaxllm.common.errors import CheckpointError, UnsupportedError, listed, quoted, warn
+from jaxllm.common.errors import CheckpointError, UnsupportedError, listed, quoted
 
 ARCHITECTURES = (
     *("llama", "qwen2", "qwen3", "qwen3moe", "gemma", "gemma2", "gemma3", "command-r"),
@@ -28,7 +29,6 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 _LAYER_NORM = "attention.layer_norm_epsilon"
 _RMS_NORM = "attention.layer_norm_rms_epsilon"
-_NO_TOKEN = 2**32 - 1  # -1, written without a sign
 
 
 def hf_config_from_gguf(
@@ -45,12 +45,9 @@ def hf_config_from_gguf(
             files hold their frequency scaling in it.
 
     Returns:
-        The content of a config.json, with ``model_type`` and ``architectures``.
+        The content of a config.json, with ``model_type`` and ``architectures``. Where the file says
+        how embeddings are pooled, ``pooling_type`` is one of "none", "mean", "cls", "last", "rank".
     """
-    if not tensors:
-        raise CheckpointError(
-            "the GGUF file holds no tensors, perhaps a vocabulary alone; give the file of a model"
-        )
     source = str(next(iter(tensors.values())).file)
     architecture = str(metadata.get("general.architecture"))
     if architecture not in ARCHITECTURES:
@@ -74,6 +71,14 @@ def hf_config_from_gguf(
         config = _gpt2(fields, tensors)
     else:
         config = _t5(fields, tensors, encoder_only=architecture == "t5encoder")
+    pooling = fields.integer("pooling_type", -1, minimum=-1)
+    if pooling >= len(_POOLING):
+        raise CheckpointError(
+            f"{source}: {architecture}.pooling_type is {pooling}, not a number from 0 to "
+            f"{len(_POOLING) - 1}"
+        )
+    if pooling >= 0:
+        config["pooling_type"] = _POOLING[pooling]
     fields.refuse_unused()
     config["vocab_size"] = _rows(tensors, "token_embd.weight", source)
     if fields.integer("vocab_size", config["vocab_size"]) != config["vocab_size"]:
@@ -87,19 +92,6 @@ def hf_config_from_gguf(
 
 _POOLING = ("none", "mean", "cls", "last", "rank")
 """llama.cpp's kinds of pooling, by their numbers."""
-
-
-def pooling_of(metadata: Mapping[str, Any], source: str) -> str | None:
-    """How embeddings are pooled, one of `_POOLING`; None: the file does not say."""
-    key = f"{metadata.get('general.architecture')}.pooling_type"
-    value = metadata.get(key)
-    if value is None:
-        return None
-    if type(value) is not int or not 0 <= value < len(_POOLING):
-        raise CheckpointError(
-            f"{source}: {key} is {quoted(value)}, not a number from 0 to {len(_POOLING) - 1}"
-        )
-    return _POOLING[value]
 
 
 def _rows(tensors: Mapping[str, TensorInfo], name: str, source: str) -> int:
@@ -354,78 +346,11 @@ def _t5(fields: Fields, tensors: Mapping[str, TensorInfo], *, encoder_only: bool
     return config
 
 
-_ENDS = {
-    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"),
-    *("<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
-    *("<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~["),
-    "<\uff5cend\u2581of\u2581sentence\uff5c>",
-    *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>"),  # where a piece of code has no end
-    *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"),
-}
-"""Texts at which llama.cpp ends a text, since its converter drops the list of a model's own."""
-_SAMPLING = {"top_k": int, "top_p": float, "min_p": float, "temp": float, "penalty_repeat": float}
-"""Keys of `general.sampling` that have a generation field, and their types."""
-_FIELDS = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
-"""Their generation fields, where the names differ."""
-
-
-def sampling_of(metadata: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Generation fields of a file's `general.sampling`, the defaults of calls that sample."""
-    prefix = "general.sampling."
-    given = {key.removeprefix(prefix): x for key, x in metadata.items() if key.startswith(prefix)}
-    others = sorted(prefix + name for name in given.keys() - _SAMPLING)
-    if others:
-        warn(f"{source}: {listed(others)}: jaxllm has no such settings, and samples without them")
-    fields: dict[str, Any] = {}
-    for name, kind in _SAMPLING.items():
-        value = given.get(name)
-        if value is None:
-            continue
-        if type(value) not in (int, kind) or not 0 <= value < math.inf:
-            raise CheckpointError(
-                f"{source}: {prefix}{name} is {quoted(value)}, not a number from 0 on"
-            )
-        if name != "temp" or value > 0:  # 0: greedy, which is the default here
-            # The shortest number with the same 32 bits, as in the model's own file.
-            fields[_FIELDS.get(name, name)] = (
-                kind(str(np.float32(value))) if kind is float else value
-            )
-    return fields
-
-
-def _token_ids(metadata: Mapping[str, Any], vocab_size: int, source: str) -> dict[str, Any]:
-    """BOS, EOS and pad ids; EOS is a list if llama.cpp also stops at other tokens."""
-
-    def token(name: str) -> int | None:
-        key = f"tokenizer.ggml.{name}_token_id"
-        value = metadata.get(key)
-        if value is None or (type(value) is int and value in (-1, _NO_TOKEN)):
-            return None
-        if type(value) is not int or not 0 <= value < vocab_size:
-            raise CheckpointError(
-                f"{source}: {key} is {quoted(value)}, not an id below {vocab_size}"
-            )
-        return value
-
-    more = np.asarray(metadata.get("tokenizer.ggml.eos_token_ids", np.zeros(0, int)))  # ollama's
-    if more.dtype.kind not in "iu" or not ((more >= 0) & (more < vocab_size)).all():
-        raise CheckpointError(
-            f"{source}: tokenizer.ggml.eos_token_ids is {quoted(more.tolist())}, not a list of ids "
-            f"below {vocab_size}"
-        )
-    ends = [i for i in map(token, ("eos", "eot", "eom")) if i is not None]
-    ends += more.ravel().tolist()
-    tokens = metadata.get("tokenizer.ggml.tokens", ())
-    types = metadata.get("tokenizer.ggml.token_type", ())
-    typed = zip(tokens, types, strict=False)
-    ends += [i for i, (text, kind) in enumerate(typed) if kind in (3, 4) and text in _ENDS]
-    ends = [i for i in dict.fromkeys(ends) if i < vocab_size]
-    ids = {
-        "bos_token_id": token("bos"),
-        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
-        "pad_token_id": token("padding"),
-    }
-    return {name: value for name, value in ids.items() if value is not None}
+def _token_ids(metadata: Mapping[str, Any], vocab_size: int, source: str) -> dict[str, int]:
+    """BOS, EOS and pad ids; other end tokens are generation settings."""
+    names = {"bos": "bos", "eos": "eos", "pad": "padding"}
+    ids = {ours: token_id(metadata, theirs, vocab_size, source) for ours, theirs in names.items()}
+    return {f"{name}_token_id": value for name, value in ids.items() if value is not None}
 
 
 class Fields:
@@ -439,9 +364,8 @@ class Fields:
             for key, value in metadata.items()
             if key.startswith(self.prefix)
         }
-        # The first two describe the file; the vocabulary's size is checked against the tensors, and
-        # `pooling_of` reads the last.
-        self._used = {"tensor_data_layout", "rope.scaling.finetuned", "vocab_size", "pooling_type"}
+        # The first two describe the file; the vocabulary's size is checked against the tensors.
+        self._used = {"tensor_data_layout", "rope.scaling.finetuned", "vocab_size"}
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
         """Reads an integer, required unless there is a default."""

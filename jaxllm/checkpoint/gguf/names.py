@@ -22,12 +22,8 @@ import numpy as np
 from gguf.constants import MODEL_ARCH_NAMES
 from gguf.tensor_mapping import get_tensor_name_map
 
-from jaxllm.checkpoint.gguf.config import (
-    ROPE_FACTORS,
-    hf_config_from_gguf,
-    pooling_of,
-    sampling_of,
-)
+from jaxllm.checkpoint.gguf.config import ROPE_FACTORS, hf_config_from_gguf
+from jaxllm.checkpoint.gguf.generation import generation_settings
 from jaxllm.checkpoint.gguf.reader import Blocks, GGUFFile
 from jaxllm.checkpoint.source import Index, TensorInfo, WeightSource, find_tensor
 from jaxllm.common.errors import CheckpointError, UnsupportedError, quoted
@@ -163,19 +159,21 @@ class HFView(WeightSource):
     Attributes:
         file: the GGUF file.
         config: the model's config.json.
-        sampling: generation fields of the file, the defaults of calls that sample.
-        pooling: how the model's embedding of a text is made of those of its tokens, "none", "mean",
-            "cls", "last" or "rank"; None: the file does not say.
+        generation: fields of the generation config: end tokens, and defaults for sampling.
     """
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
         infos = {name: file.info(name) for name in file.names()}
+        if not infos:
+            raise CheckpointError(
+                f"{file.path}: holds no tensors, perhaps a vocabulary alone; give a model's file"
+            )
         factors = file.read(ROPE_FACTORS) if ROPE_FACTORS in infos else None
         self.config: dict[str, Any] = hf_config_from_gguf(file.metadata, infos, factors)
         architecture = file.metadata["general.architecture"]
-        self.sampling = sampling_of(file.metadata, str(file.path))
-        self.pooling = pooling_of(file.metadata, str(file.path))
+        size = self.config["vocab_size"]
+        self.generation = generation_settings(file.metadata, size, str(file.path))
         gated = self.config.get("feed_forward_proj", "").startswith("gated")
         self._tensors: dict[str, _Tensor] = {}
         for name, info in infos.items():

@@ -70,6 +70,7 @@ _OTHER_TYPES = (
 )
 """Types that the gguf package dequantizes, beside `BLOCK_FORMATS`."""
 _CHUNK = 1 << 12  # blocks that are dequantized at a time
+_CHUNK_VALUES = 1 << 17  # values that the gguf package dequantizes at a time
 
 
 @dataclass(frozen=True)
@@ -159,11 +160,12 @@ def _dequantize(
     blocks = data.reshape(-1, block_bytes)
     result = aligned_empty(shape, np.dtype(np.float32))
     if ggml_type.name in _OTHER_TYPES:
-        rows = result.reshape(len(blocks), block)
+        values, count = result.reshape(-1), max(1, _CHUNK_VALUES // block)
         with np.errstate(all="ignore"):
-            for start in range(0, len(blocks), _CHUNK):
-                some = slice(start, start + _CHUNK)
-                rows[some] = dequantize(np.ascontiguousarray(blocks[some]), ggml_type)
+            for start in range(0, len(blocks), count):
+                # As one row: the package splits many rows into groups of 16.
+                row = blocks[start : start + count].reshape(1, -1)
+                values[start * block : (start + count) * block] = dequantize(row, ggml_type)[0]
         return result
     size = BLOCK_FORMATS[ggml_type.name].size
     per_block = block // size

@@ -15,15 +15,18 @@ import numpy as np
 
 from jaxllm.checkpoint.gguf.reader import Blocks, GGUFFile
 from jaxllm.checkpoint.source import Index, TensorInfo, find_tensor
-from jaxllm.common.errors import CheckpointError, UnsupportedError, quoted
+from jaxllm.common.errors import CheckpointError, UnsupportedError, listed, quoted
 
 _PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf", re.IGNORECASE)
+_PROJECTOR = "the image or audio part of a model; give the file of its language model"
 _OTHER_FILES = {
     "adapter": "a LoRA adapter; merge it into its model with llama.cpp's llama-export-lora",
     "imatrix": "an importance matrix, with which llama.cpp quantizes; give the model's file",
-    "mmproj": "the image or audio part of a model; give the file of its language model",
+    "mmproj": _PROJECTOR,
+    "clip": _PROJECTOR,
+    "controlvector": "a control vector; give the file of a model",
 }
-"""Files that are no model, by `general.type`."""
+"""Files that are no model, by `general.type`, or by `general.architecture` in older ones."""
 
 
 def part_paths(path: Path) -> list[Path]:
@@ -45,33 +48,30 @@ def open_gguf(path: str | PathLike[str]) -> GGUFFile:
     path = Path(path)
     file = GGUFFile(path)
     metadata = file.metadata
+    kind = str(metadata.get("general.type", "model"))
+    key = "general.architecture" if kind == "model" else "general.type"
+    what = _OTHER_FILES.get(str(metadata.get(key)))
+    if what is not None or kind != "model":
+        what = what or "no model; give the file of a model"
+        raise UnsupportedError(f"{path}: {key} is {quoted(metadata[key])}: {what}")
     count, number = metadata.get("split.count", 1), metadata.get("split.no", 0)
-    if count not in (0, 1):
-        return _join(file, count, number)
-    kind = metadata.get("general.type", "model")
-    if kind != "model":
-        what = _OTHER_FILES.get(str(kind), "no model; give the file of a model")
-        raise UnsupportedError(f"{path}: general.type is {quoted(kind)}: {what}")
-    return file
+    return file if count in (0, 1) else _join(file, count, number)
 
 
 def _join(file: GGUFFile, count: Any, number: Any) -> GGUFFile:
     path, paths = file.path, part_paths(file.path)
-    if type(count) is not int or type(number) is not int or len(paths) != count:
+    are_numbers = type(count) is int and type(number) is int
+    if not are_numbers or len(paths) != count or paths[number : number + 1] != [path]:
         raise CheckpointError(
             f"{path}: split.no is {quoted(number)} and split.count {quoted(count)}, so the file "
             "should be named NAME-00001-of-00003.gguf, with these numbers; rename it and the others"
         )
-    if number != 0:
-        raise CheckpointError(
-            f"{path}: split.no is {number}: part {number + 1} of {count}; give the first part, "
-            f"{paths[0].name}, with the others in its folder"
-        )
-    missing = [part.name for part in paths if not part.exists()]
+    part = f"{path}: part {number + 1} of {count} (split.no is {number})"
+    missing = [other.name for other in paths if not other.exists()]
     if missing:
-        raise CheckpointError(
-            f"{path}: the first of {count} parts, of which {missing[0]} is missing in its folder"
-        )
+        raise CheckpointError(f"{part}; put into its folder what is missing: {listed(missing)}")
+    if number != 0:
+        raise CheckpointError(f"{part}; give the first part, {paths[0].name}")
     return SplitGGUF(path, [file, *map(GGUFFile, paths[1:])])
 
 
@@ -96,12 +96,13 @@ class SplitGGUF(GGUFFile):
                         f"{self._owners[name].path.name}"
                     )
                 self._owners[name] = part
-        expected = self.metadata.get("split.tensors.count", len(self._owners))
-        if expected != len(self._owners):
-            raise CheckpointError(
-                f"{path}: split.tensors.count is {quoted(expected)}, but the parts have "
-                f"{len(self._owners)} tensors"
-            )
+        for part in parts:
+            expected = part.metadata.get("split.tensors.count", len(self._owners))
+            if expected != len(self._owners):
+                raise CheckpointError(
+                    f"{part.path}: split.tensors.count is {quoted(expected)}, but the parts have "
+                    f"{len(self._owners)} tensors"
+                )
         self.tensors = {name: part.tensors[name] for name, part in self._owners.items()}
 
     def _owner(self, name: str) -> GGUFFile:

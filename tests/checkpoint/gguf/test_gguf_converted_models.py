@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,19 @@ import pytest
 import tiny
 from gguf_edits import edited
 from test_gguf_names import convert
+from weight_files import gguf_bytes, gguf_field, written
 
 import jaxllm
 from jaxllm.batch.job.identity import checkpoint_digests
+from jaxllm.checkpoint.gguf.generation import generation_settings
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.checkpoint.gguf.split import open_gguf
 from jaxllm.checkpoint.load import open_checkpoint
+from jaxllm.cli.verify import _load_reference
 from jaxllm.common.errors import CheckpointError, JaxLLMError, MissingFileError, UnsupportedError
+from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.planning.abstract import read_source
 
 DATA = paths.DATA / "gguf"
 MODELS = json.loads((DATA / "models.json").read_text())
@@ -106,6 +112,14 @@ def test_parts_are_joined(parts):
     assert checkpoint_digests(folder) != before
 
 
+def test_parts_elsewhere(parts):
+    """A plan reads the headers; transformers, beside which models are verified, joins no parts."""
+    folder = parts[0].parent
+    assert read_source(parts[0])[0] == read_source(folder)[0] == open_checkpoint(folder).config
+    with pytest.raises(UnsupportedError, match=r"does not join the parts .* --merge"):
+        _load_reference(folder, "Qwen2ForCausalLM", None)
+
+
 def test_a_folder_of_other_files_is_not_joined(parts):
     shutil.copy(DATA / "llama.gguf", parts[0].parent)
     with pytest.raises(MissingFileError, match=r"several \.gguf files"):
@@ -121,6 +135,23 @@ def remove_second(parts: list[Path]) -> Path:
     return parts[0]
 
 
+def remove_first(parts: list[Path]) -> Path:
+    parts[0].unlink()
+    return parts[1]
+
+
+def rename_second(parts: list[Path]) -> Path:
+    return parts[1].rename(parts[1].with_name("qwen2.gguf"))
+
+
+def rename_all(parts: list[Path]) -> Path:
+    parts[2].unlink()
+    parts[1].unlink()
+    for name in ("qwen2-00001-of-00003.gguf", "qwen2-00003-of-00003.gguf"):
+        shutil.copy(parts[0], parts[0].with_name(f"copy-{name}"))
+    return parts[0].rename(parts[0].with_name("copy-qwen2-00002-of-00003.gguf"))
+
+
 def swap(parts: list[Path]) -> Path:
     data = parts[1].read_bytes()
     parts[1].write_bytes(parts[2].read_bytes())
@@ -133,23 +164,34 @@ def repeat(parts: list[Path]) -> Path:
     return parts[0]
 
 
-def count_wrongly(parts: list[Path]) -> Path:
-    copy = parts[0].with_suffix(".copy")
-    parts[0].rename(copy)
-    edited(copy, parts[0], fields={"split.tensors.count": 5})
+def count_wrongly(parts: list[Path], number: int = 0) -> Path:
+    copy = parts[number].with_suffix(".copy")
+    parts[number].rename(copy)
+    edited(copy, parts[number], fields={"split.tensors.count": 5})
     copy.unlink()
     return parts[0]
+
+
+def count_later_wrongly(parts: list[Path]) -> Path:
+    return count_wrongly(parts, 2)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda parts: parts[1], r"-00002-of-00003.gguf: split.no is 1: part 2 of 3; give the fir"),
+        (
+            lambda parts: parts[1],
+            r"part 2 of 3 \(split.no is 1\); give the first part, qwen2-00001-",
+        ),
         (rename_first, r"model.gguf: split.no is 0 and split.count 3, so the file should be named"),
-        (remove_second, r"first of 3 parts, of which qwen2-00002-of-00003.gguf is missing in its"),
+        (remove_second, r"part 1 of 3 .* what is missing: qwen2-00002-of-00003.gguf$"),
+        (remove_first, r"part 2 of 3 .* what is missing: qwen2-00001-of-00003.gguf$"),
+        (rename_second, r"split.no is 1 and split.count 3, so the file should be named"),
+        (rename_all, r"00002-of-00003.gguf: split.no is 0 and split.count 3, so the file should"),
         (swap, r"00002-of-00003.gguf: split.no and split.count are \[2, 3\], not \[1, 3\]"),
         (repeat, r"00003-of-00003.gguf: the tensor 'blk.0.* is also in qwen2-00002-of-00003.gguf"),
-        (count_wrongly, r"split.tensors.count is 5, but the parts have"),
+        (count_wrongly, r"00001-of-00003.gguf: split.tensors.count is 5, but the parts have"),
+        (count_later_wrongly, r"00003-of-00003.gguf: split.tensors.count is 5, but the parts have"),
     ],
 )
 def test_parts_that_do_not_belong_together(parts, change, message):
@@ -164,6 +206,7 @@ def test_parts_that_do_not_belong_together(parts, change, message):
         ("adapter", "general.type is 'adapter': a LoRA adapter; merge"),
         ("mmproj", "general.type is 'mmproj': the image or audio part"),
         ("vocab", "general.type is 'vocab': no model"),
+        ("model", "general.architecture is 'clip': the image or audio part"),
     ],
 )
 def test_files_that_are_no_model(tmp_path, kind, message):
@@ -197,18 +240,50 @@ def test_ends_and_sampling():
     )
 
 
+def with_texts(*texts: str, pad: int | None = None) -> dict[str, Any]:
+    """Fields of llama.gguf with these texts as its last tokens, control tokens."""
+    metadata = GGUFFile(DATA / "llama.gguf").metadata
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    fields: dict[str, Any] = {
+        "tokenizer.ggml.tokens": [*tokens[: -len(texts)], *texts],
+        "tokenizer.ggml.token_type": [*types[: -len(texts)].tolist(), *[3] * len(texts)],
+    }
+    return fields if pad is None else {**fields, "tokenizer.ggml.padding_token_id": pad}
+
+
+def test_ends_are_overridden_in_the_generation_config():
+    model, _ = jaxllm.load(DATA / "llama.gguf")
+    ids = np.asarray([[5, 6, 7]])
+    bias = {421: 100}  # so that <end_of_turn> is the next token
+    ended = model.generate(ids, max_new_tokens=3, logit_bias=bias, pad_token_id=0)
+    assert np.asarray(ended.sequences)[0, 3:].tolist() in ([421], [421, 0, 0])
+    model.generation_config = GenerationConfig(eos_token_id=2)
+    longer = model.generate(ids, max_new_tokens=3, logit_bias=bias, pad_token_id=0)
+    assert np.asarray(longer.sequences)[0, 3:].tolist() == [421, 421, 421]
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
         ({"tokenizer.ggml.eos_token_ids": [9, 2, 5]}, [2, 9, 5, 420, 421]),
         ({"tokenizer.ggml.eot_token_id": 421}, [2, 421, 420]),
         ({"tokenizer.ggml.token_type": [1] * 424}, 2),
+        ({"tokenizer.ggml.token_type": 3}, 2),
+        ({"tokenizer.ggml.tokens": 3}, 2),
+        ({"tokenizer.ggml.fim_pad_token_id": 9}, [2, 9, 420, 421]),
+        # What ends a message may not end a text.
+        (with_texts("<|call|>", "<|return|>", "<|end|>"), [2, 420, 421, 422]),
+        (with_texts("<|tool_response>", "<|fim_pad|>", "[PAD]"), [2, 420, 421, 422, 423]),
+        # generate() masks a pad token that is no end.
+        (with_texts("<|fim_pad|>", "[PAD]", pad=423), [2, 420, 421, 422]),
+        (with_texts("<|endoftext|>", "<|end|>", pad=422), [2, 420, 421, 422, 423]),
     ],
 )
 def test_other_ends(tmp_path, fields, expected):
     edited(DATA / "llama.gguf", tmp_path / "a.gguf", fields=fields)
-    config = open_checkpoint(tmp_path / "a.gguf").config
-    assert config["eos_token_id"] == expected
+    view = HFView(open_gguf(tmp_path / "a.gguf"))
+    assert view.generation["eos_token_id"] == expected
+    assert view.config["eos_token_id"] == 2
 
 
 @pytest.mark.parametrize(
@@ -216,11 +291,12 @@ def test_other_ends(tmp_path, fields, expected):
     [
         (
             {"tokenizer.ggml.eos_token_ids": [424]},
-            r"eos_token_ids is \[424\], not a list of ids be",
+            r"eos_token_ids is \[424\], not ids below 424",
         ),
-        ({"tokenizer.ggml.eos_token_ids": ["a"]}, r"eos_token_ids is \['a'\], not a list of ids"),
-        ({"general.sampling.temp": "hot"}, "general.sampling.temp is 'hot', not a number from 0"),
-        ({"general.sampling.top_k": 2.5}, "general.sampling.top_k is 2.5, not a number from 0 on"),
+        ({"tokenizer.ggml.eos_token_ids": ["a"]}, r"eos_token_ids is \['a'\], not ids below"),
+        ({"general.sampling.temp": "hot"}, "general.sampling.temp is 'hot', not a number"),
+        ({"general.sampling.top_k": 2.5}, "general.sampling.top_k is 2.5, not an integer"),
+        ({"general.sampling.penalty_repeat": 0.0}, "sampling.penalty_repeat is 0.0, not a number"),
         ({"qwen3.pooling_type": 9}, "qwen3.pooling_type is 9, not a number from 0 to 4"),
     ],
 )
@@ -233,13 +309,28 @@ def test_wrong_fields_are_named(tmp_path, fields, message):
 
 def test_sampling_without_a_counterpart_is_said(tmp_path):
     fields = {"general.sampling.mirostat": 2, "general.sampling.temp": 0.0}
+    fields |= {"general.sampling.xtc_probability": 0.0}  # off
     edited(DATA / "llama.gguf", tmp_path / "a.gguf", fields=fields)
-    with pytest.warns(UserWarning, match="general.sampling.mirostat: jaxllm has no such settings"):
+    with pytest.warns(UserWarning, match=r"and ignores general\.sampling\.mirostat$"):
         model, _ = jaxllm.load(tmp_path / "a.gguf")
     assert model.generation_config.temperature != 0
 
 
-def test_pooling_is_kept():
+def test_a_top_k_that_is_off(tmp_path):
+    """-1 is written from some generation_config.json, and is off in llama.cpp."""
+    negative = struct.pack("<Ii", 5, -1)
+    file = written(
+        tmp_path / "a.gguf", gguf_bytes([gguf_field("general.sampling.top_k", negative)], [])
+    )
+    assert generation_settings(GGUFFile(file).metadata, 10, "a.gguf") == {"top_k": 0}
+
+
+def test_pooling_is_kept(tmp_path):
+    """Also in the folders that a model is saved to."""
     model, _ = jaxllm.load(DATA / "qwen3.gguf")
     assert model.checked_card("test").pooling == "last"
+    jaxllm.save_hf(tmp_path / "folder", model)
+    assert jaxllm.load(tmp_path / "folder")[0].checked_card("test").pooling == "last"
+    jaxllm.save_orbax(tmp_path / "orbax", model)
+    assert jaxllm.load_orbax(tmp_path / "orbax")[0].checked_card("test").pooling == "last"
     assert jaxllm.load(DATA / "llama.gguf")[0].checked_card("test").pooling is None

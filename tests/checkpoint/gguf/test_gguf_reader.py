@@ -140,8 +140,8 @@ class TestTypes:
 
     @pytest.mark.parametrize("name", reader._OTHER_TYPES)
     def test_types_that_the_gguf_package_reads(self, name, tmp_path, monkeypatch):
-        monkeypatch.setattr(reader, "_CHUNK", 3)
         kind = Q[name]
+        monkeypatch.setattr(reader, "_CHUNK_VALUES", 3 * GGML_QUANT_SIZES[kind][0])
         data = np.random.default_rng(0).integers(
             0, 256, (5, 1024 // GGML_QUANT_SIZES[kind][0] * GGML_QUANT_SIZES[kind][1]), np.uint8
         )
@@ -153,6 +153,20 @@ class TestTypes:
         part = file.read("w", (slice(1, 4), slice(5, 700)))
         np.testing.assert_array_equal(part, expected[1:4, 5:700])
         assert file.blocks("w") is None
+
+    @pytest.mark.ci
+    def test_types_of_the_gguf_package_are_read_in_large_parts(self):
+        """16 blocks at a time, as the package reads many rows, take five times as long."""
+        data = np.zeros(22 << 16, np.uint8)
+        seconds = []
+        for many_rows in (False, True):
+            start = time.process_time()
+            if many_rows:
+                gguf.quants.dequantize(data.reshape(-1, 22), Q.Q5_0)
+            else:
+                reader._dequantize(data, (1 << 16, 32), Q.Q5_0)
+            seconds.append(time.process_time() - start)
+        assert seconds[0] < seconds[1] / 2
 
     def test_every_type_that_the_gguf_package_reads(self):
         known = {kind.name for kind in gguf.quants._type_traits}
