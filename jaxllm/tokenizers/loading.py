@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxllm.common.errors import TokenizerError, UnsupportedError
 from jaxllm.tokenizers.byte_level import ByT5Tokenizer
-from jaxllm.tokenizers.rank_files import RankTokenizer, is_tiktoken
+from jaxllm.tokenizers.rank_files import RankTokenizer
 from jaxllm.tokenizers.sentencepiece_tokenizers import (
     GemmaTokenizer,
     LlamaTokenizer,
@@ -35,16 +35,19 @@ from jaxllm.tokenizers.translation_tokenizers import (
     XGLMTokenizer,
 )
 
+_RANKS = "tokenizer.model in tiktoken's format"
 _VOCABULARIES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "source.spm"),
-    *("vocab.json", "merges.txt", "tekken.json"),
+    *("vocab.json", "merges.txt", "tekken.json", _RANKS),
 )
 _OTHER_FORMATS = {
     "vocab.txt": "a WordPiece vocabulary, such as BERT's",
     "*.tiktoken": "ranks in tiktoken's format without their regular expression, such as Qwen 1's",
     "encoder.json": "GPT-2's original vocabulary; call it vocab.json, and vocab.bpe merges.txt",
+    "vocab.bpe": "GPT-2's original merges; call it merges.txt, and encoder.json vocab.json",
     "bpe.codes": "merges of fastBPE, such as PhoBERT's",
     "spm.model": "a sentencepiece model of another class, such as DeBERTa's",
+    "sentencepiece.model": "a sentencepiece model of another class, such as RemBERT's",
     "tokenizer.model.v*": "Mistral's sentencepiece model with control tokens",
 }
 """Vocabularies that are not read, by the names of their files."""
@@ -58,11 +61,12 @@ _READERS = (
     (("ByT5Tokenizer",), (), ByT5Tokenizer),
     *(((each.__name__,), (each.model_file,), each) for each in _FAIRSEQ),
     *(((each.__name__,), ("vocab.json",), each) for each in (MarianTokenizer, M2M100Tokenizer)),
-    (("T5Tokenizer", ""), ("spiece.model",), T5Tokenizer),
+    (("T5Tokenizer", "MT5Tokenizer", ""), ("spiece.model",), T5Tokenizer),
     *(((name,), ("tokenizer.json",), each) for name, each in _FAST.items()),
     (None, ("tokenizer.json",), FastTokenizer),
     (("LlamaTokenizer", ""), ("tokenizer.model",), LlamaTokenizer),
     (("GemmaTokenizer",), ("tokenizer.model",), GemmaTokenizer),
+    (("LlamaTokenizer", "PreTrainedTokenizer", "TokenizersBackend", ""), (_RANKS,), RankTokenizer),
     (None, ("tekken.json",), RankTokenizer),
     *(((name,), ("vocab.json", "merges.txt"), each) for name, each in CLASSES.items()),
     (("",), ("vocab.json", "merges.txt"), GPT2Tokenizer),
@@ -121,15 +125,14 @@ def read_tokenizer(files: TokenizerFiles, settings: TokenizerSettings) -> Tokeni
 def _choose(files: TokenizerFiles, settings: TokenizerSettings) -> Any:
     """The class that reads the files; None if there are no tokenizer files."""
     class_name = (settings.tokenizer_class or "").removesuffix("Fast")
+    found = {_RANKS if name == files.rank_file else name for name in files.contents}
     asks_model = not DECIDING_OPTIONS.isdisjoint(files.options)
-    if asks_model and class_name in ("LlamaTokenizer", "") and "tokenizer.model" in files:
+    if asks_model and class_name in ("LlamaTokenizer", "") and "tokenizer.model" in found:
         return LlamaTokenizer
-    if "tokenizer.json" not in files and is_tiktoken(files):
-        return RankTokenizer
     for names, needed, kind in _READERS:
-        if (names is None or class_name in names) and set(needed) <= files.contents.keys():
+        if (names is None or class_name in names) and set(needed) <= found:
             return kind
-    present = [name for name in _VOCABULARIES if name in files]
+    present = [name for name in _VOCABULARIES if name in found]
     if not present:
         other = (path for pattern in _OTHER_FORMATS for path in files.folder.glob(pattern))
         if (path := next(other, None)) is None or any(files.folder.glob("*.gguf")):
@@ -139,10 +142,10 @@ def _choose(files: TokenizerFiles, settings: TokenizerSettings) -> Any:
             f"{path}: {kind}. jaxllm does not read this format; save_pretrained of transformers 5's"
             " AutoTokenizer writes a tokenizer.json of most models"
         )
+    classes = ", ".join(name.removesuffix("Tokenizer") for name in CLASSES)
     raise UnsupportedError(
         f"{files.folder}: cannot read a {class_name or 'tokenizer'} from {', '.join(present)}:"
-        " supported are tokenizer.json, LlamaTokenizer with tokenizer.model, T5Tokenizer with"
-        f" spiece.model, {', '.join(CLASSES)} with vocab.json and merges.txt, ByT5Tokenizer,"
-        " those of translation models;"
+        " supported are tokenizer.json, tokenizer.model (Llama, Gemma), spiece.model (T5),"
+        f" vocab.json with merges.txt ({classes}), ByT5Tokenizer, those of translation models;"
         " save_pretrained of transformers 5's AutoTokenizer writes a tokenizer.json of others"
     )

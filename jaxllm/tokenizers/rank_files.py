@@ -1,23 +1,22 @@
 """Reads byte-level BPE from files of ranks: tiktoken's format (Llama 3) and Mistral's tekken.json.
 
-Both list the tokens as bytes, in the order in which BPE prefers them, and no merges. tiktoken joins
-the two neighbours whose bytes together have the lowest rank. The tokenizers library gives the same
-ids for the merges of all pairs of tokens that make a token, in the order of its rank.
+Both list the bytes of tokens by rank, and no merges. tiktoken joins the two neighbours whose bytes
+together have the lowest rank. The tokenizers library gives the same ids if all pairs of tokens that
+make a token are merges, in the order of its rank.
 """
 
 from __future__ import annotations
 
 import binascii
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
-from typing import Any, Self, TypeVar
+from itertools import count, islice
+from typing import Any, Self
 
 from jaxllm.common.errors import TokenizerError, UnsupportedError, quoted
 from jaxllm.tokenizers.added_tokens import AddedToken
 from jaxllm.tokenizers.gguf_vocab import TEKKEN_PATTERN
-from jaxllm.tokenizers.settings import LLAMA_TOKENS, TokenizerFiles, TokenizerSettings, named_tokens
+from jaxllm.tokenizers.settings import RANK_LINE, TokenizerFiles, TokenizerSettings
 from jaxllm.tokenizers.stream_decoder import byte_to_unicode
 from jaxllm.tokenizers.tokenizer_json import (
     BYTE_LEVEL,
@@ -26,63 +25,64 @@ from jaxllm.tokenizers.tokenizer_json import (
     FastTokenizer,
     split_before_bytes,
 )
-from jaxllm.tokenizers.tokenizer_json_check import MAX_BPE_ENTRIES, MAX_TOKEN_BYTES, MAX_VOCABULARY
+from jaxllm.tokenizers.tokenizer_json_check import MAX_BPE_ENTRIES, MAX_VOCABULARY
 
-T = TypeVar("T")
-MAX_RANKED_BYTES = 2**23
-"""Bytes of all tokens of a file together, each of which is a place to split a token."""
+MAX_RANKED_TOKEN_BYTES, MAX_RANKED_BYTES = 256, 2**23
+"""Most bytes of a token, and of all tokens of a file. Each byte is a place to split a token, and
+each merge has a copy of the token."""
 _PATTERNS = (TEKKEN_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN)
-_RANK_LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) +([0-9]{1,9})")
-_FIRST_LINE = re.compile(_RANK_LINE.pattern + rb"[ \r]*(\n|\Z)")
-
-_LLAMA3_NAMED = named_tokens(bos="<|begin_of_text|>", eos="<|end_of_text|>")
-_FIRST, _HEADER = tuple(_LLAMA3_NAMED.values()), ("<|start_header_id|>", "<|end_header_id|>")
-_RESERVED = [f"<|reserved_special_token_{number}|>" for number in range(251)]
-LLAMA3_SPECIAL = (*_FIRST, *_RESERVED[:4], *_HEADER, _RESERVED[4], "<|eot_id|>", *_RESERVED[5:])
-LLAMA31_SPECIAL = (
-    *(*_FIRST, *_RESERVED[:2], "<|finetune_right_pad_id|>", _RESERVED[2], *_HEADER),
-    *("<|eom_id|>", "<|eot_id|>", "<|python_tag|>", *_RESERVED[3:248]),
+_BEGIN = ("<|begin_of_text|>", "<|end_of_text|>")
+_HEADER = ("<|start_header_id|>", "<|end_header_id|>")
+_NAMES = ("bos", "eos", "bos", "eos", "unk", "pad")
+_NAMED_TEXTS = (*_BEGIN, "<s>", "</s>", "<unk>", "<pad>")
+_NAMED: Mapping[str, str] = dict(zip(_NAMED_TEXTS, _NAMES, strict=True))
+"""Names of the special tokens that are named tokens."""
+_LLAMA3 = (*_BEGIN, *[""] * 4, *_HEADER, "", "<|eot_id|>")
+_LLAMA31 = (
+    *(*_BEGIN, "", "", "<|finetune_right_pad_id|>", "", *_HEADER),
+    *("<|eom_id|>", "<|eot_id|>", "<|python_tag|>"),
 )
-"""Special tokens after the ranks of Llama 3, and of Llama 3.1 to 3.3, as in tokenizer.json."""
-_TEKKEN_VERSIONS = ("v1", "v2", "v3", "v7", "v11", "v13", "v15")
-_TEKKEN_SPECIAL = (
+"""First special tokens of Llama 3, and of 3.1 to 3.3, as in the published tokenizer.json; "" stands
+for the next reserved one. There are 256."""
+_TEKKEN = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
     *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]"),
     *("[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
     "[TOOL_CONTENT]",
 )
-"""Special tokens of a tekken.json of the first four versions, which may leave out the list."""
-_TEKKEN_FIELDS = {
-    *("config", "vocab", "special_tokens", "version", "type"),
+"""Special tokens of a tekken.json that lists none, which the first versions may do."""
+_VERSIONS = ("v1", "v2", "v3", "v7", "v11", "v13", "v15")
+_SIZES = ("num_vocab_tokens", "default_vocab_size", "default_num_special_tokens")
+_FIELDS = {
+    *("config", "vocab", "special_tokens", "version", "type", "pattern", *_SIZES),
     *("image", "multimodal", "audio", "model_settings_builder"),  # change no ids of texts
 }
 
 
 class RankTokenizer(FastTokenizer):
-    """A tokenizer from Llama 3's original tokenizer.model, in tiktoken's format, or from Mistral's
-    tekken.json. ``save`` writes a tokenizer.json beside this file.
+    """Llama 3's tokenizer from its original tokenizer.model, or Mistral's from tekken.json.
 
-    Special tokens of Llama 3 come from tokenizer_config.json or added_tokens.json if these list one
-    for the first id after the ranks. Otherwise they are Meta's: those of Llama 3.1 if config.json
-    scales rotary embeddings as Llama 3.1 does, else those of Llama 3.
+    ``save`` writes a tokenizer.json beside this file. Llama's special tokens come from
+    tokenizer_config.json or added_tokens.json if they list one for the first id after the ranks.
+    Otherwise they are Meta's: Llama 3.1's if config.json scales rotary embeddings in its way.
     """
 
     @classmethod
     def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> Self:
-        """Loads a folder with tokenizer.model or tekken.json."""
-        name = "tokenizer.model" if is_tiktoken(files) else "tekken.json"
-        files.refuse_options(("add_bos_token", "add_eos_token"), f"the ranks of {name}")
+        """Loads a folder with tokenizer.model in tiktoken's format, or with tekken.json."""
+        name = files.rank_file or "tekken.json"
         source = str(files.folder / name)
-        if name == "tekken.json":
-            tokens, texts, pattern = read_tekken(files.json_object(name), source)
-            special, named = dict(enumerate(texts)), {**LLAMA_TOKENS, **named_tokens(pad="<pad>")}
-        else:
+        files.refuse_options(("add_bos_token", "add_eos_token"), f"the ranks of {name}")
+        if files.rank_file:
             tokens, pattern = read_tiktoken(files.contents[name], source), LLAMA3_PATTERN
-            listed = [] if len(tokens) in settings.added else _llama3_special(files, settings)
-            special, named = dict(enumerate(listed, len(tokens))), _LLAMA3_NAMED
-        added = {index: AddedToken(text) for index, text in special.items()} | {**settings.added}
-        known = {token.content for token in added.values()}
-        settings = settings.with_defaults(**{k: v for k, v in named.items() if v in known})
+            special = [] if len(tokens) in settings.added else _llama3_special(files, settings)
+            model, first = bpe_model(tokens, (), source), len(tokens)
+        else:
+            tokens, special, pattern = read_tekken(files.json_object(name), source)
+            model, first = bpe_model(tokens, special, source), 0
+        added = {index: AddedToken(text) for index, text in enumerate(special, first)}
+        added = dict(sorted((added | {**settings.added}).items()))
+        named = {f"{_NAMED[str(t)]}_token": str(t) for t in added.values() if str(t) in _NAMED}
         options = {
             "padding_side": "left",
             **settings.options,
@@ -90,178 +90,130 @@ class RankTokenizer(FastTokenizer):
             "add_eos_token": settings.flag("add_eos_token", False),
             "tokenizer_class": "PreTrainedTokenizerFast",
         }
+        steps = split_before_bytes(pattern)
         spec = {
-            "added_tokens": [],
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": split_before_bytes(pattern)},
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
             "decoder": {**BYTE_LEVEL, "use_regex": True},
-            "model": bpe_model(tokens, special, source),
+            "model": model,
         }
-        settings = replace(settings, added=dict(sorted(added.items())), options=options)
+        settings = replace(settings.with_defaults(**named), added=added, options=options)
         tokenizer = cls(spec, settings, source=source)
         tokenizer._files[name] = files.contents[name]
         return tokenizer
 
 
-def _llama3_special(files: TokenizerFiles, settings: TokenizerSettings) -> Sequence[str]:
-    """The special tokens that the settings list, or else Meta's for the model in config.json."""
-    listed = [token.content for token in settings.extra]
+def _llama3_special(files: TokenizerFiles, settings: TokenizerSettings) -> list[str]:
+    """The listed special tokens, or Meta's. All models have the same tokenizer.model."""
+    if _BEGIN[0] in (listed := [token.content for token in settings.extra]):
+        return listed
     config = files.model_config()
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    is_new = isinstance(scaling, dict) and "llama3" in scaling.values()
-    own = LLAMA31_SPECIAL if is_new else LLAMA3_SPECIAL
-    return listed if _FIRST[0] in listed else own
-
-
-def is_tiktoken(files: TokenizerFiles) -> bool:
-    """True if tokenizer.model begins with a token in base64 and its rank, as in tiktoken's format.
-
-    A sentencepiece model begins with a byte that is no character of base64.
-    """
-    return _FIRST_LINE.match(files.contents.get("tokenizer.model", b"")) is not None
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    is_scaled = isinstance(scaling, dict) and "llama3" in scaling.values()
+    texts, reserved = (*(_LLAMA31 if is_scaled else _LLAMA3), *[""] * 256)[:256], count()
+    return [text or f"<|reserved_special_token_{next(reserved)}|>" for text in texts]
 
 
 def read_tiktoken(content: bytes, source: str) -> list[bytes]:
-    """Reads tiktoken's format, a line for each token: its bytes in base64, and its rank.
-
-    Returns:
-        Bytes of the tokens, by rank.
-    """
-    ranks: list[int] = []
-    tokens: list[bytes] = []
-    lines = content.split(b"\n")
-    if len(lines) > 2 * MAX_VOCABULARY:
-        raise TokenizerError(f"{source}: {len(lines)} lines, but at most {MAX_VOCABULARY} tokens")
-    for number, line in enumerate(lines, 1):
-        line = line.rstrip()
-        if match := _RANK_LINE.fullmatch(line):
-            ranks.append(int(match[2]))
-            tokens.append(_from_base64(match[1], source))
-        elif line:
+    """Reads tiktoken's format, a line for each token. Returns the tokens by rank."""
+    if content.count(b"\n") > MAX_VOCABULARY:
+        raise TokenizerError(f"{source}: more than {MAX_VOCABULARY} lines")
+    tokens: dict[int, bytes] = {}
+    for number, line in enumerate(content.split(b"\n"), 1):
+        match, where = RANK_LINE.fullmatch(line), f"{source}: line {number}"
+        if match is None and line.strip():
             raise TokenizerError(
-                f"{source}: line {number} is {quoted(line.decode('utf-8', 'replace'))}, not a token"
-                " in base64 and its rank (tiktoken's format); download the file again"
+                f"{where} is {quoted(line.decode('utf-8', 'replace'))}, not a token in base64 and"
+                " its rank (tiktoken's format); download the file again"
             )
-    return _by_rank(ranks, tokens, source)
+        if match is not None:
+            if (rank := int(match[2])) in tokens:
+                raise TokenizerError(f"{where}: a second token has the rank {rank}")
+            tokens[rank] = _from_base64(match[1], where)
+    if missing := tokens and set(range(len(tokens))) - tokens.keys():
+        raise TokenizerError(
+            f"{source}: no token has the rank {min(missing)}, though ranks go up to {max(tokens)}"
+        )
+    return [tokens[rank] for rank in range(len(tokens))]
 
 
 def read_tekken(spec: Mapping[str, Any], source: str) -> tuple[list[bytes], list[str], str]:
-    """Reads the object in a tekken.json.
-
-    Returns:
-        Bytes of the tokens by rank, special tokens by id, and the regular expression of words.
-        The id of a token is its rank plus the number of special tokens.
-    """
-    if unknown := spec.keys() - _TEKKEN_FIELDS:
+    """Reads a tekken.json. Returns tokens by rank, special tokens by id, and the regular expression
+    of words. The id of a token is its rank plus the number of special tokens."""
+    config: Any = spec.get("config") if isinstance(spec.get("config"), dict) else {}
+    if unknown := (spec.keys() | config.keys()) - _FIELDS:
         raise UnsupportedError(f"{source}: unknown fields {quoted(sorted(unknown))}")
-    config, where = spec.get("config"), f"{source}: config"
-    if not isinstance(config, dict):
-        raise TokenizerError(f"{where}: {type(config).__name__}, not an object")
     version, pattern = config.get("version"), config.get("pattern")
-    if version not in _TEKKEN_VERSIONS:
+    if version not in _VERSIONS or pattern not in _PATTERNS:
         raise UnsupportedError(
-            f"{where}: version is {quoted(version)}; supported are {', '.join(_TEKKEN_VERSIONS)}"
+            f"{source}: config: version is {quoted(version)} and pattern {quoted(pattern)};"
+            f" supported are {', '.join(_VERSIONS)} with the regular expression of Mistral Nemo,"
+            " Llama 3 or Qwen2. Make a tokenizer.json of it"
         )
-    if pattern not in _PATTERNS:
-        raise UnsupportedError(
-            f"{where}: pattern is {quoted(pattern)}, which is none of the regular expressions that"
-            " are known (those of Mistral Nemo, Llama 3 and Qwen2); use a tokenizer.json"
-        )
-    size: Any = config.get("default_vocab_size")
-    count: Any = config.get("default_num_special_tokens")
-    ranks, texts = _entries(spec.get("vocab"), "token_bytes", f"{source}: vocab")
+    special = list(_TEKKEN)
+    if version not in _VERSIONS[:4] or spec.get("special_tokens") is not None:
+        special = _texts(spec.get("special_tokens"), "token_str", f"{source}: special_tokens")
+    listed = _texts(spec.get("vocab"), "token_bytes", f"{source}: vocab")
+    sizes: list[Any] = [config.get(name) for name in _SIZES]
+    number = sizes[2]
     if not (
-        type(size) is type(count) is int and 0 <= count <= size - 256 <= len(texts) - 256 + count
+        set(map(type, sizes)) == {int}
+        and len(special) <= number
+        and number + 256 <= sizes[1] <= min(number + len(listed), MAX_VOCABULARY)
     ):
         raise TokenizerError(
-            f"{where}: default_vocab_size is {quoted(size)} and default_num_special_tokens "
-            f"{quoted(count)}, which leaves not 256 to {len(texts)} tokens of vocab"
+            f"{source}: config: {', '.join(_SIZES)} are {quoted(sizes)}, which does not fit"
+            f" {len(listed)} tokens, 256 or more of them bytes, and {len(special)} special tokens"
         )
-    listed = spec.get("special_tokens")
-    if listed is None and version in _TEKKEN_VERSIONS[:4]:
-        listed = [{"rank": i, "token_str": text} for i, text in enumerate(_TEKKEN_SPECIAL)]
-    where = f"{source}: special_tokens"
-    special = _by_rank(*_entries(listed, "token_str", where), where)
-    special += [f"<SPECIAL_{number}>" for number in range(len(special), count)]
-    if len(special) > count or len(set(special)) < len(special):
-        raise TokenizerError(
-            f"{where}: {len(special)} tokens, but config says {count} different ones"
-        )
-    ranked = _by_rank(ranks, texts, f"{source}: vocab")[: size - count]
-    return [_from_base64(text, f"{source}: vocab") for text in ranked], special, pattern
+    special += [f"<SPECIAL_{index}>" for index in range(len(special), number)]
+    tokens = [_from_base64(x, f"{source}: vocab") for x in listed[: sizes[1] - number]]
+    return tokens, special, pattern
 
 
-def _entries(listed: object, name: str, source: str) -> tuple[list[int], list[str]]:
-    """Ranks of a list's objects, and the texts that they have under `name`."""
-    if not isinstance(listed, list) or len(listed) > MAX_VOCABULARY:
-        raise TokenizerError(f"{source} is {quoted(listed)}, not a list of tokens")
-    for number, entry in enumerate(listed):
-        rank, text = (entry.get("rank"), entry.get(name)) if isinstance(entry, dict) else (0, 0)
-        if type(rank) is not int or not isinstance(text, str) or not text:
-            raise TokenizerError(f"{source}[{number}] is {quoted(entry)}, not a {name} with a rank")
-    return [entry["rank"] for entry in listed], [entry[name] for entry in listed]
+def _texts(entries: object, field: str, where: str) -> list[str]:
+    """A field of the objects in a list, each of which has its place as ``rank``."""
+    if not isinstance(entries, list):
+        raise TokenizerError(f"{where} is {quoted(entries)}, not a list")
+    for rank, entry in enumerate(entries):
+        fields = entry if isinstance(entry, dict) else {}
+        text = fields.get(field)
+        if fields.get("rank") != rank or not isinstance(text, str) or not text:
+            raise TokenizerError(
+                f"{where}[{rank}] is {quoted(entry)}, not an object with {field} and rank {rank}"
+            )
+    return [entry[field] for entry in entries]
 
 
-def _by_rank(ranks: Sequence[int], values: Sequence[T], source: str) -> list[T]:
-    """The values by their ranks, which are the numbers from 0 on, each once."""
-    by_rank = dict(zip(ranks, values, strict=True))
-    found = [by_rank[rank] for rank in range(len(values)) if rank in by_rank]
-    if len(found) < len(values):
-        missing = next(rank for rank in range(len(values)) if rank not in by_rank)
-        raise TokenizerError(f"{source}: no token has the rank {missing}, of {len(values)} tokens")
-    return found
-
-
-def bpe_model(tokens: Sequence[bytes], special: Mapping[int, str], source: str) -> dict[str, Any]:
-    """The BPE model of a tokenizer.json with tiktoken's ids for the ranked tokens.
-
-    Args:
-        tokens: bytes of the tokens, by rank.
-        special: special tokens by id, all before the ranked tokens or all after them.
-        source: name of the file, for messages.
-    """
+def bpe_model(tokens: Sequence[bytes], first: Collection[str], source: str) -> dict[str, Any]:
+    """A tokenizer.json's model with tiktoken's ids of ranked tokens, after those of `first`."""
     longest = max(map(len, tokens), default=0)
-    if longest > MAX_TOKEN_BYTES or sum(map(len, tokens)) > MAX_RANKED_BYTES:
+    if longest > MAX_RANKED_TOKEN_BYTES or sum(map(len, tokens)) > MAX_RANKED_BYTES:
         raise TokenizerError(
-            f"{source}: tokens of up to {longest} bytes, but at most {MAX_TOKEN_BYTES} are taken,"
-            f" and {MAX_RANKED_BYTES} for all tokens together"
+            f"{source}: a token of {longest} bytes, but at most {MAX_RANKED_TOKEN_BYTES} are"
+            f" taken, and {MAX_RANKED_BYTES} for all tokens together"
         )
-    ranks = {token: rank for rank, token in enumerate(tokens)}
-    if len(ranks) != len(tokens):
-        twice = next(token for rank, token in enumerate(tokens) if ranks[token] != rank)
-        raise TokenizerError(f"{source}: the token {quoted(str(twice))} has two ranks")
     table = byte_to_unicode()
-    if lacking := [byte for byte in table if bytes([byte]) not in ranks]:
-        raise TokenizerError(
-            f"{source}: {len(lacking)} of the 256 bytes have no rank, such as {min(lacking)};"
-            " texts with them could not be encoded"
-        )
     names = [token.decode("latin-1").translate(table) for token in tokens]
-    known = {*names}
-    if shared := sorted(known.intersection(special.values())):
-        raise TokenizerError(f"{source}: {quoted(shared[0])} is a special token and has a rank too")
+    known, every = {*names}, [*first, *names]
+    vocab = {name: index for index, name in enumerate(every)}
+    if twice := [name for index, name in enumerate(every) if vocab[name] != index]:
+        raise TokenizerError(f"{source}: the token {quoted(twice[0])} appears twice")
+    if missing := set(table.values()) - known:
+        raise TokenizerError(f"{source}: {len(missing)} of the 256 single bytes are no tokens")
     merges = (
-        f"{left} {right}"  # which has no space in it
+        f"{left} {right}"
         for name in names
         for place in range(1, len(name))
         if (left := name[:place]) in known and (right := name[place:]) in known
     )
-    return {
-        "type": "BPE",
-        "vocab": {
-            name: index
-            for index, name in enumerate([*(special.values() if 0 in special else ()), *names])
-        },
-        # One more than are taken, so that the check of the model counts too many.
-        "merges": list(islice(merges, MAX_BPE_ENTRIES + 1)),
-        "ignore_merges": True,
-    }
+    # With one more merge than are taken, the check of the model fails.
+    merges = list(islice(merges, MAX_BPE_ENTRIES + 1))
+    return {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": True}
 
 
 def _from_base64(text: str | bytes, where: str) -> bytes:
     try:
-        token = binascii.a2b_base64(text, strict_mode=True)
-    except ValueError:  # binascii.Error too
-        token = b""
-    if not token:
-        raise TokenizerError(f"{where}: {quoted(str(text))} is not a token in base64")
-    return token
+        if token := binascii.a2b_base64(text, strict_mode=True):
+            return token
+    except ValueError:
+        pass
+    raise TokenizerError(f"{where}: {quoted(str(text))} is not a token in base64")

@@ -348,14 +348,26 @@ class LlamaTokenizer(SentencePieceTokenizer):
 
 
 class GemmaTokenizer(LlamaTokenizer):
-    """Gemma's tokenizer: BOS before a text, and sentencepiece's ids between special tokens."""
+    """Gemma's tokenizer: BOS before a text; the marks of turns are special tokens.
+
+    The model alone encodes and decodes each text between added tokens.
+    """
 
     default_tokens = named_tokens(bos="<bos>", eos="<eos>", unk="<unk>", pad="<pad>")
+    options = ("add_bos_token", "add_eos_token")
 
     @classmethod
     def _complete(cls, settings: TokenizerSettings) -> TokenizerSettings:
-        options = {"keep_inner_spaces": True, **settings.options}
-        return super()._complete(replace(settings, options=options))
+        return super()._complete(replace(settings, options={**settings.options, "legacy": True}))
+
+    def _known_added(self, settings: TokenizerSettings) -> dict[int, AddedToken]:
+        marks = ("<start_of_turn>", "<end_of_turn>")
+        ids = [(i, piece) for i, piece in enumerate(self._model.pieces) if piece in marks]
+        return {index: AddedToken(piece) for index, piece in ids} | {**settings.added}
+
+    @cached_property
+    def _rules(self) -> DecodeRules:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return DecodeRules(model=self._model, special=frozenset(self._added_ids))
 
 
 class T5Tokenizer(SentencePieceTokenizer):

@@ -9,6 +9,7 @@ Settings are special tokens, flags and chat templates. Their files are ``tokeniz
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -70,6 +71,7 @@ OWN_CLASS_OF_MODEL = {
     "mbart": "MBartTokenizer",
     "pegasus": "PegasusTokenizer",
     "xglm": "XGLMTokenizer",
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "t5gemma"), "GemmaTokenizer"),
 }
 """The same of model types whose sentencepiece files no other class reads."""
 SENTENCEPIECE_MODELS = {
@@ -83,6 +85,9 @@ OTHER_IDS = (
     "an earlier version of jaxllm began it, which gave this tokenizer's texts other ids (see "
     "CHANGELOG.md); finish it with that version, or begin another one"
 )
+# Of limited length, since a long line would take long to fail.
+RANK_LINE = re.compile(rb"([A-Za-z0-9+/]{1,2000}={0,2}) ([0-9]{1,9})\r?")
+"""A line of tiktoken's format: a token in base64 and its rank. A sentencepiece model has none."""
 TEMPLATES_FOLDER = "additional_chat_templates"
 """transformers 5's folder of the chat templates beside the default one, NAME.jinja."""
 
@@ -255,6 +260,12 @@ class TokenizerFiles:
         if not is_there(self.folder / "config.json", TokenizerError):
             return {}
         return self._parsed("config.json", self._read(self.folder / "config.json"))
+
+    @property
+    def rank_file(self) -> str | None:
+        """Name of the tokenizer.model if it is in tiktoken's format, as Llama 3's is."""
+        line = self.contents.get("tokenizer.model", b"")[:4096].partition(b"\n")[0]
+        return "tokenizer.model" if RANK_LINE.fullmatch(line) else None
 
     def refuse_options(self, taken: Collection[str], kind: str) -> None:
         """Raises for options of a call that act on other classes than this one.

@@ -2,8 +2,8 @@
 
 The tokenizers library splits text into tokens, after the file has been checked. The file's
 ``post_processor``, which adds special tokens, is implemented here, because settings may replace it;
-its ``decoder`` is implemented in ``stream_decoder.py``. GPT-2, RoBERTa (CodeT5, BART) and Qwen2 are
-read from vocab.json and merges.txt too.
+its ``decoder`` is implemented in ``stream_decoder.py``. GPT-2, RoBERTa (CodeT5, BART), Qwen2,
+GPT-NeoX and Blenderbot are read from vocab.json and merges.txt too.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from jaxllm.tokenizers.settings import (
     NamedTokens,
     TokenizerFiles,
     TokenizerSettings,
+    named_tokens,
     new_config,
 )
 from jaxllm.tokenizers.stream_decoder import Stage, decoder_stages
@@ -60,7 +61,7 @@ _CLASSES: Mapping[str, tuple[NamedTokens, tuple[str, ...]]] = {
     "GPT2Tokenizer": (GPT2_TOKENS, ("add_prefix_space",)),
     "RobertaTokenizer": (ROBERTA_TOKENS, ("add_prefix_space",)),
     "BartTokenizer": (ROBERTA_TOKENS, ("add_prefix_space",)),
-    "T5Tokenizer": (T5_TOKENS, ()),
+    **dict.fromkeys(("T5Tokenizer", "MT5Tokenizer"), (T5_TOKENS, ())),
     "Qwen2Tokenizer": (QWEN2_TOKENS, ()),
     "MBartTokenizer": (ROBERTA_TOKENS, LANGUAGES),
     "MBart50Tokenizer": (ROBERTA_TOKENS, LANGUAGES),
@@ -137,7 +138,7 @@ class FastTokenizer(Tokenizer):
         source = str(files.folder / "tokenizer.json")
         spec = parse_json(files.contents["tokenizer.json"], source=source, error=TokenizerError)
         class_name = (settings.tokenizer_class or "").removesuffix("Fast")
-        if not class_name and "tokenizer.model" in files:
+        if not class_name and "tokenizer.model" in files and not files.rank_file:
             class_name = "LlamaTokenizer"
         default_tokens, acting = _CLASSES.get(class_name, ({}, ()))
         files.refuse_options(acting, "a tokenizer.json of this class")
@@ -403,6 +404,8 @@ class GPT2Tokenizer(FastTokenizer):
     pattern: ClassVar[str | None] = None
     """Regular expression of words; None: GPT-2's."""
     normalizer: ClassVar[dict[str, str] | None] = None
+    prefix_space: ClassVar[bool] = False
+    """Default of ``add_prefix_space``."""
 
     @classmethod
     def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> Self:
@@ -415,7 +418,8 @@ class GPT2Tokenizer(FastTokenizer):
             "merges": read_merges(files.text("merges.txt")),
         }
         decoder = {**BYTE_LEVEL, "use_regex": True}
-        byte_level = {**BYTE_LEVEL, "add_prefix_space": settings.flag("add_prefix_space", False)}
+        prefix_space = settings.flag("add_prefix_space", cls.prefix_space)
+        byte_level = {**BYTE_LEVEL, "add_prefix_space": prefix_space}
         spec: dict[str, Any] = {
             "added_tokens": [],
             "model": model,
@@ -474,10 +478,31 @@ class Qwen2Tokenizer(GPT2Tokenizer):
     normalizer: ClassVar[dict[str, str] | None] = {"type": "NFC"}
 
 
+class GPTNeoXTokenizer(GPT2Tokenizer):
+    """Composed characters (NFC), GPT-2's splits."""
+
+    default_tokens: ClassVar[NamedTokens] = GPT2_TOKENS | named_tokens(pad="<|padding|>")
+    normalizer: ClassVar[dict[str, str] | None] = {"type": "NFC"}
+
+
+class BlenderbotTokenizer(RobertaTokenizer):
+    """GPT-2's splits of a text with a space before it, ``</s>`` after a single text."""
+
+    prefix_space = True
+
+    @staticmethod
+    def _post_processor(
+        ids: Mapping[str, int], settings: TokenizerSettings, source: str
+    ) -> dict[str, Any] | None:
+        eos = settings.named.get("eos_token")
+        return template(["A"] if eos is None else ["A", eos], ["A", "B"], ids, second=1)
+
+
+_CLASSES_OF_OWN = (RobertaTokenizer, Qwen2Tokenizer, GPTNeoXTokenizer, BlenderbotTokenizer)
 CLASSES = {
     "BartTokenizer": RobertaTokenizer,
-    **dict.fromkeys(("CodeGenTokenizer", "GPTNeoXTokenizer"), GPT2Tokenizer),
-    **{each.__name__: each for each in (GPT2Tokenizer, RobertaTokenizer, Qwen2Tokenizer)},
+    **dict.fromkeys(("GPT2Tokenizer", "CodeGenTokenizer"), GPT2Tokenizer),
+    **{each.__name__: each for each in _CLASSES_OF_OWN},
 }
 """Classes that are read from vocab.json and merges.txt, by their names in transformers."""
 

@@ -27,6 +27,11 @@ FIRST = {"fairseq": (0, 1, 2, -1), "t5": (2, -1, 1, 0)}  # unk, bos, eos, pad
 FAIRSEQ = ("<s>", "<pad>", "</s>", "<unk>")
 CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "LlamaTokenizer": ("tokenizer.model", "fairseq", {"add_bos_token": False}),
+    "GemmaTokenizer": (
+        "tokenizer.model",
+        "fairseq",
+        {"add_bos_token": False, "bos_token": "<s>", "eos_token": "</s>", "pad_token": None},
+    ),
     "T5Tokenizer": ("spiece.model", "t5", {}),
     "MBartTokenizer": ("sentencepiece.bpe.model", "fairseq", {}),
     "MBart50Tokenizer": ("sentencepiece.bpe.model", "fairseq", {}),
@@ -101,7 +106,7 @@ def ids_of_pieces(name: str, tokenizer: Tokenizer, model: bytes) -> list[int]:
     pieces, unknown = pieces_of(model), tokenizer.unk_token_id
     assert unknown is not None
     match name:
-        case "LlamaTokenizer" | "T5Tokenizer":
+        case "LlamaTokenizer" | "GemmaTokenizer" | "T5Tokenizer":
             return list(range(len(pieces)))
         case "PegasusTokenizer":
             return [index + 103 for index in range(len(pieces))]

@@ -14,7 +14,6 @@ import sentencepiece
 
 from jaxllm.common.errors import TokenizerError, UnsupportedError
 from jaxllm.tokenizers import Tokenizer, load_tokenizer
-from jaxllm.tokenizers.rank_files import LLAMA3_SPECIAL, LLAMA31_SPECIAL
 
 DATA = paths.DATA / "tokenizers"
 CASES = json.loads((DATA / "rank_cases.json").read_text(encoding="utf-8"))
@@ -51,14 +50,42 @@ def test_ids_of_tiktoken(tmp_path):
     assert tokenizer.padding_side == "left"
 
 
-def test_special_tokens_of_llama_3(tmp_path):
-    """Those of 3.0, of 3.1, and those that the folder lists."""
+@pytest.mark.parametrize(
+    ("rope", "names", "last"),
+    [
+        (None, {4: "reserved_special_token_2", 8: "reserved_special_token_4", 10: 5}, 250),
+        (
+            {"rope_type": "llama3"},
+            {4: "finetune_right_pad_id", 5: 2, 8: "eom_id", 10: "python_tag", 11: 3},
+            247,
+        ),
+    ],
+    ids=["3.0", "3.1"],
+)
+def test_special_tokens_of_llama_3(tmp_path, rope, names, last):
+    """The ids of the published tokenizer.json, after 128,000 ranks there."""
     size = CASES["tiktoken"].count("\n")
-    for scaling, names in ((None, LLAMA3_SPECIAL), ({"rope_type": "llama3"}, LLAMA31_SPECIAL)):
-        assert len(set(names)) == 256
-        tokenizer = tiktoken(tmp_path, rope_scaling=scaling)
+    names = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 9: "eot_id"} | names
+    for scaling in ({"rope_scaling": rope}, {"rope_parameters": rope}):
+        tokenizer = tiktoken(tmp_path, **scaling)
         assert len(tokenizer) == size + 256
-        assert tuple(tokenizer.id_to_token(size + n) for n in range(256)) == names
+        assert tokenizer.special_ids == frozenset(range(size, size + 256))
+        for number, name in (names | {2: 0, 3: 1, 255: last}).items():
+            text = f"reserved_special_token_{name}" if isinstance(name, int) else name
+            assert tokenizer.id_to_token(size + number) == f"<|{text}|>"
+    assert (tokenizer.unk_token, tokenizer.pad_token) == (None, None)
+
+
+def test_special_tokens_that_the_folder_lists(tmp_path):
+    size = CASES["tiktoken"].count("\n")
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps({"extra_special_tokens": ["<|begin_of_text|>", "<|x|>"]}))
+    tokenizer = tiktoken(tmp_path)
+    assert (len(tokenizer), tokenizer.encode("<|x|>")) == (size + 2, [size, size + 1])
+    # A list that does not begin with Llama's is in addition to it.
+    file.write_text(json.dumps({"extra_special_tokens": ["<|x|>"]}))
+    tokenizer = tiktoken(tmp_path)
+    assert (len(tokenizer), tokenizer.encode("<|x|>")) == (size + 257, [size, size + 256])
     added = {str(size): {"content": "<s>", "special": True}}
     config = {"added_tokens_decoder": added, "bos_token": "<s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -136,17 +163,22 @@ LINES = CASES["tiktoken"].splitlines()
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (LINES[:200], "56 of the 256 bytes have no rank"),
-        ([*LINES, LINES[0]], "no token has the rank 500, of 501 tokens"),
-        ([*LINES[:300], *LINES[301:]], "no token has the rank 300, of 499 tokens"),
-        ([*LINES, f"{LINES[400].split()[0]} 500"], r"the token .* has two ranks"),
+        (LINES[:200], "56 of the 256 single bytes are no tokens"),
+        ([*LINES, LINES[0]], "line 501: a second token has the rank 0"),
+        ([*LINES[:300], *LINES[301:]], "no token has the rank 300, though ranks go up to 499"),
+        ([*LINES, "eHl6enk= 999999999"], "no token has the rank 500, though ranks go up to 999999"),
+        ([*LINES, f"{LINES[400].split()[0]} 500"], r"the token .* appears twice"),
         ([*LINES, "YQ=x 500"], r"line 501 is 'YQ=x 500', not a token in base64 and its rank"),
         ([*LINES, "YQ 500"], r"is not a token in base64"),
         ([*LINES, "<html>"], "line 501 is '<html>'"),
         (
-            [*LINES, f"{base64.b64encode(b'x' * 2000).decode()} 500"],
-            "up to 2000 bytes, but at most",
+            [*LINES, f"{base64.b64encode(b'x' * 257).decode()} 500"],
+            "a token of 257 bytes, but at most 256 are taken",
         ),
+        ([*LINES, f"{'eHh4' * 10**6} 500"], "line 501 is 'eHh4eHh4"),
+        ([*LINES, "eHh4" + " " * 10**6 + "500"], "line 501 is 'eHh4  "),
+        (["AA== 0", *[""] * (2**19 + 1)], "more than 524288 lines"),
+        ([*LINES, "eHl6\u00e9 500"], "line 501 is 'eHl6"),
     ],
 )
 def test_hostile_tiktoken_files(tmp_path, lines, message):
@@ -168,35 +200,41 @@ def changed(*path: object, value: object) -> dict:
     ("spec", "message"),
     [
         ([], "holds list, not an object"),
-        (changed("config", value=3), "config: int, not an object"),
-        (
-            changed("config", "pattern", value="a+"),
-            "pattern is 'a\\+', which is none",
-        ),
-        (changed("config", "version", value="v99"), "version is 'v99'; supported are v1, v2"),
+        (changed("config", value=3), "config: version is None"),
+        (changed("config", "pattern", value="(a+)+$"), r"pattern '\(a\+\)\+\$'; supported are"),
+        (changed("config", "version", value="v99"), "version is 'v99' and"),
         (
             changed("config", "default_vocab_size", value=10**12),
-            "default_vocab_size is 1000000000000",
+            r"\[500, 1000000000000, 30\], which",
         ),
-        (changed("config", "default_vocab_size", value="many"), "default_vocab_size is 'many'"),
+        (changed("config", "default_vocab_size", value=2**19 + 1), r"\[500, 524289, 30\], which"),
+        (changed("config", "default_vocab_size", value=285), r"\[500, 285, 30\], which does not"),
+        (changed("config", "default_vocab_size", value="many"), r"\[500, 'many', 30\], which"),
+        (changed("config", "num_vocab_tokens", value=None), r"\[None, 510, 30\], which does not"),
         (
             changed("config", "default_num_special_tokens", value=10**9),
-            "special_tokens 1000000000,",
+            r"\[500, 510, 1000000000\], which does not fit 500 tokens",
         ),
         (
             changed("config", "default_num_special_tokens", value=10),
-            "30 tokens, but config says 10",
+            r"\[500, 510, 10\], which does not fit 500 tokens, .* and 30 special tokens",
         ),
+        (changed("config", "default_num_special_tokens", value=-1), r"\[500, 510, -1\], which"),
+        (changed("config", "bos", value=True), r"unknown fields \['bos'\]"),
+        (changed("special_tokens", 3, "token_str", value="<s>"), "the token '<s>' appears twice"),
         (
-            changed("special_tokens", 3, "token_str", value="<s>"),
-            "30 tokens, but config says 30 dif",
+            changed("special_tokens", 3, "token_str", value=""),
+            r"special_tokens\[3\] is .*token_str",
         ),
-        (changed("special_tokens", 3, "rank", value=7), "special_tokens: no token has the rank 3"),
-        (changed("special_tokens", value=None), "special_tokens is None, not a list of tokens"),
-        (changed("vocab", 4, value=None), r"vocab\[4\] is None, not a token_bytes with a rank"),
-        (changed("vocab", 4, "rank", value=5), "vocab: no token has the rank 4"),
+        (changed("special_tokens", 3, "rank", value=7), r"special_tokens\[3\] .* and rank 3"),
+        (changed("special_tokens", value=None), "special_tokens is None, not a list"),
+        (changed("special_tokens", value={}), "special_tokens is {}, not a list"),
+        (changed("vocab", value=None), "vocab is None, not a list"),
+        (changed("vocab", 4, value=None), r"vocab\[4\] is None, not an object with token_bytes"),
+        (changed("vocab", 4, "rank", value=5), r"vocab\[4\] is .* with token_bytes and rank 4"),
         (changed("vocab", 4, "token_bytes", value="?"), r"vocab: '\?' is not a token in base64"),
-        (changed("vocab", 4, "token_bytes", value=4), r"not a token_bytes with a rank"),
+        (changed("vocab", 4, "token_bytes", value="é"), r"vocab: 'é' is not a token in base64"),
+        (changed("vocab", 4, "token_bytes", value=4), r"not an object with token_bytes"),
         (changed("tools", value={}), r"unknown fields \['tools'\]"),
     ],
 )
@@ -213,6 +251,9 @@ def test_hostile_tekken_files(tmp_path, spec, message):
         ("vocab.txt", r"vocab\.txt: a WordPiece vocabulary"),
         ("qwen.tiktoken", r"qwen\.tiktoken: ranks in tiktoken's format"),
         ("encoder.json", r"encoder\.json: GPT-2's original vocabulary; call it vocab\.json"),
+        ("vocab.bpe", r"vocab\.bpe: GPT-2's original merges; call it merges\.txt"),
+        ("bpe.codes", r"bpe\.codes: merges of fastBPE"),
+        ("sentencepiece.model", r"sentencepiece\.model: a sentencepiece model of another class"),
         ("spm.model", r"spm\.model: a sentencepiece model of another class"),
         ("tokenizer.model.v3", r"tokenizer\.model\.v3: Mistral's sentencepiece model with"),
     ],
@@ -224,32 +265,83 @@ def test_other_formats_are_named(tmp_path, file, message):
 
 
 def test_ranks_beside_a_tokenizer_json(tmp_path):
+    """It decides, with no token of Llama 2's, and the file with the ranks is kept."""
     spec = (DATA / "fast" / "gpt2.json").read_text(encoding="utf-8")
     (tmp_path / "tokenizer.json").write_text(spec)
     tokenizer = tiktoken(tmp_path)
+    tokenizer.save(tmp_path / "saved")
+    assert (tmp_path / "saved" / "tokenizer.model").read_text() == CASES["tiktoken"]
     (tmp_path / "tokenizer.model").unlink()
     expected = load_tokenizer(tmp_path)
     assert expected is not None
-    assert tokenizer.encode("Hello world") == expected.encode("Hello world")
+    for each in (tokenizer, load_tokenizer(tmp_path / "saved")):
+        assert each is not None
+        assert each.get_vocab() == expected.get_vocab()
+        assert each.special_tokens_map == expected.special_tokens_map == {}
+        assert each.encode("Hello world") == expected.encode("Hello world")
 
 
-@pytest.mark.parametrize("name", ["CodeGenTokenizer", "GPTNeoXTokenizer"])
-def test_classes_with_the_tokenizer_of_gpt2(tmp_path, name):
+def test_options_and_classes_of_rank_files(tmp_path):
+    tokenizer = tiktoken(tmp_path)
+    ids = tokenizer.encode("a", add_special_tokens=False)
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    assert tokenizer.encode("a", "a") == [bos, *ids, bos, *ids]
+    other = load_tokenizer(tmp_path, add_bos_token=False, add_eos_token=True, padding_side="right")
+    assert other is not None
+    assert (other.encode("a"), other.padding_side) == ([*ids, eos], "right")
+    with pytest.raises(UnsupportedError, match=r"legacy: without effect on the ranks"):
+        load_tokenizer(tmp_path, legacy=False)
+    with pytest.raises(TokenizerError, match="chat template"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}])
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TikTokenTokenizer"}')
+    with pytest.raises(UnsupportedError, match=r"a TikTokenTokenizer from .* tiktoken's format"):
+        tiktoken(tmp_path)
+
+
+CLASSES = [
+    case | {"texts": cases["texts"]}
+    for version in (4, 5)
+    for cases in [json.loads((DATA / f"byte_level_classes_{version}.json").read_text())]
+    for case in cases["cases"]
+]
+
+
+@pytest.mark.parametrize(
+    "case", CLASSES, ids=lambda case: "-".join(map(str, case["config"].values()))
+)
+def test_classes_of_vocab_and_merges(tmp_path, case):
+    """CodeGen, GPT-NeoX and Blenderbot, which has a space before a text by default."""
     model = json.loads((DATA / "fast" / "gpt2.json").read_text(encoding="utf-8"))["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
     (tmp_path / "merges.txt").write_text("\n".join(map(" ".join, model["merges"])))
-    ids = []
-    for each in (name, "GPT2Tokenizer"):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": each}))
-        tokenizer = load_tokenizer(tmp_path)
-        assert tokenizer is not None
-        ids.append([tokenizer.encode(text) for text in CASES["texts"]])
-    assert ids[0] == ids[1]
+    config = case["config"]
+    if config == {"tokenizer_class": "BlenderbotTokenizer"}:
+        config = config | {"add_prefix_space": False}  # version 4's default
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert len(tokenizer) == case["length"]
+    assert {name: getattr(tokenizer, name) for name in case["named"]} == case["named"]
+    assert [tokenizer.encode(text) for text in case["texts"]] == case["ids"]
+    assert tokenizer.encode("Hello", "world") == case["pair"]
+    if "Blenderbot" in config["tokenizer_class"]:
+        (tmp_path / "tokenizer_config.json").write_text(
+            '{"tokenizer_class": "BlenderbotTokenizer"}'
+        )
+        default = load_tokenizer(tmp_path)
+        assert default is not None
+        assert default.encode("Hello") == default.encode(" Hello")
 
 
-def test_gemma_from_its_sentencepiece_model(tmp_path):
+@pytest.mark.parametrize("kind", ["user_defined_symbols", "control_symbols"])
+def test_gemma_from_its_sentencepiece_model(tmp_path, kind):
     """sentencepiece's ids between special tokens, and its texts."""
+    marks = ["<start_of_turn>", "<end_of_turn>"]
     symbols = ["\n", "\n\n", "▁▁", "▁▁▁", "<table>"]
+    symbols_of = {
+        "user_defined_symbols": {"user_defined_symbols": [*symbols, *marks]},
+        "control_symbols": {"control_symbols": marks},
+    }
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["The garden is quiet in the morning", "a b c d e f"] * 20),
         model_prefix=str(tmp_path / "tokenizer"),
@@ -260,18 +352,20 @@ def test_gemma_from_its_sentencepiece_model(tmp_path):
         add_dummy_prefix=False,
         remove_extra_whitespaces=False,
         normalization_rule_name="identity",
-        user_defined_symbols=symbols,
-        control_symbols=["<start_of_turn>", "<end_of_turn>"],
         minloglevel=2,
+        **{"user_defined_symbols": symbols, "control_symbols": []} | symbols_of[kind],
         **{"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3},
         **{"pad_piece": "<pad>", "eos_piece": "<eos>", "bos_piece": "<bos>"},
     )
-    marks = ["<start_of_turn>", "<end_of_turn>"]
-    config = {"tokenizer_class": "GemmaTokenizer", "additional_special_tokens": marks}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text('{"model_type": "gemma2"}')
+    if kind == "control_symbols":
+        config = {"tokenizer_class": "GemmaTokenizer", "legacy": False}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer.vocab").unlink()
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer is not None
+    assert len(tokenizer) == tokenizer.vocab_size
+    assert set(marks) < tokenizer.special_tokens.keys()
     model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
     for text in [*CASES["texts"], "a  b\n\n   <table>c"]:
         text = text.replace("▁", "")  # which is a space to sentencepiece
