@@ -434,6 +434,10 @@ class GPT2Tokenizer(FastTokenizer):
         added = all_added_tokens(check_tokenizer_json(spec, source), settings, source)
         ids = {entry["content"]: entry["id"] for entry in added}
         post_processor = cls._post_processor(ids, settings, source)
+        if post_processor is not None:  # the class decides, whatever the files say of BOS and EOS
+            flags = ("add_bos_token", "add_eos_token")
+            options = {k: v for k, v in settings.options.items() if k not in flags}
+            settings = replace(settings, options=options)
         spec |= {"added_tokens": added, "post_processor": post_processor}
         return cls(spec, settings, files.contents, source=source)
 

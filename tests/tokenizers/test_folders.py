@@ -176,6 +176,8 @@ def test_the_mask_of_bart_and_roberta(tmp_path, config, named, ids):
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
     tokenizer = loaded(tmp_path)
     assert {text: tokenizer.encode(text) for text in ids} == ids
+    edit(tmp_path / "tokenizer_config.json", add_bos_token=False)  # of other classes
+    assert {text: loaded(tmp_path).encode(text) for text in ids} == ids
 
 
 def test_turns_are_those_of_sentencepiece():
