@@ -2,8 +2,9 @@
 
 Needs transformers==4.57.6 and sentencepiece; run it in this folder after make_translation_cases.py.
 The ids are those of the slow classes, which split texts with sentencepiece itself. NLLB's puts its
-mask before the languages, so its folder lists the added tokens with their ids, as the published one
-does. Texts without special tokens are those of sentencepiece's Decode.
+mask before the languages: one of its folders is as the class saves it, one lists the added tokens
+with the ids of the published model. Texts without special tokens are those of sentencepiece's
+Decode.
 """
 
 import base64
@@ -25,6 +26,7 @@ FILES = {
     "pegasus_offset": {"spiece.model": "pegasus"},
     "xglm_model": {"sentencepiece.bpe.model": "unigram"},
     "nllb_model": {"sentencepiece.bpe.model": "bpe"},
+    "nllb_slow": {"sentencepiece.bpe.model": "bpe"},
 }
 
 
@@ -44,10 +46,21 @@ def nllb_config(size: int) -> dict:
     }
 
 
+def saved_by_the_slow_class(model: bytes) -> dict:
+    """The tokenizer_config.json that NLLB's slow class saves."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "sentencepiece.bpe.model"
+        file.write_bytes(model)
+        codes = {"additional_special_tokens": NLLB_CODES, "src_lang": "fra_Latn"}
+        transformers.NllbTokenizer(str(file), **codes).save_pretrained(folder)
+        return json.loads((Path(folder) / "tokenizer_config.json").read_text())
+
+
 def case(name: str, old: dict, model: bytes) -> dict:
     """The case `name` with ids of the slow class."""
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     config = nllb_config(len(processor)) if name == "nllb_model" else old["config"]
+    config = saved_by_the_slow_class(model) if name == "nllb_slow" else config
     with tempfile.TemporaryDirectory() as folder:
         (file,) = FILES[name]
         (Path(folder) / file).write_bytes(model)
@@ -70,9 +83,9 @@ def case(name: str, old: dict, model: bytes) -> dict:
         ids = (tokenizer(text).input_ids, tokenizer(text_target=text).input_ids)
         code = tokenizer.convert_tokens_to_ids(target)
         result["languages"].append([source, target, text, *ids, code])
-    result["decoded"] = [
-        [row, shown, skipped(row, tokenizer, processor)] for row, shown, _ in old["decoded"]
-    ]
+    # The texts with special tokens are those of the published ids.
+    rows = [] if name == "nllb_slow" else old["decoded"]
+    result["decoded"] = [[row, shown, skipped(row, tokenizer, processor)] for row, shown, _ in rows]
     return result
 
 
@@ -91,7 +104,7 @@ def main() -> None:
     content["transformers_slow"] = transformers.__version__
     for name, files in FILES.items():
         (model,) = files.values()
-        old = cases[name.removesuffix("_model")]
+        old = cases[name.removesuffix("_model").removesuffix("_slow")]
         cases[name] = case(name, old, base64.b64decode(content["models"][model]))
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     file.write_text(text + "\n", encoding="utf-8")
