@@ -79,7 +79,7 @@ class Checkpoint:
 def gguf_in(folder: Path) -> Path | None:
     """The .gguf file, or its first part, of a folder that is a GGUF checkpoint: one without
     config.json."""
-    if not folder.is_dir() or os.path.lexists(folder / "config.json"):
+    if not os.path.isdir(folder) or os.path.lexists(folder / "config.json"):
         return None
     files = sorted(folder.glob("*.gguf"))
     if len(files) > 1 and not set(files) <= set(part_paths(files[0])):
