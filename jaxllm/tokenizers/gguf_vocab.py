@@ -40,6 +40,8 @@ _DEFAULT_IDS: Mapping[str, Mapping[str, int]] = {
 }
 """llama.cpp's ids of named tokens, by `tokenizer.ggml.model`, for files without the keys."""
 _WITHOUT_RSTRIP = ("<unk>", "<s>", "<|endoftext|>")
+_BUILT_IN = re.compile(r"mistral-v\d+(-tekken)?")
+"""Names that the converter writes in place of a chat template."""
 _PLACEHOLDER = re.compile(r"\[PAD\d+\]")
 _LOST_SCORE = -1000.0
 """The score that the gguf package gives each token of a folder without a sentencepiece model."""
@@ -68,20 +70,26 @@ _DEEPSEEK3_PATTERN = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*" + _SPACES
 )
+_CASED_LETTERS = (
+    "[\\p{Lu}\\p{Ll}\\p{Lt}&&[^\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8f\u2d00-\u2d2f\ua790-\ua7fa"
+    "\uab30-\uab68\U00010570-\U000105bc\U00010d50-\U00010d85\U00016e40-\U00016e7f\U0001d400-\U0001dfff]]+"
+)
+"""DeepSeek's list of letters with case, which lacks the later ones of Unicode."""
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _WIDE_PUNCTUATION = "[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
 _BLOOM_PATTERN = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+_GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 _GPT2 = [{**BYTE_LEVEL, "use_regex": True}]
 # Split digits one by one before splitting words.
 _DIGITS = [{"type": "Digits", "individual_digits": True}, *_GPT2]
 _LLAMA3 = split_before_bytes(LLAMA3_PATTERN)
 _QWEN2 = split_before_bytes(QWEN2_PATTERN)
-_DEEPSEEK_LLM = ("[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", rf"\s?{_WIDE_PUNCTUATION}", r"\s+$", _CJK)
+_DEEPSEEK_LLM = ("[\r\n]", rf"\s?{_CASED_LETTERS}", rf"\s?{_WIDE_PUNCTUATION}", r"\s+$", _CJK)
 _DEEPSEEK_CODER = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
 _DEEPSEEK3 = (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3_PATTERN)
 _PRE_TOKENIZERS = {
-    # "default", which llama.cpp warns about, is GPT-2's in transformers.
+    # Files without a name, about which llama.cpp warns, are read as GPT-2's, as in transformers.
     **dict.fromkeys(
         ("default", "gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais", "trillion"), _GPT2
     ),
@@ -90,25 +98,52 @@ _PRE_TOKENIZERS = {
     **dict.fromkeys(("exaone", "minerva-7b", "mellum2"), _DIGITS),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1"), _LLAMA3),
     **dict.fromkeys(("pixtral", "midm-2.0", "lfm2", "smaug-bpe", "dbrx"), _LLAMA3),
+    **dict.fromkeys(("jina-v5-nano", "chatglm-bpe", "glm4", "glm5"), _LLAMA3),
+    "minicpm5": split_before_bytes(r"\p{N}{1,3}", LLAMA3_PATTERN),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "f2llmv2"), _QWEN2),
     **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2"), _QWEN2),
+    "ufakzeka": split_before_bytes(QWEN2_PATTERN.removeprefix(f"{_CONTRACTIONS}|")),
+    "laguna": split_before_bytes("[^\n]+|\n+", QWEN2_PATTERN),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _QWEN2),
     "tekken": split_before_bytes(TEKKEN_PATTERN),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), split_before_bytes(_GPT4O_PATTERN)),
+    **dict.fromkeys(
+        ("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), split_before_bytes(_GPT4O_PATTERN)
+    ),
     "seed-coder": split_before_bytes(_SEED_CODER_PATTERN),
     "qwen35": split_before_bytes(_QWEN35_PATTERN),
     "deepseek-llm": split_before_bytes(*_DEEPSEEK_LLM, r"\p{N}+"),
     "deepseek-coder": split_before_bytes(*_DEEPSEEK_CODER),
-    "deepseek-v3": split_before_bytes(*_DEEPSEEK3),
-    **dict.fromkeys(("poro-chat", "bloom"), split_before_bytes(_BLOOM_PATTERN)),
+    **dict.fromkeys(
+        ("deepseek-v3", "hunyuan-dense", "hy_v4", "joyai-llm"), split_before_bytes(*_DEEPSEEK3)
+    ),
+    "falcon": split_before_bytes(r"[\p{P}$+<=>^~|`]+", _GPT2_PATTERN, "[0-9][0-9][0-9]"),
+    **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), split_before_bytes(_BLOOM_PATTERN)),
     "viking": split_before_bytes(_BLOOM_PATTERN, r"\p{N}"),
 }
 """Pre-tokenizers of a byte-level vocabulary by `tokenizer.ggml.pre`, as in llama.cpp's
 llama-vocab.cpp. Where it approximates a published tokenizer.json, they are the published ones."""
 _LLAMA3_NAMES = {
     *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
-    "tekken",
+    *("jina-v5-nano", "tekken"),
 }
 """Those that put BOS before a text by default, and take a whole word that is a token."""
+_WHOLE_WORDS = _LLAMA3_NAMES | {"minicpm5", "glm4", "glm5"}
+"""Those that take a whole word that is a token, whatever the merges are."""
+# fmt: off
+_CONTROL_TEXTS = frozenset({
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~[",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>", "<\uff5cfim\u2581begin\uff5c>",
+    "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>", "<PAD>", "[PAD]", "<REPO>",
+    "<|repo_name|>", "<reponame>", "<|file_sep|>", "<|prefix|>", "<|suffix|>", "<|middle|>",
+    *(f"{mark}<{name}>" for mark in ("", "\u2581") for name in ("PRE", "SUF", "MID")),
+    *(f"<|code_{name}|>" for name in ("prefix", "suffix", "middle")),
+    *(f"<fim{mark}{name}>" for mark in "-_" for name in ("prefix", "suffix", "middle", "pad")),
+    *(f"<|fim_{name}|>" for name in ("prefix", "suffix", "middle", "pad", "repo")), "<fim-repo>",
+})
+# fmt: on
+"""Texts of the tokens that llama.cpp takes as control tokens, whatever type a file gives them."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +152,12 @@ class _Vocabulary:
     types: Sequence[int]  # PieceType of each token
 
     def added_tokens(self) -> dict[int, AddedToken]:
-        """Tokens at which texts are split, by id; control tokens are special."""
-        kinds = (PieceType.CONTROL, PieceType.USER_DEFINED)
+        """Tokens at which texts are split, by id; only those that users defined are not special."""
+        kinds = (PieceType.CONTROL, PieceType.USER_DEFINED, PieceType.UNKNOWN)
         return {
-            index: AddedToken(token, special=kind == PieceType.CONTROL)
+            index: AddedToken(token, special=kind != PieceType.USER_DEFINED)
             for index, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
-            if kind in kinds and token
+            if kind in kinds
         }
 
 
@@ -148,11 +183,27 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         types = _array(metadata, "tokenizer.ggml.token_type", int, len(tokens))
         if not set(types) <= set(PieceType):
             raise TokenizerError("GGUF: tokenizer.ggml.token_type holds types other than 1 to 6")
-    return builders[model](metadata, _Vocabulary(tokens, types))
+    # llama.cpp's names of empty tokens.
+    tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
+    return builders[model](metadata, _Vocabulary(tokens, list(map(_known_type, tokens, types))))
+
+
+def _known_type(token: str, kind: int) -> int:
+    """The type of a token, which is llama.cpp's for the texts that it knows.
+
+    An ordinary token ``</s>`` stays one: Qwen2 has learned such a token, from the texts of others.
+    """
+    is_ordinary = kind == PieceType.USER_DEFINED or (kind == PieceType.NORMAL and token != "</s>")
+    return PieceType.CONTROL if is_ordinary and token in _CONTROL_TEXTS else kind
 
 
 def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Tokenizer:
     pre = _value(metadata, "tokenizer.ggml.pre", str, "default")
+    if pre == "default":
+        warn(
+            "GGUF: tokenizer.ggml.pre does not say how texts are split into words; GPT-2's rules "
+            "are taken, and ids may differ from the model's own: convert the model again"
+        )
     if pre not in _PRE_TOKENIZERS:
         raise UnsupportedError(
             f"GGUF: tokenizer.ggml.pre is {pre!r}; supported are {sorted(_PRE_TOKENIZERS)}"
@@ -169,7 +220,7 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Tokeniz
             "type": "BPE",
             "vocab": ids,
             "merges": _array(metadata, "tokenizer.ggml.merges", str),
-            "ignore_merges": pre in _LLAMA3_NAMES,
+            "ignore_merges": pre in _WHOLE_WORDS,
         },
     }
     settings = _settings(metadata, vocabulary, add_bos=pre in _LLAMA3_NAMES, add_eos=False)
@@ -258,9 +309,7 @@ def _pieces(
     unused = (PieceType.USER_DEFINED, PieceType.UNKNOWN)
     types = [PieceType.UNUSED if kind in unused else kind for kind in vocabulary.types]
     types[unknown] = PieceType.UNKNOWN
-    # llama.cpp's name of an empty token, which sentencepiece refuses.
-    tokens = (token or f"[EMPTY_{index}]" for index, token in enumerate(vocabulary.tokens))
-    return list(zip(tokens, scores, types, strict=False))
+    return list(zip(vocabulary.tokens, scores, types, strict=False))
 
 
 def _named_ids(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> dict[str, int]:
@@ -303,7 +352,6 @@ def _settings(
     named = {
         f"{name}_token": added.get(index, AddedToken(tokens[index]))
         for name, index in _named_ids(metadata, vocabulary).items()
-        if tokens[index]
     }
     add_bos = _value(metadata, "tokenizer.ggml.add_bos_token", bool, add_bos)
     add_eos = _value(metadata, "tokenizer.ggml.add_eos_token", bool, add_eos)
@@ -315,10 +363,17 @@ def _settings(
     }
     templates = {}
     for key in metadata:
-        if key == "tokenizer.chat_template":
-            templates["default"] = _value(metadata, key, str)
-        elif key.startswith("tokenizer.chat_template."):
-            templates[key.removeprefix("tokenizer.chat_template.")] = _value(metadata, key, str)
+        if key != "tokenizer.chat_template" and not key.startswith("tokenizer.chat_template."):
+            continue
+        name = key.removeprefix("tokenizer.chat_template").removeprefix(".") or "default"
+        template = _value(metadata, key, str)
+        if _BUILT_IN.fullmatch(template):
+            warn(
+                f"GGUF: {key} is {template!r}, the name of a template inside llama.cpp that jaxllm "
+                "does not have; set tokenizer.chat_template to the model's own template"
+            )
+        else:
+            templates[name] = template
     return TokenizerSettings(
         named=named,
         added=added,

@@ -11,15 +11,28 @@ from typing import Any
 import numpy as np
 import paths
 import pytest
+import tokenizers
 
-from jaxllm.common.errors import TokenizerError, UnsupportedError
+from jaxllm.common.errors import TemplateError, TokenizerError, UnsupportedError
 from jaxllm.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 DATA = paths.DATA / "tokenizers"
-CASES = json.loads((DATA / "gguf_vocabularies.json").read_text(encoding="utf-8"))["cases"]
+FILES = [
+    json.loads((DATA / f"gguf_vocabularies_{version}.json").read_text(encoding="utf-8"))
+    for version in (4, 5)
+]
+CASES = {**FILES[0]["cases"], **{f"{k}_5": case for k, case in FILES[1]["cases"].items()}}
+SPLITS = json.loads((DATA / "gguf_splits.json").read_text(encoding="utf-8"))
 PUBLISHED = json.loads(gzip.decompress((DATA / "ggml_vocabularies.json.gz").read_bytes()))
-LLAMA = [name for name, case in CASES.items() if case["metadata"]["tokenizer.ggml.model"] != "t5"]
-SPM = [name for name in CASES if name.startswith(("llama", "gemma"))]
+SPM = [name for name, case in CASES.items() if case["metadata"]["tokenizer.ggml.model"] == "llama"]
+REFUSED = {
+    *("afmoe", "chameleon", "cohere2moe", "exaone-moe", "granite-embed-multi-97m", "jais-2"),
+    *("jina-de", "jina-es", "jina-v1-en", "jina-v2-code", "jina-v2-de", "jina-v2-es", "kimi-k2"),
+    *("modern-bert", "roberta-bpe", "spark2_5", "superbpe", "tiny_aya", "youtu"),
+}
+"""Names of `tokenizer.ggml.pre` that jaxllm does not read."""
+APPROXIMATED = {"tekken", "gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"}
+"""Those whose capital letters beyond ASCII llama.cpp does not know."""
 
 
 def of_file(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -30,6 +43,7 @@ def of_file(metadata: dict[str, Any]) -> dict[str, Any]:
 def made(metadata: dict[str, Any]) -> Tokenizer:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "GGUF: tokenizer.ggml.scores: all tokens have")
+        warnings.filterwarnings("ignore", "GGUF: tokenizer.chat_template is 'mistral-v7-tekken'")
         return tokenizer_from_gguf(of_file(metadata))
 
 
@@ -48,9 +62,10 @@ def test_ids(case):
 
 
 def test_texts(case):
-    """llama.cpp cleans spaces of GPT-2's texts up, and keeps the prefix space behind BOS."""
+    """llama.cpp cleans spaces of GPT-2's and Llama 3's texts up, and keeps the prefix space behind
+    BOS."""
     name, tokenizer, expected = case
-    if "t5" in name or name == "gpt2":
+    if "t5" in name or name in ("gpt2", "llama3_5"):
         return
     columns = zip(*(expected[key] for key in ("texts", "ids", "shown", "skipped")), strict=True)
     for text, ids, shown, skipped in columns:
@@ -98,6 +113,41 @@ def test_the_saved_folder_is_the_same(case, tmp_path):
             assert again.decode(ids, skip_special_tokens=skip) == own
 
 
+@pytest.mark.parametrize("name", sorted(SPLITS["names"].keys() - REFUSED - {"default"}))
+def test_splits(name, tmp_path):
+    """llama.cpp's splits of texts, and whether it adds BOS and EOS and takes whole words."""
+    *flags, number = SPLITS["names"][name]
+    metadata = {k: v for k, v in CASES["gpt2"]["metadata"].items() if ".add_" not in k}
+    tokenizer = made({**metadata, "tokenizer.ggml.pre": name})
+    tokenizer.save(tmp_path)
+    spec = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    ends = tokenizer.bos_token_id
+    ids = tokenizer.encode("a")
+    assert [ids[0] == ends, ids[-1] == ends, spec["model"]["ignore_merges"]] == flags
+    splitter = tokenizers.Tokenizer.from_str(json.dumps(spec)).pre_tokenizer
+    assert splitter is not None
+    for text, lengths in zip(SPLITS["texts"], SPLITS["splits"][number], strict=True):
+        if text.isascii() or name not in APPROXIMATED:
+            parts = [part for part, _ in splitter.pre_tokenize_str(text)]
+            assert list(map(len, parts)) == lengths, (text, parts)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_names_of_splits_that_are_not_read(name):
+    metadata = {**CASES["gpt2"]["metadata"], "tokenizer.ggml.pre": name}
+    with pytest.raises(UnsupportedError, match=f"tokenizer.ggml.pre is '{name}'; supported are"):
+        made(metadata)
+
+
+def test_a_file_that_does_not_say_how_to_split():
+    metadata = dict(CASES["gpt2"]["metadata"])
+    expected = made(metadata).encode("It's 12 words")
+    del metadata["tokenizer.ggml.pre"]
+    with pytest.warns(UserWarning, match="GPT-2's rules are taken"):
+        tokenizer = tokenizer_from_gguf(of_file(metadata))
+    assert tokenizer.encode("It's 12 words") == expected
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_vocabularies(name):
     tokenizer, expected = made(PUBLISHED[name]["metadata"]), PUBLISHED[name]
@@ -142,6 +192,64 @@ def test_sentinels():
 def test_lost_scores_are_said():
     with pytest.warns(UserWarning, match=r"scores: all tokens have the score -1000.*load the Hug"):
         tokenizer_from_gguf(of_file(CASES["llama_json"]["metadata"]))
+
+
+def test_the_name_of_a_built_in_template():
+    metadata = CASES["tekken_json_5"]["metadata"]
+    assert metadata["tokenizer.chat_template"] == "mistral-v7-tekken"
+    with pytest.warns(UserWarning, match="'mistral-v7-tekken', the name of a template inside"):
+        tokenizer = tokenizer_from_gguf(of_file(metadata))
+    with pytest.raises(TemplateError):
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize("kind", [1, 4])
+@pytest.mark.parametrize("name", ["llama_added", "qwen2_5"])
+def test_control_tokens_with_another_type(name, kind):
+    """As in llama.cpp, they are special: a user's text cannot end a turn."""
+    metadata = dict(CASES[name]["metadata"])
+    expected = made(metadata)
+    index = metadata["tokenizer.ggml.tokens"].index("<|im_end|>")
+    types = list(metadata["tokenizer.ggml.token_type"])
+    assert types[index] == 3
+    types[index] = kind
+    tokenizer = made({**metadata, "tokenizer.ggml.token_type": types})
+    assert tokenizer.special_ids == expected.special_ids
+    for text in CASES[name]["texts"]:
+        assert tokenizer.encode(text) == expected.encode(text)
+        assert tokenizer.encode_user(text) == expected.encode_user(text)
+
+
+def test_an_ordinary_token_with_the_text_of_eos():
+    """Qwen2's vocabulary has a word ``</s>``, which its own tokenizer does not single out."""
+    metadata = dict(PUBLISHED["qwen2"]["metadata"])
+    tokens = [*metadata["tokenizer.ggml.tokens"], "</s>"]
+    types = [*metadata["tokenizer.ggml.token_type"], 1]
+    fields = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    ids = made({**metadata, **fields}).encode("a</s>")
+    assert ids == made(metadata).encode("a</s>")
+
+
+def test_empty_tokens():
+    metadata = dict(CASES["qwen2_5"]["metadata"])
+    fields = {
+        "tokenizer.ggml.tokens": [*metadata["tokenizer.ggml.tokens"], "", ""],
+        "tokenizer.ggml.token_type": [*metadata["tokenizer.ggml.token_type"], 1, 3],
+    }
+    tokenizer = made({**metadata, **fields})
+    assert len(tokenizer) == len(made(metadata)) + 2
+    assert tokenizer.encode("Hello") == made(metadata).encode("Hello")
+
+
+def test_padding_that_is_called_unknown():
+    """Other tokens than the unknown one may be typed so, as in llama.cpp's own Phi-3."""
+    metadata = dict(CASES["llama"]["metadata"])
+    types = [2 if kind == 5 else kind for kind in metadata["tokenizer.ggml.token_type"]]
+    assert types.count(2) > 10
+    tokenizer, expected = made({**metadata, "tokenizer.ggml.token_type": types}), made(metadata)
+    assert tokenizer.unk_token == "<unk>"
+    for text in CASES["llama"]["texts"]:
+        assert tokenizer.encode(text) == expected.encode(text)
 
 
 def test_tokens_of_phi_3_take_white_space():

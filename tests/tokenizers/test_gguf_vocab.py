@@ -199,7 +199,7 @@ MISSING = object()
     [
         ("tokenizer.ggml.model", "bert", "tokenizer.ggml.model is 'bert'"),
         ("tokenizer.ggml.model", MISSING, "the key tokenizer.ggml.model is missing"),
-        ("tokenizer.ggml.pre", "falcon", "tokenizer.ggml.pre is 'falcon'"),
+        ("tokenizer.ggml.pre", "kimi-k2", "tokenizer.ggml.pre is 'kimi-k2'"),
         ("tokenizer.ggml.tokens", MISSING, "tokens is missing"),
         ("tokenizer.ggml.tokens", [], "tokens has 0 entries"),
         ("tokenizer.ggml.tokens", ["a", "a"], "entries for 2 tokens"),

@@ -19,7 +19,7 @@ import numpy as np
 from gguf import GGUFReader
 
 HERE = Path(__file__).parent
-NAMES = ("command-r", "deepseek-coder", "deepseek-llm", "gpt-2", "llama-bpe", "llama-spm")
+NAMES = ("command-r", "deepseek-coder", "deepseek-llm", "falcon", "gpt-2", "llama-bpe", "llama-spm")
 NAMES += ("mpt", "phi-3", "qwen2", "qwen35", "refact", "starcoder")
 CONTROL, USER_DEFINED, BYTE = 3, 4, 6
 PREFIX = "tokenizer.ggml."

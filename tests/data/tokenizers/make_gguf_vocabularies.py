@@ -1,7 +1,9 @@
-"""Makes gguf_vocabularies.json: vocabularies that llama.cpp's converter wrote, with ids and texts.
+"""Makes gguf_vocabularies_{4,5}.json: vocabularies that llama.cpp's converter wrote, with ids and
+texts.
 
-Needs transformers==4.57.6 with torch, sentencepiece and gguf; run it in this folder with the paths
-of llama.cpp's source (that of llama-cpp-python 0.3.36) and of a program that tokenizes with it:
+Needs transformers==4.57.6 with torch, sentencepiece and gguf; then transformers==5.24.0 with
+mistral-common==1.13.1 too. Run it in this folder with the paths of llama.cpp's source (that of
+llama-cpp-python 0.3.36) and of a program that tokenizes with it:
 
     python make_gguf_vocabularies.py LLAMA_CPP_FOLDER TOKENIZE
 
@@ -13,6 +15,7 @@ The converter knows byte-level vocabularies by the ids of a long text, which sma
 its answer is given here.
 """
 
+import base64
 import io
 import json
 import runpy
@@ -34,6 +37,11 @@ sys.path[:0] = [str(SOURCE), str(SOURCE / "gguf-py")]
 from conversion.base import TextModel  # noqa: E402
 from gguf import GGUFReader  # noqa: E402
 
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 RULES = "A0\t20\n9\t20\nA\t20\nFB01\t66 69\n2460\t31\n"
 PLAIN = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -98,6 +106,33 @@ def unigram(folder: Path, sentinels: str | None = None) -> bytes:
     )
 
 
+def tekken() -> tuple[int, dict]:
+    """The size of a vocabulary, and a tekken.json of single bytes and of merges of the corpus."""
+    tokens = [bytes([byte]) for byte in range(256)]
+    words = {f" {word}".encode() for text in CORPUS for word in text.split()}
+    for length in range(2, 9):  # each token is made of a shorter one and a byte
+        longer = {word[:length] for word in words if word[: length - 1] in tokens}
+        tokens += sorted(longer - set(tokens))[:30]
+    special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]"]
+    special += ["[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "<pad>"]
+    special += ["[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]", "[PREFIX]", "[MIDDLE]"]
+    special += ["[SUFFIX]", *(f"<SPECIAL_{n}>" for n in range(17, 20))]
+    config = {
+        "pattern": TEKKEN,
+        "num_vocab_tokens": len(tokens),
+        "default_vocab_size": len(tokens) + len(special),
+        "default_num_special_tokens": len(special),
+        "version": "v7",
+    }
+    vocabulary = [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+        for rank, token in enumerate(tokens)
+    ]
+    marks = [{"rank": i, "token_str": t, "is_control": True} for i, t in enumerate(special)]
+    size = config["default_vocab_size"]
+    return size, {"config": config, "vocab": vocabulary, "special_tokens": marks}
+
+
 def folder_of(root: Path, name: str) -> Path:
     """The Hugging Face folder of one of the models, as transformers saves it."""
     folder, first = root / name, root / f"{name}-first"
@@ -117,7 +152,7 @@ def folder_of(root: Path, name: str) -> Path:
             tokenizer.eos_token = "<|im_end|>"
         tokenizer.save_pretrained(folder)
         if name == "llama_json":  # as transformers 5 saves it
-            (folder / "tokenizer.model").unlink()
+            (folder / "tokenizer.model").unlink(missing_ok=True)
         size = len(tokenizer) if name == "llama_json" else 448
         config(vocab_size=size, **SIZES).save_pretrained(folder)
     elif name.startswith("gemma"):
@@ -141,13 +176,18 @@ def folder_of(root: Path, name: str) -> Path:
         else:  # with added_tokens.json
             tokenizer.save_pretrained(folder)
         config(vocab_size=384, **T5_SIZES).save_pretrained(folder)
+    elif name == "tekken_json":
+        folder.mkdir()
+        size, spec = tekken()
+        (folder / "tekken.json").write_text(json.dumps(spec))
+        config(vocab_size=size, **SIZES).save_pretrained(folder)
     else:
-        spec = json.loads((HERE / "fast" / "gpt2.json").read_text(encoding="utf-8"))
-        backend = tokenizers.Tokenizer.from_str(json.dumps(spec))
+        fast, bos, eos = FAST.get(name, ("gpt2", "<|endoftext|>", "<|endoftext|>"))
+        backend = tokenizers.Tokenizer.from_file(str(HERE / "fast" / f"{fast}.json"))
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
         tokenizer.add_tokens([AddedToken("<|im_end|>", **special)])
         tokenizer.add_tokens([AddedToken("<tool_call>", normalized=False)])
-        tokenizer.eos_token = tokenizer.bos_token = "<|endoftext|>"
+        tokenizer.bos_token, tokenizer.eos_token = bos, eos
         tokenizer.save_pretrained(folder)
         sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2} if name == "gpt2" else SIZES
         config(vocab_size=len(tokenizer) + 3, **sizes).save_pretrained(folder)
@@ -158,8 +198,22 @@ def folder_of(root: Path, name: str) -> Path:
     return folder
 
 
+# File of fast/, BOS and EOS.
+FAST = {
+    "llama3": ("llama3", "<|begin_of_text|>", "<|eot_id|>"),
+    "smollm": ("smollm", "<|im_start|>", "<|im_end|>"),
+    "command-r": ("cohere", "<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"),
+}
 # Class of the config, class of the model, the converter's name of a byte-level vocabulary.
-MODELS = {
+MODELS_5 = {
+    "llama_json": ("LlamaConfig", "LlamaForCausalLM", None),
+    "llama3": ("LlamaConfig", "LlamaForCausalLM", "llama-bpe"),
+    "smollm": ("LlamaConfig", "LlamaForCausalLM", "smollm"),
+    "command-r": ("CohereConfig", "CohereForCausalLM", "command-r"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", "qwen2"),
+    "tekken_json": ("MistralConfig", "MistralForCausalLM", "tekken"),
+}
+MODELS_4 = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", None),
     "llama_added": ("MistralConfig", "MistralForCausalLM", None),
     "llama_json": ("LlamaConfig", "LlamaForCausalLM", None),
@@ -174,6 +228,8 @@ MODELS = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", "deepseek-r1-qwen"),
     "tekken": ("MistralConfig", "MistralForCausalLM", "tekken"),
 }
+VERSION = transformers.__version__.partition(".")[0]
+MODELS = MODELS_4 if VERSION == "4" else MODELS_5
 
 
 def convert(folder: Path, out: Path, name: str) -> None:
@@ -212,7 +268,8 @@ def tokenize(file: Path, texts: list[str], *, add: bool) -> tuple[list[int], lis
 def case(root: Path, name: str) -> dict:
     out = root / f"{name}.gguf"
     convert(folder_of(root, name), out, name)
-    texts = [text for text in [*TEXTS, *MORE, *random_texts(40, seed=7)] if text]
+    more = random_texts(40, seed=7) if VERSION == "4" else []
+    texts = [text for text in [*TEXTS, *MORE, *more] if text]
     ends, ids, skipped, shown = tokenize(out, texts, add=True)
     return {
         "metadata": metadata(out),
@@ -230,7 +287,7 @@ def main() -> None:
         cases = {model: case(Path(name), model) for model in MODELS}
     content = {"transformers": transformers.__version__, "cases": cases}
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-    (HERE / "gguf_vocabularies.json").write_text(text + "\n", encoding="utf-8")
+    (HERE / f"gguf_vocabularies_{VERSION}.json").write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
