@@ -130,18 +130,25 @@ _LLAMA3_NAMES = {
 _WHOLE_WORDS = _LLAMA3_NAMES | {"minicpm5", "glm4", "glm5"}
 """Those that take a whole word that is a token, whatever the merges are."""
 # fmt: off
-_CONTROL_TEXTS = frozenset({
+END_TEXTS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
     "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
-    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~[",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>", "<\uff5cfim\u2581begin\uff5c>",
-    "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>", "<PAD>", "[PAD]", "<REPO>",
-    "<|repo_name|>", "<reponame>", "<|file_sep|>", "<|prefix|>", "<|suffix|>", "<|middle|>",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
+})
+FILL_END_TEXTS = frozenset({
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>",
+    "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
+})
+"""Texts of the tokens at which llama.cpp ends a text; these are of fill-in-the-middle."""
+_CONTROL_TEXTS = END_TEXTS | FILL_END_TEXTS | {
+    *(f"<\uff5cfim\u2581{name}\uff5c>" for name in ("begin", "hole", "end")),
+    *("<|prefix|>", "<|suffix|>", "<|middle|>"),
     *(f"{mark}<{name}>" for mark in ("", "\u2581") for name in ("PRE", "SUF", "MID")),
     *(f"<|code_{name}|>" for name in ("prefix", "suffix", "middle")),
-    *(f"<fim{mark}{name}>" for mark in "-_" for name in ("prefix", "suffix", "middle", "pad")),
-    *(f"<|fim_{name}|>" for name in ("prefix", "suffix", "middle", "pad", "repo")), "<fim-repo>",
-})
+    *(f"<fim{mark}{name}>" for mark in "-_" for name in ("prefix", "suffix", "middle")),
+    *(f"<|fim_{name}|>" for name in ("prefix", "suffix", "middle")),
+}
 # fmt: on
 """Texts of the tokens that llama.cpp takes as control tokens, whatever type a file gives them."""
 

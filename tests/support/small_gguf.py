@@ -25,10 +25,13 @@ FIELDS = {
     "llama.rope.scaling.factor": 1.0,
     "tokenizer.ggml.tokens": ["<s>", "</s>", "Ġa", "見"],
     "tokenizer.ggml.scores": struct.pack("<IIQ4f", 9, 6, 4, 0, -1, -2, -3),
+    "tokenizer.ggml.token_type": struct.pack("<IIQ4i", 9, 5, 4, 2, 3, 1, 1),
+    "tokenizer.ggml.eos_token_ids": struct.pack("<IIQ2i", 9, 5, 2, 1, 2),
+    "general.sampling.temp": 0.6,
     "tokenizer.ggml.add_bos_token": False,
     "tokenizer.ggml.eos_token_id": 1,
 }
-# A tensor of each type that is read, and one that is not.
+# A tensor of each type that is read in its own way, some of the others, and one that is not read.
 TENSORS = {
     "token_embd.weight": "F16",
     "rope_freqs.weight": "F32",
@@ -39,6 +42,9 @@ TENSORS = {
     "blk.0.ffn_up.weight": "Q4_K",
     "blk.0.ffn_down.weight": "Q6_K",
     "blk.0.ffn_gate.weight": "Q5_0",
+    "blk.0.attn_output.weight": "IQ3_S",
+    "blk.0.attn_norm.weight": "MXFP4",
+    "blk.0.ffn_norm.weight": "Q8_K",
 }
 VALUES = [
     *EXTREMES,

@@ -9,23 +9,10 @@ from typing import Any
 import numpy as np
 
 from jaxllm.common.errors import CheckpointError, quoted
+from jaxllm.tokenizers.gguf_vocab import END_TEXTS, FILL_END_TEXTS
 
 _NO_TOKEN = 2**32 - 1  # -1, written without a sign
 _CONTROL, _USER_DEFINED = 3, 4  # types of tokens
-
-# fmt: off
-_ENDS = frozenset({
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
-    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
-    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
-})
-_FILL_ENDS = frozenset({
-    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>",
-    "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
-})
-# fmt: on
-"""Texts of the tokens at which llama.cpp ends a text; these are of fill-in-the-middle."""
 
 _SAMPLING = "general.sampling."
 _FIELDS = {
@@ -78,7 +65,7 @@ def _end_tokens(metadata: Mapping[str, Any], size: int, source: str) -> list[int
     found: dict[str, int] = {}
     if isinstance(tokens, list) and isinstance(types, np.ndarray):
         special = np.flatnonzero(np.isin(types[:size], (_CONTROL, _USER_DEFINED))).tolist()
-        known = _ENDS | _FILL_ENDS
+        known = END_TEXTS | FILL_END_TEXTS
         found = {tokens[i]: i for i in special if i < len(tokens) and tokens[i] in known}
     if {"<|call|>", "<|calls|>"} & found.keys() and {"<|return|>", "<|flush|>"} & found.keys():
         found.pop("<|end|>", None)  # the end of a message, after which more follow
@@ -86,7 +73,7 @@ def _end_tokens(metadata: Mapping[str, Any], size: int, source: str) -> list[int
         found.pop("</s>", None)
     # A pad token stays no end, so that generate() masks it.
     pad = token_id(metadata, "padding", size, source)
-    texts = [i for text, i in found.items() if i != pad or text in _ENDS]
+    texts = [i for text, i in found.items() if i != pad or text in END_TEXTS]
     return list(dict.fromkeys([*ids, *(int(i) for i in more if i >= 0), *texts]))
 
 
