@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from jaxllm.common.errors import TokenizerError
@@ -24,7 +24,7 @@ from jaxllm.tokenizers.tokenizer import Tokenizer
 from jaxllm.tokenizers.tokenizer_json import BYTE_LEVEL, FastTokenizer
 
 END, PAD = "<|endoftext|>", "<|pad|>"
-_FIRST = ("<pad>", "</s>", "<unk>")
+_FIRST = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
 _SENTINELS = 125
 
 
@@ -85,11 +85,10 @@ class ByT5Tokenizer(SlowTokenizer):
         if not listed_sentinels(settings, count := extra_ids(settings, _SENTINELS)):
             sentinels = [f"<extra_id_{number}>" for number in range(count)]
             settings = settings.with_extra(sentinels, first=True)
-        named = {token.content: token for token in settings.named.values()}
-        first = {index: named.get(text, AddedToken(text)) for index, text in enumerate(_FIRST)}
+        first = dict(enumerate(self._first_tokens(settings)))
         super().__init__(
             *(settings, files, "right"),
-            pieces=[*_FIRST, *map(chr, range(256))],
+            pieces=[*map(str, first.values()), *map(chr, range(256))],
             known={**first, **settings.added},
             source=source,
         )
@@ -97,6 +96,15 @@ class ByT5Tokenizer(SlowTokenizer):
             raise TokenizerError(f"{source}: ByT5 needs an eos_token, and no one-character tokens")
         self.vocab_size = 256
         self._unknown_id = -1  # no text has an unknown byte
+
+    @staticmethod
+    def _first_tokens(settings: TokenizerSettings) -> Iterator[AddedToken]:
+        """The tokens before the bytes: padding, end, unknown, by whatever texts they are named."""
+        named = {token.content: token for token in settings.named.values()}
+        for name, text in _FIRST.items():
+            token = settings.named.get(name, AddedToken(text))
+            is_other = token.content != text and token.content in _FIRST.values()
+            yield named.get(text, AddedToken(text)) if is_other else token
 
     @classmethod
     def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> ByT5Tokenizer:

@@ -104,3 +104,15 @@ def test_a_token_of_one_character_is_refused(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(TokenizerError, match="no one-character tokens"):
         load_tokenizer(tmp_path)
+
+
+def test_other_first_tokens(tmp_path):
+    """They keep the first ids by whatever texts they are named, as in transformers 4.57.6."""
+    config = {"tokenizer_class": "ByT5Tokenizer", "pad_token": "<p>", "eos_token": "<e>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("a<p>") == [100, 0, 1]
+    assert (len(tokenizer), tokenizer.decode([100, 1])) == (384, "a<e>")
+    config["pad_token"] = "</s>"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert len(load_tokenizer(tmp_path)) > 384  # </s> is no second name of the first id
