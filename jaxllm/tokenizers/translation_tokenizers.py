@@ -331,6 +331,12 @@ class FairseqTokenizer(SlowTokenizer):
         skipped = self._count_replaced(source)
         pieces = [*first, *own[skipped:]]
         known = {index: AddedToken(token) for index, token in enumerate(first)}
+        for index, token in settings.added.items():
+            if len(first) <= index < len(pieces) and token.content != pieces[index]:
+                raise TokenizerError(
+                    f"{source}: the piece {quoted(pieces[index])} has the id {index}, as the added"
+                    f" token {quoted(token.content)} of another file; remove the file that is wrong"
+                )
         placed = {token.content for token in settings.added.values()}
         last = [token for token in self._last_tokens(settings) if token.content not in placed]
         known |= {len(pieces) + number: token for number, token in enumerate(last)}
@@ -426,11 +432,16 @@ class _LanguageTokenizer(_LanguageCodes, FairseqTokenizer):
 
     @classmethod
     def _complete(cls, settings: TokenizerSettings) -> TokenizerSettings:
-        return super()._complete(settings).with_extra(cls.codes)
+        return super()._complete(settings).with_extra(cls.codes, first=True)
 
     def _last_tokens(self, settings: TokenizerSettings) -> Sequence[AddedToken]:
         mask = settings.named.get("mask_token")
-        return [*settings.extra, *([] if mask is None else [mask])]
+        codes = [token for token in settings.extra if self._is_code(token.content)]
+        return [*codes, *([] if mask is None else [mask])]
+
+    def _is_code(self, text: str) -> bool:
+        """True for a language of the model; other special tokens come after the mask."""
+        return text in self.codes if self.codes else bool(re.fullmatch(self.code_pattern, text))
 
 
 class _MBart(_LanguageCodes):
@@ -501,17 +512,25 @@ class PegasusTokenizer(FairseqTokenizer):
             raise TokenizerError(
                 f"tokenizer_config.json: offset is {quoted(offset)}, not a number from 2 to {2**16}"
             )
+        if len(cls._masks(settings)) < 2 or not {"pad_token", "eos_token"} <= settings.named.keys():
+            raise TokenizerError(
+                "tokenizer_config.json: pad_token, eos_token, mask_token or mask_token_sent is"
+                " null; a PegasusTokenizer has them before its pieces: name a token"
+            )
+        unknowns = [f"<unk_{number}>" for number in range(2, offset)]
+        return settings.with_extra([cls._masks(settings)[0], *unknowns], first=True)
+
+    @staticmethod
+    def _masks(settings: TokenizerSettings) -> list[str]:
+        """The tokens that mask a sentence and a word; those that are null are left out."""
         sentence = settings.options.get("mask_token_sent", "<mask_1>")
-        own = [] if sentence is None else [str(sentence)]
-        own += [f"<unk_{number}>" for number in range(2, offset)]
-        return settings.with_extra(own, first=True)
+        masks = [sentence, settings.named.get("mask_token")]
+        return [str(mask) for mask in masks if mask is not None]
 
     def _first_tokens(self, settings: TokenizerSettings) -> Sequence[str]:
-        named, extra = settings.named, [token.content for token in settings.extra]
-        first = [named[name].content for name in ("pad_token", "eos_token")]
-        mask = [named["mask_token"].content] if "mask_token" in named else []
-        masks = [token for token in extra if not token.startswith("<unk_")]
-        return [*first, *masks, *mask, *(token for token in extra if token.startswith("<unk_"))]
+        first = [settings.named[name].content for name in ("pad_token", "eos_token")]
+        unknowns = [f"<unk_{number}>" for number in range(2, settings.options.get("offset", 103))]
+        return [*first, *self._masks(settings), *unknowns]
 
     def _count_replaced(self, source: str) -> int:
         model = self._model

@@ -248,3 +248,33 @@ def test_the_language_in_a_text_for_marian(load):
     assert tokenizer.encode(">>deu<< Hello") == tokenizer.encode(">>deu<<Hello") == [code, *hello]
     assert tokenizer.encode(">>xyz<< Hello") == [tokenizer.unk_token_id, *hello]
     assert tokenizer.encode(">>") == tokenizer.encode(" >>")
+
+
+@pytest.mark.parametrize("name", ["mbart", "mbart50", "nllb_model", "pegasus", "xglm_model"])
+def test_another_special_token_moves_no_id(load, tmp_path, name):
+    """As in transformers 4.57.6, listed or added, it comes after the languages and the mask."""
+    before, ids = load(name), CASES[name]["ids"]
+    listed = [*CASES[name]["config"].get("additional_special_tokens", []), "<sp>"]
+    tokenizer = load(name, additional_special_tokens=listed)
+    before.add_special_tokens(
+        {"additional_special_tokens": ["<sp>"]}, replace_extra_special_tokens=False
+    )
+    for number, each in enumerate((tokenizer, before)):
+        each.save(tmp_path / str(number))
+        for same in (each, load_tokenizer(tmp_path / str(number))):
+            assert same is not None
+            assert {text: same.encode(text) for text in ids} == ids
+            assert same.convert_tokens_to_ids("<sp>") == CASES[name]["length"] == len(same) - 1
+
+
+@pytest.mark.parametrize("name", ["mask_token_sent", "mask_token", "pad_token", "eos_token"])
+def test_pegasus_needs_its_first_tokens(load, name):
+    with pytest.raises(TokenizerError, match=f"tokenizer_config.json: .*{name}.* null"):
+        load("pegasus", **{name: None})
+
+
+def test_an_added_token_in_place_of_a_piece(load):
+    """As in an XGLM's folder that transformers 5.24.0 saved without the pieces of its model."""
+    added = {"8": {"content": "<madeupword4>", "special": True}}
+    with pytest.raises(TokenizerError, match="has the id 8, as the added token '<madeupword4>'"):
+        load("xglm_model", added_tokens_decoder=added)
