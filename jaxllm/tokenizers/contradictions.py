@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from jaxllm.common.errors import quoted
+from jaxllm.common.errors import UnsupportedError, quoted
 from jaxllm.tokenizers.added_tokens import AddedToken
 from jaxllm.tokenizers.loading import read_tokenizer
 from jaxllm.tokenizers.sentencepiece_tokenizers import SlowTokenizer
@@ -93,7 +93,10 @@ def _of_vocabularies(files: TokenizerFiles) -> Iterator[Pair]:
     if model is None or "tokenizer.json" not in files:
         return
     own = read_tokenizer(files, read_settings(files))
-    read = [_read_without(files, name) for name in (model, "tokenizer.json")]
+    try:
+        read = [_read_without(files, name) for name in (model, "tokenizer.json")]
+    except UnsupportedError:  # the folder's class reads one of them alone, so nothing is compared
+        return
     special = next((token for token in read[0].special_tokens if token != read[0].unk_token), "")
     texts = (*_TEXTS, f"The{special}The {special} [a]")
     first, second = ({**x.get_vocab(), **{t: x.tokenize(t) for t in texts}} for x in read)

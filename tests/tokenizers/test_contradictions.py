@@ -41,6 +41,15 @@ def test_a_folder_without_contradictions(folder):
     assert contradictions(folder) == []
 
 
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "XLMRobertaTokenizer"])
+def test_a_model_that_the_class_does_not_read(folder, name):
+    """tokenizer.json decides alone, so its flags are compared and the model is not."""
+    edit(folder / "tokenizer_config.json", tokenizer_class=name)
+    assert contradictions(folder) == []
+    change_flags(folder)
+    assert len(contradictions(folder)) == 1
+
+
 def change_flags(folder: Path) -> None:
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["added_tokens_decoder"]["420"] |= {"rstrip": False, "special": False}
