@@ -32,7 +32,7 @@ _TEXTS = (
 )
 _SHOWN = 4
 Statements = Mapping[str, Any]
-"""What a file says, by what it says it about: tokens, names or texts."""
+"""A file's statements about tokens, names of tokens or texts, by their subject."""
 
 
 def contradictions(folder: str | PathLike[str]) -> list[str]:
@@ -81,10 +81,12 @@ def _text(token: object) -> str:
 
 
 def _described(added: Mapping[int, AddedToken]) -> dict[str, str]:
-    flags = {
-        i: [name for name, value in vars(t).items() if value is True] for i, t in added.items()
+    return {
+        token.content: ", ".join(
+            [f"id {i}", *(key for key, on in vars(token).items() if on is True)]
+        )
+        for i, token in added.items()
     }
-    return {token.content: ", ".join([f"id {i}", *flags[i]]) for i, token in added.items()}
 
 
 def _of_vocabularies(files: TokenizerFiles) -> Iterator[Pair]:

@@ -25,8 +25,10 @@ from jaxllm.tokenizers.settings import TokenizerSettings, new_config
 from jaxllm.tokenizers.tokenizer import Tokenizer
 from jaxllm.tokenizers.tokenizer_json import (
     BYTE_LEVEL,
+    CONTRACTIONS,
     LLAMA3_PATTERN,
     QWEN2_PATTERN,
+    SPACES,
     FastTokenizer,
     split_before_bytes,
 )
@@ -46,29 +48,25 @@ _PLACEHOLDER = re.compile(r"\[PAD\d+\]")
 _LOST_SCORE = -1000.0
 """The score that the gguf package gives each token of a folder without a sentencepiece model."""
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 _CASED = f"{_BEFORE}[{_UPPER}]*[{_LOWER}]+%s|{_BEFORE}[{_UPPER}]+[{_LOWER}]*%s"
 """Words that begin with capital letters, each with what may follow."""
-TEKKEN_PATTERN = _CASED % ("", "") + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES
+TEKKEN_PATTERN = _CASED % ("", "") + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + SPACES
 _GPT4O_PATTERN = (
-    _CASED % (_CONTRACTIONS + "?", _CONTRACTIONS + "?")
+    _CASED % (CONTRACTIONS + "?", CONTRACTIONS + "?")
     + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*"
-    + _SPACES
+    + SPACES
 )
 _SEED_CODER_PATTERN = (
-    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+" + _SPACES
+    CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+" + SPACES
 )
 _QWEN35_PATTERN = (
-    _CONTRACTIONS
-    + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
-    + _SPACES
+    CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + SPACES
 )
 _DEEPSEEK3_PATTERN = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-    r"| ?[\p{P}\p{S}]+[\r\n]*" + _SPACES
+    r"| ?[\p{P}\p{S}]+[\r\n]*" + SPACES
 )
 _CASED_LETTERS = (
     "[\\p{Lu}\\p{Ll}\\p{Lt}&&[^\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8f\u2d00-\u2d2f\ua790-\ua7fa"
@@ -102,7 +100,7 @@ _PRE_TOKENIZERS = {
     "minicpm5": split_before_bytes(r"\p{N}{1,3}", LLAMA3_PATTERN),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "f2llmv2"), _QWEN2),
     **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2"), _QWEN2),
-    "ufakzeka": split_before_bytes(QWEN2_PATTERN.removeprefix(f"{_CONTRACTIONS}|")),
+    "ufakzeka": split_before_bytes(QWEN2_PATTERN.removeprefix(f"{CONTRACTIONS}|")),
     "laguna": split_before_bytes("[^\n]+|\n+", QWEN2_PATTERN),
     **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _QWEN2),
     "tekken": split_before_bytes(TEKKEN_PATTERN),
@@ -126,9 +124,9 @@ _LLAMA3_NAMES = {
     *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
     *("jina-v5-nano", "tekken"),
 }
-"""Those that put BOS before a text by default, and take a whole word that is a token."""
+"""Pre-tokenizers with BOS before a text by default, where a word that is a token stays whole."""
 _WHOLE_WORDS = _LLAMA3_NAMES | {"minicpm5", "glm4", "glm5"}
-"""Those that take a whole word that is a token, whatever the merges are."""
+"""Pre-tokenizers where a word that is a token stays whole, whatever the merges are."""
 # fmt: off
 END_TEXTS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
@@ -159,7 +157,7 @@ class _Vocabulary:
     types: Sequence[int]  # PieceType of each token
 
     def added_tokens(self) -> dict[int, AddedToken]:
-        """Tokens at which texts are split, by id; only those that users defined are not special."""
+        """Tokens at which texts are split, by id: user-defined tokens, and the special tokens."""
         kinds = (PieceType.CONTROL, PieceType.USER_DEFINED, PieceType.UNKNOWN)
         return {
             index: AddedToken(token, special=kind != PieceType.USER_DEFINED)

@@ -84,8 +84,8 @@ def load_tokenizer(folder: str | PathLike[str], **options: Any) -> Tokenizer | N
     vocab.json and their sentencepiece models. All others, and these without a model, are read from
     tokenizer.json; without one, Llama's from its sentencepiece model, and GPT-2's, RoBERTa's
     (BART's) and Qwen2's from vocab.json and merges.txt. ``ByT5Tokenizer`` needs none. Without a
-    class, the first of these files decides. The options ``legacy`` and ``add_prefix_space`` are
-    those of sentencepiece, so that with one of them a Llama's model decides.
+    class, the first of these files decides. The options ``legacy`` and ``add_prefix_space``
+    belong to sentencepiece: a call that gives one of them reads Llama's tokenizer.model.
 
     Args:
         folder: the folder.
@@ -146,6 +146,6 @@ def _choose(files: TokenizerFiles, settings: TokenizerSettings) -> Any:
     raise UnsupportedError(
         f"{files.folder}: cannot read a {class_name or 'tokenizer'} from {', '.join(present)}:"
         " supported are tokenizer.json, tokenizer.model (Llama, Gemma), spiece.model (T5),"
-        f" vocab.json with merges.txt ({classes}), ByT5Tokenizer, those of translation models;"
+        f" vocab.json with merges.txt ({classes}), ByT5Tokenizer, tokenizers of translation models;"
         " save_pretrained of transformers 5's AutoTokenizer writes a tokenizer.json of others"
     )

@@ -170,7 +170,7 @@ def read_tekken(spec: Mapping[str, Any], source: str) -> tuple[list[bytes], list
 
 
 def _texts(entries: object, field: str, where: str) -> list[str]:
-    """A field of the objects in a list, each of which has its place as ``rank``."""
+    """A field of each object in a list, where every object's ``rank`` must be its index."""
     if not isinstance(entries, list):
         raise TokenizerError(f"{where} is {quoted(entries)}, not a list")
     for rank, entry in enumerate(entries):
@@ -184,7 +184,7 @@ def _texts(entries: object, field: str, where: str) -> list[str]:
 
 
 def bpe_model(tokens: Sequence[bytes], first: Collection[str], source: str) -> dict[str, Any]:
-    """A tokenizer.json's model with tiktoken's ids of ranked tokens, after those of `first`."""
+    """A tokenizer.json's BPE model: the tokens `first`, and then the ranked tokens in order."""
     longest = max(map(len, tokens), default=0)
     if longest > MAX_RANKED_TOKEN_BYTES or sum(map(len, tokens)) > MAX_RANKED_BYTES:
         raise TokenizerError(

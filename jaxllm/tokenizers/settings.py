@@ -46,11 +46,11 @@ OPTIONS = (
 )
 """Fields of tokenizer_config.json that a call of `load_tokenizer` may override."""
 DECIDING_OPTIONS = frozenset({"add_prefix_space", "legacy"})
-"""Those with which a Llama's tokenizer.model is read although the folder has a tokenizer.json."""
+"""Options that make Llama's tokenizer.model decide although the folder has a tokenizer.json."""
 SENTENCEPIECE_OPTIONS = DECIDING_OPTIONS | {"add_bos_token", "add_eos_token"}
 LANGUAGES = ("src_lang", "tgt_lang")
 CLASS_OPTIONS = SENTENCEPIECE_OPTIONS | {*LANGUAGES}
-"""Those of them that act on some classes of tokenizers alone."""
+"""Options that act on some classes of tokenizers alone."""
 CLASS_OF_MODEL = {
     "bart": "BartTokenizer",
     **dict.fromkeys(("gpt2", "gpt_neo", "gptj", "opt"), "GPT2Tokenizer"),
@@ -129,9 +129,9 @@ PEGASUS_TOKENS = T5_TOKENS | named_tokens(mask="<mask_2>")
 class TokenizerSettings:
     """Special tokens, flags and chat templates of a tokenizer.
 
-    ``named`` maps ``bos_token``, ``eos_token``, ... to tokens, and ``unflagged`` has the names of
-    those that the files give as texts alone; ``extra`` lists further special tokens; ``added`` maps
-    ids to tokens; ``options`` is the content of tokenizer_config.json.
+    ``named`` maps ``bos_token``, ``eos_token``, ... to tokens; ``unflagged`` has the names of
+    tokens that the files give as texts without flags; ``extra`` lists further special tokens;
+    ``added`` maps ids to tokens; ``options`` is the content of tokenizer_config.json.
     """
 
     tokenizer_class: str | None = None
@@ -154,9 +154,9 @@ class TokenizerSettings:
         return value
 
     def with_defaults(self, **named: str | AddedToken) -> TokenizerSettings:
-        """Sets the named tokens that no file mentions; those that are null in a file stay unset.
+        """Sets the named tokens that no file mentions; a token that is null in a file stays unset.
 
-        A token that the files give as a text alone gets the flags of the default of its name.
+        A token that the files give as a text without flags gets the flags of the default token.
         """
         defaults = {
             name: AddedToken(token) if isinstance(token, str) else token

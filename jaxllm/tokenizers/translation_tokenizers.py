@@ -425,7 +425,7 @@ class _LanguageCodes(WithLanguages):
 
 
 class _LanguageTokenizer(_LanguageCodes, FairseqTokenizer):
-    """Base class of those with a sentencepiece model: codes and the mask come after the pieces."""
+    """Base class of tokenizers whose language codes and mask follow the model's pieces."""
 
     codes: ClassVar[Sequence[str]] = ()
     default_tokens = ROBERTA_TOKENS
@@ -522,7 +522,7 @@ class PegasusTokenizer(FairseqTokenizer):
 
     @staticmethod
     def _masks(settings: TokenizerSettings) -> list[str]:
-        """The tokens that mask a sentence and a word; those that are null are left out."""
+        """The tokens that mask a sentence and a word, unless a file sets them to null."""
         sentence = settings.options.get("mask_token_sent", "<mask_1>")
         masks = [sentence, settings.named.get("mask_token")]
         return [str(mask) for mask in masks if mask is not None]
@@ -542,11 +542,8 @@ class PegasusTokenizer(FairseqTokenizer):
         return 2
 
     def _add_special_tokens(self, ids: list[int], pair: list[int] | None) -> list[int]:
-        return [*ids, *(pair or []), *self._end]
-
-    @property
-    def _end(self) -> list[int]:
-        return [] if self.eos_token_id is None else [self.eos_token_id]
+        end = [] if self.eos_token_id is None else [self.eos_token_id]
+        return [*ids, *(pair or []), *end]
 
 
 class XGLMTokenizer(FairseqTokenizer):

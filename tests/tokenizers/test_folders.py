@@ -12,6 +12,7 @@ import sentencepiece
 import tiny
 from folder_cases import CASES, DATA, edit, write
 from serving_tools import running_server
+from small_tokenizers import check_streams
 
 import jaxllm
 from jaxllm.tokenizers import AddedToken, FastTokenizer, LlamaTokenizer, Tokenizer, load_tokenizer
@@ -158,12 +159,7 @@ def test_streams_are_the_decoded_texts(case):
     rng = random.Random(0)
     for _ in range(200):
         ids = [rng.randrange(len(tokenizer)) for _ in range(rng.randrange(1, 9))]
-        for skip in (False, True):
-            stream = tokenizer.stream_decoder(skip_special_tokens=skip)
-            text = "".join(map(stream.put, ids)) + stream.end()
-            assert text == tokenizer.decode(ids, skip_special_tokens=skip), ids
-        kept = [index for index in ids if index not in tokenizer.special_ids]
-        assert tokenizer.decode(ids, skip_special_tokens=True) == tokenizer.decode(kept), ids
+        check_streams(tokenizer, ids)
 
 
 @pytest.mark.parametrize(("config", "named", "ids"), MASKS)

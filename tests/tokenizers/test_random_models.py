@@ -13,6 +13,7 @@ from typing import Any
 import paths
 import pytest
 import sentencepiece
+from small_tokenizers import check_streams
 
 from jaxllm.tokenizers import Tokenizer, load_tokenizer
 
@@ -166,15 +167,6 @@ def check(name: str, rng: random.Random, folder: Path) -> None:
         check_streams(tokenizer, ids)
     for _ in range(20):
         check_streams(tokenizer, [rng.randrange(len(tokenizer)) for _ in range(9)])
-
-
-def check_streams(tokenizer: Tokenizer, ids: list[int]) -> None:
-    for skip in (False, True):
-        stream = tokenizer.stream_decoder(skip_special_tokens=skip)
-        text = "".join(map(stream.put, ids)) + stream.end()
-        assert text == tokenizer.decode(ids, skip_special_tokens=skip), ids
-    kept = [index for index in ids if index not in tokenizer.special_ids]
-    assert tokenizer.decode(ids, skip_special_tokens=True) == tokenizer.decode(kept), ids
 
 
 @pytest.mark.parametrize("name", CLASSES)
