@@ -13,6 +13,7 @@ from jaxllm.common.errors import (
     TemplateError,
     TokenizerError,
     UnsupportedError,
+    WorkerStoppedError,
 )
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "TemplateError",
     "TokenizerError",
     "UnsupportedError",
+    "WorkerStoppedError",
 ]

@@ -74,6 +74,10 @@ class RunError(JaxLLMError, RuntimeError):
     """A run cannot start or resume: its folder is in use, or holds another run."""
 
 
+class WorkerStoppedError(JaxLLMError, RuntimeError):
+    """A process that works for a server ended before it began a request; the server has another."""
+
+
 class MissingExtraError(JaxLLMError, ImportError):
     """An optional package that a call needs is not installed; the message names its extra."""
 

@@ -33,6 +33,12 @@ MEMORY_BYTES = 2**30
 """Memory that a child may take beside that of the process which forks it."""
 WALL_SECONDS = 60.0
 """Limit for a child on a busy machine."""
+ANSWER_SECONDS = 30.0
+"""Time in which the process must begin a request. A process that does not is replaced."""
+POLL_SECONDS = 0.2
+"""Time between two looks at whether the process was stopped by a signal."""
+ATTEMPTS = 2
+"""Processes to which one request is sent before it fails."""
 MAX_TEXTS = 64
 """Largest number of texts that are computed at once. Further texts wait."""
 HEADER_BYTES, READY = 8, b"+"
@@ -47,6 +53,8 @@ class TextWorker:
         tokenizer: the server's. A copy of it is sent to the process.
         cpu_seconds: CPU time of one call, beside 4 microseconds per byte.
         memory_bytes: memory of one call, on Linux.
+        answer_seconds: time in which the process must begin a call. A process that does not, or
+            that a signal has stopped, is replaced.
 
     Attributes:
         threads: threads that wait for texts, so that the threads of the event loop stay free.
@@ -61,8 +69,10 @@ class TextWorker:
         *,
         cpu_seconds: float = CPU_SECONDS,
         memory_bytes: int = MEMORY_BYTES,
+        answer_seconds: float = ANSWER_SECONDS,
     ) -> None:
         self._tokenizer, self._cpu_seconds = tokenizer, cpu_seconds
+        self._answer_seconds = answer_seconds
         self.threads = ThreadPoolExecutor(MAX_TEXTS, "texts")
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -83,11 +93,13 @@ class TextWorker:
         )
         theirs.close()
         self._socket = ours
+        ours.settimeout(WALL_SECONDS)
         with contextlib.suppress(OSError):  # the process has ended
             for value in (self._settings, self._tokenizer):
                 content = pickle.dumps(value)
                 ours.sendall(_header(content) + content)
             if ours.recv(1) == READY:
+                ours.settimeout(POLL_SECONDS)
                 return
         self._end()
         from jaxllm.common.errors import TokenizerError
@@ -100,37 +112,84 @@ class TextWorker:
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """The result of a method of the tokenizer.
 
+        A call that the process had not begun when it ended is sent to the next process, once.
+
         Raises:
             JaxLLMError: as the method, or InputError if the call exceeds a limit.
+            WorkerStoppedError: two processes ended, or did not answer, before they began the call.
         """
         if not CAN_FORK:
             return getattr(self._tokenizer, method)(*arguments, **options)
         call = pickle.dumps((method, arguments, options))
         seconds = self._cpu_seconds + SECONDS_PER_BYTE * len(call)
         request = pickle.dumps((seconds, call))
+        from jaxllm.common.errors import TokenizerError, WorkerStoppedError
+
+        for _ in range(ATTEMPTS):
+            process, answer = self._ask(request)
+            if answer:
+                return _result(answer, seconds)
+            try:
+                self._replace(process)
+            except TokenizerError:  # the next process does not start
+                break
+        raise WorkerStoppedError(
+            "the process that tokenizes the texts of clients ended before it read this one; send "
+            "the request again"
+        )
+
+    def _ask(self, request: bytes) -> tuple[subprocess.Popen[bytes], bytes]:
+        """Sends a request to the process; returns the process and its answer.
+
+        The answer is empty if the process has not begun the request.
+        """
         reader, writer = os.pipe()
         try:
             try:
                 with self._lock:
-                    self._send(request, writer)
+                    assert self._process is not None and self._socket is not None
+                    process = self._process
+                    try:
+                        self._send(request, writer, process, self._socket)
+                    except OSError:
+                        self._end()  # nothing may follow a part of a request
+                        return process, b""
             finally:
                 os.close(writer)
-            answer = _read(reader, WALL_SECONDS)
+            return process, _read(reader, process, self._answer_seconds)
         finally:
             os.close(reader)
-        return _result(answer, seconds)
 
-    def _send(self, request: bytes, writer: int) -> None:
-        """Sends a request and the pipe for its answer. Starts the process again if it ended."""
-        for attempt in (1, 2):
-            assert self._socket is not None
+    def _send(
+        self, request: bytes, writer: int, process: subprocess.Popen[bytes], to: socket.socket
+    ) -> None:
+        """Sends a request and the pipe for its answer to the process.
+
+        Raises:
+            OSError: the process ended, is stopped, or reads nothing for `answer_seconds`.
+        """
+        content, sent = memoryview(_header(request) + request), 0
+        deadline = time.monotonic() + self._answer_seconds
+        while sent < len(content):
             try:
-                socket.send_fds(self._socket, [_header(request)], [writer])
-                self._socket.sendall(request)
-                return
-            except OSError:
-                if attempt == 2:
+                if sent:
+                    sent += to.send(content[sent:])
+                else:
+                    sent += socket.send_fds(to, [content[:HEADER_BYTES]], [writer])
+            except TimeoutError:
+                if _is_stopped(process) or time.monotonic() > deadline:
                     raise
+            else:
+                deadline = time.monotonic() + self._answer_seconds
+
+    def _replace(self, process: subprocess.Popen[bytes] | None) -> None:
+        """Starts a process in place of another one, unless another thread did so before.
+
+        Raises:
+            TokenizerError: the process does not start.
+        """
+        with self._lock:
+            if self._process is process:
                 self._end()
                 self._start()
 
@@ -152,20 +211,43 @@ def _header(content: bytes) -> bytes:
     return len(content).to_bytes(HEADER_BYTES, "little")
 
 
-def _read(reader: int, seconds: float) -> bytes:
-    """The number of the child and its answer. The child is killed after some seconds."""
-    content, deadline = b"", time.monotonic() + seconds
+def _read(reader: int, process: subprocess.Popen[bytes], answer_seconds: float) -> bytes:
+    """The number of the child and its answer.
+
+    Empty if the process does not begin the request within `answer_seconds`. The number alone if the
+    child was killed, as it is after `WALL_SECONDS`.
+    """
+    content, deadline = b"", time.monotonic() + answer_seconds
     with selectors.DefaultSelector() as selector:
         selector.register(reader, selectors.EVENT_READ)
-        while selector.select(max(deadline - time.monotonic(), 0)):
-            part = os.read(reader, 1 << 20)
-            if not part:
-                return content
-            content += part
-    if len(content) >= HEADER_BYTES:
+        while True:
+            seconds = max(deadline - time.monotonic(), 0)
+            if selector.select(seconds if content else min(seconds, POLL_SECONDS)):
+                part = os.read(reader, 1 << 20)
+                if not part:
+                    return content
+                if not content:  # the child has begun
+                    deadline = time.monotonic() + WALL_SECONDS
+                content += part
+            elif not content and seconds and not _is_stopped(process):
+                continue
+            else:
+                break
+    if content:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int.from_bytes(content[:HEADER_BYTES], "little"), signal.SIGKILL)
-    return b""
+    return content[:HEADER_BYTES]
+
+
+def _is_stopped(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a signal has stopped a process. False where the system does not say it."""
+    if not hasattr(os, "waitid"):
+        return False
+    try:
+        state = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # it has ended
+        return False
+    return state is not None
 
 
 def _result(answer: bytes, seconds: float) -> Any:

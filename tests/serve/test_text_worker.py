@@ -6,14 +6,16 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 from serving_tools import chat_tokenizer, running_server
 from small_tokenizers import DATA
 
-from jaxllm.common.errors import InputError, TemplateError, TokenizerError
+from jaxllm.common.errors import InputError, TemplateError, TokenizerError, WorkerStoppedError
 from jaxllm.serve import text_worker
 from jaxllm.serve.text_worker import TextWorker
 from jaxllm.tokenizers.settings import TokenizerSettings
@@ -105,6 +107,97 @@ def test_a_slow_text_does_not_delay_others():
     assert len(failures) == 20
     assert worker.call("encode", "ab") == quadratic().encode("ab")  # it starts again
     worker.close()
+
+
+def process_of(worker: TextWorker) -> int:
+    assert worker._process is not None
+    return worker._process.pid
+
+
+def call_in_threads(worker: TextWorker, count: int) -> tuple[list[threading.Thread], list[Any]]:
+    """Calls that wait for the process, and the list that their results and errors come to."""
+    results: list[Any] = []
+
+    def call() -> None:
+        try:
+            results.append(worker.call("encode", "ab"))
+        except BaseException as failure:
+            results.append(failure)
+
+    threads = [threading.Thread(target=call) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads, results
+
+
+@pytest.fixture
+def unseen_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that does not say that a process is stopped."""
+    monkeypatch.setattr(text_worker, "_is_stopped", lambda process: False)
+
+
+def test_calls_in_the_socket_of_a_killed_process_go_to_the_next(unseen_stops):
+    worker = TextWorker(quadratic())
+    first = process_of(worker)
+    os.kill(first, signal.SIGSTOP)  # so that the calls stay in the socket
+    threads, results = call_in_threads(worker, 10)
+    time.sleep(0.3)
+    assert not results
+    os.kill(first, signal.SIGKILL)
+    for thread in threads:
+        thread.join()
+    assert results == [quadratic().encode("ab")] * 10
+    assert process_of(worker) != first
+    worker.close()
+
+
+@pytest.mark.parametrize("text", ["ab", "ab " * 300_000], ids=["short", "more than a socket holds"])
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_stopped_process_is_replaced(monkeypatch, is_seen, text):
+    if not is_seen:
+        monkeypatch.setattr(text_worker, "_is_stopped", lambda process: False)
+    worker = TextWorker(quadratic(), answer_seconds=60.0 if is_seen else 1.0)
+    first = process_of(worker)
+    os.kill(first, signal.SIGSTOP)
+    start = time.monotonic()
+    assert worker.call("encode", text) == quadratic().encode(text)
+    assert time.monotonic() - start < 30
+    assert process_of(worker) != first
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+    worker.close()
+
+
+def test_a_call_that_two_processes_do_not_begin_is_an_error(monkeypatch):
+    worker = TextWorker(quadratic())
+    start = worker._start
+
+    def start_stopped() -> None:
+        start()
+        os.kill(process_of(worker), signal.SIGSTOP)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "_start", start_stopped)
+        os.kill(process_of(worker), signal.SIGSTOP)
+        with pytest.raises(WorkerStoppedError, match="send the request again"):
+            worker.call("encode", "ab")
+    assert worker.call("encode", "ab") == quadratic().encode("ab")
+    worker.close()
+
+
+def test_a_client_is_told_to_try_again_while_no_process_starts():
+    with running_server(warm_up=False) as server:
+        worker = server.state.texts
+        assert worker is not None
+        tokenizer, worker._tokenizer = worker._tokenizer, Unreadable()
+        os.kill(process_of(worker), signal.SIGKILL)
+        body = {"model": "tiny", "prompt": "ab"}
+        answer = httpx.post(f"{server.url}/tokenize", json=body, timeout=60)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        error = answer.json()["error"]
+        assert (error["code"], error["type"]) == ("worker_stopped", "server_error")
+        worker._tokenizer = tokenizer
+        assert httpx.post(f"{server.url}/tokenize", json=body, timeout=60).status_code == 200
 
 
 @pytest.mark.ci

@@ -9,7 +9,12 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
+from jaxllm.common.errors import (
+    InputError,
+    JaxLLMError,
+    UnsupportedError,
+    WorkerStoppedError,
+)
 from jaxllm.common.files import parse_json
 from jaxllm.common.validation import from_plain
 from jaxllm.serve.engine_thread import EngineStoppedError, QueueFullError
@@ -324,8 +329,8 @@ class ApiError(Exception):
 
 
 def api_error(error: JaxLLMError) -> ApiError:
-    """The answer for an error of the library: 429 if the queue is full, 503 if the engine has
-    stopped, 500 for logits that are not finite, and else 400, since the request is wrong.
+    """The answer for an error of the library: 429 if the queue is full, 503 if the engine or
+    the process that tokenizes has stopped, 500 for logits that are not finite, and else 400, since the request is wrong.
 
     >>> from jaxllm.common.errors import InputError
     >>> api_error(InputError("top_p: expected a number")).param
@@ -335,6 +340,8 @@ def api_error(error: JaxLLMError) -> ApiError:
         return ApiError(429, str(error), code="queue_full", retry_after=error.retry_after)
     if isinstance(error, EngineStoppedError):
         return ApiError(503, str(error), code="engine_stopped", retry_after=RETRY_SECONDS)
+    if isinstance(error, WorkerStoppedError):
+        return ApiError(503, str(error), code="worker_stopped", retry_after=RETRY_SECONDS)
     if isinstance(error, FloatingPointError):
         return ApiError(500, str(error), code="non_finite")
     message = str(error).removeprefix("generate(): ")  # clients call no function
