@@ -147,7 +147,8 @@ class TextWorker:
         try:
             try:
                 with self._lock:
-                    assert self._process is not None and self._socket is not None
+                    assert self._process is not None
+                    assert self._socket is not None
                     process = self._process
                     try:
                         self._send(request, writer, process, self._socket)

@@ -234,6 +234,8 @@ def test_answers_match_a_json_schema_and_become_tool_calls(client):
     (delta,) = last.choices[0].delta.tool_calls
     assert delta.function.arguments == tool_call.function.arguments
     assert last.choices[0].finish_reason == "tool_calls"
+    one: Any = {**arguments, "tools": [TOOL], "parallel_tool_calls": False}
+    assert len(client.chat.completions.create(**one).choices[0].message.tool_calls) == 1
     # And it can be given back, with its result.
     messages = [
         *arguments["messages"],

@@ -18,6 +18,7 @@ from serving_tools import RunningServer, connected, eventually, running_server, 
 from starlette.testclient import TestClient
 
 from jaxllm.common.errors import InputError
+from jaxllm.serve import EngineStoppedError, QueueFullError
 from jaxllm.serve.http.api_types import ApiError
 from jaxllm.serve.http.app import make_app
 from jaxllm.serve.http.server import JsonFormatter, bound_socket, listen
@@ -237,6 +238,107 @@ def test_requests_are_logged_without_their_prompts(http, caplog):
     assert (line["path"], line["status"], line["completion_tokens"]) == ("/v1/completions", 200, 3)
     assert line["first_token_seconds"] <= line["seconds"]
     assert "secret" not in json.dumps(line)
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """The lines of the server's log."""
+    records = [record for record in caplog.records if record.name == "jaxllm.serve"]
+    return [json.loads(JsonFormatter().format(record)) for record in records]
+
+
+SECRET = "my secret's words"
+CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "field", "reason"),
+    [
+        ("/v1/completions", {"prompt": SECRET, "top_pp": 1}, 400, "top_pp", "is it top_p?"),
+        ("/v1/completions", {"prompt": SECRET, "n": 500}, 400, "n", "found 500"),
+        ("/v1/completions", {"prompt": {SECRET: 1}}, 400, "prompt", "expected a string"),
+        ("/v1/completions", {"prompt": [SECRET, 1]}, 400, "prompt", "expected a string"),
+        ("/v1/completions", {"prompt": "a", "stop": [[SECRET]]}, 400, "stop", "expected"),
+        ("/v1/completions", {"prompt": "a", SECRET: 1}, 400, None, "unknown"),
+        ("/v1/completions", {"prompt": "a", "model": SECRET}, 404, "model", "this server has"),
+        ("/v1/completions", {"prompt": SECRET * 400}, 400, "prompt", "shorten it"),
+        ("/v1/completions", SECRET, 400, "body", "not JSON"),
+        ("/v1/completions", f'{{"{SECRET}": 1, "{SECRET}": 2}}', 400, None, "appears twice"),
+        ("/v1/completions", SECRET * 5000, 413, None, "larger than 50000 bytes"),
+        (CHAT, {"messages": [{"role": 5, "content": SECRET}]}, 400, "messages[0].role", "string"),
+        (CHAT, {"messages": [{"role": "user", "content": {SECRET: 1}}]}, 400, None, "content"),
+        (CHAT, {"messages": [SECRET]}, 400, "messages", "expected a list of messages"),
+        ("/tokenize", {"messages": [{"role": "user", "content": SECRET}]}, 400, None, "failed"),
+        ("/detokenize", {"tokens": [SECRET]}, 400, "tokens", "expected"),
+        ("/v1/embeddings", {"input": SECRET}, 404, None, "--embeddings"),
+        ("/v1/nothing", {"prompt": SECRET}, 404, None, "Not Found"),
+        ("/health", {"prompt": SECRET}, 405, None, "Method Not Allowed"),
+    ],
+)
+def test_a_refused_request_is_logged_with_its_reason(
+    http, server, caplog, monkeypatch, path, body, status, field, reason
+):
+    template = "{{ raise_exception(messages[0].content) }}" if path == "/tokenize" else "{{ '' }}"
+    monkeypatch.setattr(server.state.tokenizer, "chat_template", template)
+    monkeypatch.setattr(server.state.texts, "_tokenizer", server.state.tokenizer)
+    server.state.texts._end()  # the next process has this template
+    content = body if isinstance(body, str) else json.dumps(body)
+    with caplog.at_level(logging.INFO, "jaxllm.serve"):
+        answer = http.post(path, content=content)
+    assert answer.status_code == status, answer.text
+    (line,) = logged(caplog)
+    assert (line["path"], line["method"], line["client"]) == (path, "POST", "127.0.0.1")
+    assert line["status"] == status
+    assert reason in line["reason"]
+    if field is not None:
+        assert line["field"] == field
+    assert not re.search("secret|words", json.dumps(line))
+    server.state.texts._end()
+
+
+def test_refusals_of_keys_origins_and_http_are_logged(server, caplog):
+    with caplog.at_level(logging.INFO, "jaxllm.serve"):
+        httpx.post(f"{server.url}/v1/completions", headers={"Authorization": "Bearer key-9"})
+        httpx.post(f"{server.url}/tokenize", headers={**KEY, "Origin": "https://a.example"})
+        with connected(server) as connection:
+            connection.sendall(b"secret\r\n\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 400")
+        with connected(server) as connection:  # the body takes too long
+            head = "POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key-1\r\n"
+            connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+            assert b" 408 " in connection.recv(100)
+    lines = logged(caplog)
+    assert [line["status"] for line in lines] == [401, 403, 400, 408]
+    assert [line["client"] for line in lines] == ["127.0.0.1"] * 4
+    assert "expected a valid API key" in lines[0]["reason"]
+    assert lines[0]["code"] == "invalid_api_key"
+    assert "--cors-origin" in lines[1]["reason"]
+    assert "not valid HTTP" in lines[2]["reason"]
+    assert "did not arrive within 0.5 seconds" in lines[3]["reason"]
+    assert not re.search("secret|key-[0-9]", json.dumps(lines))
+
+
+def test_a_page_that_may_not_call_and_a_stopped_engine_are_logged(server, caplog, monkeypatch):
+    state = dataclasses.replace(server.state, cors_origins=("https://a.example",))
+    client = TestClient(make_app(state))
+    with caplog.at_level(logging.INFO, "jaxllm.serve"):
+        asks = {"Origin": "https://b.example", "Access-Control-Request-Method": "POST"}
+        assert client.options("/v1/completions", headers=asks).status_code == 400
+        for failure in (EngineStoppedError("it ended"), QueueFullError("5 wait", retry_after=2)):
+            monkeypatch.setattr(server.engine, "submit_all", raiser(failure))
+            for stream in (False, True):
+                body = {"prompt": "secret", "stream": stream}
+                client.post("/v1/completions", json=body, headers=KEY)
+    refused, *others = logged(caplog)
+    assert (refused["status"], refused["reason"]) == (400, "Disallowed CORS origin")
+    ended, full = (503, "it ended"), (429, "5 wait")
+    assert [(line["status"], line["reason"]) for line in others] == [ended, ended, full, full]
+
+
+def raiser(failure: Exception) -> Callable[..., Any]:
+    def submit(*_: Any, **__: Any) -> Any:
+        raise failure
+
+    return submit
 
 
 @pytest.mark.ci

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from small_tokenizers import small_tokenizer
 
 from jaxllm.generation.stopping import StopStringCriteria
 from jaxllm.generation.stopping.stop_strings import StopStringMatcher
-from jaxllm.serve.http.pieces import SampleText
+from jaxllm.serve import AsyncEngine
+from jaxllm.serve.http.answers import ChatAnswer, Usage
+from jaxllm.serve.http.api_types import ChatRequest, read_body
+from jaxllm.serve.http.pieces import Choice, Piece, SampleText
+from jaxllm.serve.http.state import ServerState
 from jaxllm.serve.http.tool_calls import split_tool_calls
 
 TOKENIZER = small_tokenizer("llama.model")
@@ -76,3 +82,29 @@ def test_only_calls_of_known_functions_are_tool_calls():
         "[" * 100_000,
     ):
         assert split_tool_calls(text, ["g"]) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("parallel", "names"), [(True, "look see"), (False, "look"), (None, "look see")]
+)
+def test_only_the_first_tool_call_is_answered_without_parallel_calls(parallel, names):
+    tools = [{"type": "function", "function": {"name": name}} for name in ("look", "see")]
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": tools}
+    body["parallel_tool_calls"] = parallel
+    request = read_body(ChatRequest, json.dumps(body).encode())
+    calls = [
+        f'<tool_call>{{"name": "{n}", "arguments": {{}}}}</tool_call>' for n in ("look", "see")
+    ]
+    text = "Well.\n" + "\n".join(calls)
+    model = tiny.make("llama", num_hidden_layers=1, vocab_size=len(TOKENIZER))
+    state = ServerState(AsyncEngine(model, TOKENIZER, slots=1, context=64), TOKENIZER, "tiny")
+    answer = ChatAnswer(state, request, Usage())
+    whole = answer.choice(Choice(text, finish_reason="stop"))
+    assert whole["message"]["content"] == "Well."
+    assert whole["finish_reason"] == "tool_calls"
+    pieces = [Piece(0, part, (), None, None) for part in (text[:20], text[20:90], text[90:])]
+    ended = [*pieces, Piece(0, "", (), None, "stop")]
+    deltas = [choice["delta"] for piece in ended for choice in answer.piece_choices(piece)]
+    assert "".join(delta.get("content", "") for delta in deltas) == "Well.\n"
+    for found in (whole["message"]["tool_calls"], deltas[-1]["tool_calls"]):
+        assert " ".join(call["function"]["name"] for call in found) == names

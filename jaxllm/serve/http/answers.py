@@ -22,6 +22,7 @@ from jaxllm.serve.http.pieces import Choice, Piece, collect, overlap, pieces_of
 from jaxllm.serve.http.state import ServerState
 from jaxllm.serve.http.tool_calls import (
     START,
+    ToolCall,
     split_tool_calls,
     template_messages,
     tool_names,
@@ -316,7 +317,7 @@ class ChatAnswer(Answer):
         return await self.submit([ids], limit, logprobs=request.logprobs)
 
     def choice(self, choice: Choice) -> dict[str, Any]:
-        content, calls = split_tool_calls(choice.text, self._tools)
+        content, calls = self._split(choice.text)
         message: dict[str, Any] = {"role": "assistant", "content": content or None}
         message["refusal"] = None
         reason = choice.finish_reason
@@ -350,6 +351,11 @@ class ChatAnswer(Answer):
             return []  # the text waits for the next token
         return [{"delta": delta, "logprobs": logprobs, "finish_reason": reason}]
 
+    def _split(self, text: str) -> tuple[str, list[ToolCall]]:
+        """The content and the tool calls of a text, of which the request may want one alone."""
+        content, calls = split_tool_calls(text, self._tools)
+        return content, calls if self.request.parallel_tool_calls else calls[:1]
+
     def _delta(self, piece: Piece) -> tuple[dict[str, Any], str | None]:
         """Delta of a piece, and its finish reason.
 
@@ -362,7 +368,7 @@ class ChatAnswer(Answer):
                 start = _possible_call(text)
                 text, self._held[piece.index] = text[:start], text[start:]
             else:
-                text, calls = split_tool_calls(text, self._tools)
+                text, calls = self._split(text)
                 if calls:
                     deltas = [{"index": i, **call.to_json()} for i, call in enumerate(calls)]
                     content = {"content": text} if text else {}

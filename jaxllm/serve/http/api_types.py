@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from jaxllm.common.errors import (
     InputError,
     JaxLLMError,
+    TemplateError,
     UnsupportedError,
     WorkerStoppedError,
 )
@@ -48,6 +49,14 @@ MAX_MESSAGE = 500
 """Characters of a message, which may repeat a part of the request."""
 RETRY_SECONDS = 5
 """Seconds after which to try again when the server or its engine stops."""
+_STRANGE_FIELD = re.compile(r"^(?![\w.\[\]-]{1,100}:).*(?=: unknown)", re.DOTALL)
+"""An unknown field whose name is no name, and may be any text."""
+_REPEATED = re.compile(
+    r"""(?<=found\ )(?!-?[\d.e+-]+\b).*
+    |(?<!\w)(["'])(?:\\.|(?!\1(?!\w)).)*(?:\1|$)""",
+    re.VERBOSE | re.DOTALL,
+)
+"""Parts of messages that may repeat a text of the request: found values and what is in quotes."""
 _FIELD = re.compile(r"`?([a-z_][a-z0-9_.\[\]]*)`?(?=:| must | names )")
 
 
@@ -150,7 +159,8 @@ class ChatRequest(SamplingFields):
     top_logprobs: int = 0
     tools: Annotated[tuple[dict[str, Any], ...] | None, "a list of tools"] = None
     tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] = True
+    parallel_tool_calls: bool = True
+    """False: the answer has at most one call, the first."""
     chat_template_kwargs: Annotated[
         dict[str, bool] | None, "a map of switches of the template, true or false"
     ] = None
@@ -300,6 +310,18 @@ class ApiError(Exception):
             self.headers["Connection"] = "close"
 
     @property
+    def reason(self) -> str:
+        """The message for the log, without what it repeats of the request.
+
+        >>> ApiError(400, "stop: expected a string, found {'my secret': 1}").reason
+        'stop: expected a string, found ...'
+        """
+        message = str(self)
+        if isinstance(self.__cause__, TemplateError):  # after its kind, the template's own words
+            message = ": ".join(message.split(": ")[:2])
+        return _REPEATED.sub("...", _STRANGE_FIELD.sub("...", message))[:MAX_MESSAGE]
+
+    @property
     def type(self) -> str:
         """OpenAI's name of the kind of error."""
         names = {
@@ -330,7 +352,8 @@ class ApiError(Exception):
 
 def api_error(error: JaxLLMError) -> ApiError:
     """The answer for an error of the library: 429 if the queue is full, 503 if the engine or
-    the process that tokenizes has stopped, 500 for logits that are not finite, and else 400, since the request is wrong.
+    the process that tokenizes has stopped, 500 for logits that are not finite, and else 400, since
+    the request is wrong.
 
     >>> from jaxllm.common.errors import InputError
     >>> api_error(InputError("top_p: expected a number")).param
@@ -345,8 +368,10 @@ def api_error(error: JaxLLMError) -> ApiError:
     if isinstance(error, FloatingPointError):
         return ApiError(500, str(error), code="non_finite")
     message = str(error).removeprefix("generate(): ")  # clients call no function
-    field = _FIELD.search(message)
-    return ApiError(400, message, param=field[1] if field else None)
+    field = None if _STRANGE_FIELD.match(message) else _FIELD.search(message)
+    answer = ApiError(400, message, param=field[1] if field else None)
+    answer.__cause__ = error
+    return answer
 
 
 def stopped_error() -> ApiError:

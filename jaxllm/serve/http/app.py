@@ -9,7 +9,7 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,6 +20,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from jaxllm.common.errors import JaxLLMError
 from jaxllm.serve.http.answers import ChatAnswer, CompletionAnswer, Usage, chat_ids, prompt_ids
@@ -88,7 +89,7 @@ class HttpCall:
             "--cors-origin",
         )
 
-    def end(self, status: int) -> None:
+    def end(self, status: int, error: ApiError | None = None) -> None:
         """Counts and logs the request; the log has no prompt and no answer."""
         usage, metrics = self.usage, self.state.metrics
         seconds = time.perf_counter() - usage.start
@@ -98,18 +99,33 @@ class HttpCall:
             metrics.first_token.labels(self.path).observe(usage.first_token_seconds)
         metrics.prompt_tokens.inc(usage.prompt_tokens)
         metrics.new_tokens.inc(usage.completion_tokens)
-        fields = {
-            "event": "request",
-            "id": self.id,
-            "method": self.request.method,
-            "path": self.path,
-            "status": status,
-            "seconds": round(seconds, 4),
-            "first_token_seconds": usage.first_token_seconds,
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-        }
-        _LOG.info("request", extra={"fields": fields})
+        log_request(
+            status,
+            error,
+            self.request.client,
+            id=self.id,
+            method=self.request.method,
+            path=self.path,
+            seconds=round(seconds, 4),
+            first_token_seconds=usage.first_token_seconds,
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+        )
+
+
+def log_request(
+    status: int, error: ApiError | None, client: Sequence[Any] | None, **fields: Any
+) -> None:
+    """Logs a request: its status, its client, and why it was refused, without texts of prompts.
+
+    Args:
+        client: host and port.
+        fields: what else is known of the request.
+    """
+    fields = {"event": "request", **fields, "status": status, "client": client and client[0]}
+    if error is not None:
+        fields |= {"reason": error.reason, "field": error.param, "code": error.code}
+    _LOG.info("request", extra={"fields": fields})
 
 
 Endpoint: TypeAlias = Callable[[HttpCall], Awaitable[Response]]
@@ -131,7 +147,7 @@ def endpoint(
 
     async def handle(request: Request) -> Response:
         call = HttpCall(state, path, request)
-        status = 500
+        status, failure = 500, None
         try:
             call.check_origin()
             if not open_to_all:
@@ -147,7 +163,7 @@ def endpoint(
             failure = _failure(error, call)
             status, response = failure.status, _error_response(failure, call.headers)
         if not isinstance(response, EventStream):  # which ends later
-            call.end(status)
+            call.end(status, failure)
         return response
 
     return Route(path, handle, methods=[method])
@@ -181,10 +197,10 @@ async def _answered(call: HttpCall, answer: Any) -> Response:
             work = answer.whole(streams)
             return call.json(await until_disconnect(call.request.receive, work))
 
-    def end(status: int) -> None:
+    def end(status: int, failure: ApiError | None) -> None:
         for stream in streams:  # of a client that went away before the first event, too
             stream.cancel()
-        call.end(status)
+        call.end(status, failure)
 
     seconds = state.limits.request_seconds
     return EventStream(answer.events(streams), seconds, end, call.headers)
@@ -296,6 +312,21 @@ async def metrics(call: HttpCall) -> Response:
     return Response(content, headers={**call.headers, "content-type": content_type})
 
 
+class _Cors(CORSMiddleware):
+    """Answers browsers' questions whether a page may call the server; logs those it refuses."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope) if scope["type"] == "http" else None
+        asks = {"origin", "access-control-request-method"}
+        if request and request.method == "OPTIONS" and asks.issubset(request.headers):
+            answer = self.preflight_response(request.headers)
+            if answer.status_code >= 400:
+                error = ApiError(answer.status_code, bytes(answer.body).decode())
+                log_request(error.status, error, request.client, method="OPTIONS")
+            return await answer(scope, receive, send)
+        return await super().__call__(scope, receive, send)
+
+
 def make_app(state: ServerState) -> Starlette:
     """The ASGI application."""
     routes = [
@@ -314,13 +345,14 @@ def make_app(state: ServerState) -> Starlette:
         assert isinstance(error, HTTPException)
         path = request.scope["path"][:100]
         failure = ApiError(error.status_code, f"{request.method} {path}: {error.detail}")
+        log_request(failure.status, failure, request.client, method=request.method, path=path)
         return JSONResponse(failure.to_json(), failure.status, error.headers)
 
     middleware = []
     if state.cors_origins:
         middleware.append(
             Middleware(
-                CORSMiddleware,
+                _Cors,
                 allow_origins=list(state.cors_origins),
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],

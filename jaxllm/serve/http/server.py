@@ -29,7 +29,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxllm.common.errors import InputError
 from jaxllm.serve.http.api_types import RETRY_SECONDS, ApiError
-from jaxllm.serve.http.app import make_app
+from jaxllm.serve.http.app import log_request, make_app
 from jaxllm.serve.http.state import ServerState
 
 # Windows has neither.
@@ -231,7 +231,8 @@ class Connection(H11Protocol):
     # Ends.
 
     def _refuse(self, error: ApiError) -> None:
-        """Closes the connection with an error, if an answer can be sent."""
+        """Closes the connection with an error, if an answer can be sent, and logs it."""
+        log_request(error.status, error, self.client)
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = json.dumps(error.to_json()).encode()
             headers = [

@@ -60,14 +60,14 @@ class EventStream(Response):
     Args:
         events: JSON objects.
         seconds: limit of the time until the last byte is sent.
-        on_end: called with the status at the end.
+        on_end: called at the end with the status, and with the error if the stream ended with one.
     """
 
     def __init__(
         self,
         events: AsyncIterator[dict[str, Any]],
         seconds: float,
-        on_end: Callable[[int], object],
+        on_end: Callable[[int, ApiError | None], object],
         headers: dict[str, str],
     ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
@@ -75,6 +75,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events, self._seconds, self._on_end = events, seconds, on_end
         self._has_ended = False
+        self._failure: ApiError | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -91,7 +92,7 @@ class EventStream(Response):
                 async with asyncio.timeout(END_SECONDS):
                     status = await self._send_end(send, stopped_error())
         finally:
-            self._on_end(status)
+            self._on_end(status, self._failure)
 
     async def _send_all(self, send: Send) -> int:
         try:
@@ -105,7 +106,7 @@ class EventStream(Response):
         """Sends the last events, once; returns the status for the log."""
         if self._has_ended:
             return 200
-        self._has_ended = True
+        self._has_ended, self._failure = True, failure
         if failure is not None:
             await _write(send, json.dumps(failure.to_json()))
         await _write(send, "[DONE]", more=False)
