@@ -30,6 +30,9 @@ from jaxllm.nn.positions import Sinusoids
 
 C = TypeVar("C", bound="AbsoluteConfig")
 
+LEARNED_OFFSET = 2
+"""Rows of a learned table of positions before the first one, which are not used."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AbsoluteConfig(cfg.ModelConfig):
@@ -99,11 +102,15 @@ class AbsoluteConfig(cfg.ModelConfig):
     @classmethod
     def handled_keys(cls, raw: Mapping[str, Any]) -> frozenset[str]:
         """Keys of old files that say what the family is in any case, or that change nothing."""
+        has_sinusoids = cls.sinusoids is not AbsoluteConfig.sinusoids
+        # Sinusoidal positions have no rows before the first position.
+        extra_rows = raw.get("extra_pos_embeddings") if has_sinusoids else LEARNED_OFFSET
         implied = {
             "normalize_before": cls.pre_norm,
             "add_final_layer_norm": cls.pre_norm,
             "normalize_embedding": cls.embedding_norm,
-            "static_position_embeddings": cls.sinusoids is not AbsoluteConfig.sinusoids,
+            "static_position_embeddings": has_sinusoids,
+            "extra_pos_embeddings": extra_rows,
             "add_bias_logits": False,
         }
         handled = {key for key, value in implied.items() if raw.get(key) in (None, value)}

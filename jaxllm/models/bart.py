@@ -6,13 +6,13 @@ An encoder-decoder with learned positions, and norms after each sublayer.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from jaxllm.models.absolute_encoder_decoder import AbsoluteConfig, AbsoluteEncoderDecoderLM
-
-POSITION_OFFSET = 2
-"""Rows of the table of positions before the first one, which are not used."""
+from jaxllm.models.absolute_encoder_decoder import (
+    LEARNED_OFFSET,
+    AbsoluteConfig,
+    AbsoluteEncoderDecoderLM,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,6 @@ class BartConfig(AbsoluteConfig):
     """
 
     model_type = "bart"
-    no_effect: ClassVar[Mapping[str, Any]] = {"extra_pos_embeddings": POSITION_OFFSET}
     unread = (*AbsoluteConfig.unread, "classifier_dropout")
     embedding_norm: ClassVar[bool] = True
 
@@ -36,7 +35,7 @@ class BartConfig(AbsoluteConfig):
 
     @property
     def position_offset(self) -> int:
-        return POSITION_OFFSET
+        return LEARNED_OFFSET
 
 
 class BartForConditionalGeneration(AbsoluteEncoderDecoderLM[BartConfig]):

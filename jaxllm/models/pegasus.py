@@ -7,8 +7,7 @@ side.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxllm.models.absolute_encoder_decoder import (
     AbsoluteConfig,
@@ -34,11 +33,6 @@ class PegasusConfig(AbsoluteConfig):
     @property
     def sinusoids(self) -> Sinusoids:
         return Sinusoids(self.d_model, steps=self.d_model // 2)
-
-    @classmethod
-    def handled_keys(cls, raw: Mapping[str, Any]) -> frozenset[str]:
-        # Old files have rows of a table of learned positions, which Pegasus does not use.
-        return super().handled_keys(raw) | {"extra_pos_embeddings"}
 
 
 class PegasusForConditionalGeneration(AbsoluteEncoderDecoderLM[PegasusConfig]):

@@ -18,6 +18,7 @@ from jaxllm.batch import BatchGenerator
 from jaxllm.common.errors import CheckpointError, ConfigError, InputError, UnsupportedError
 from jaxllm.flax_classes import FlaxBartForConditionalGeneration
 from jaxllm.models.build_options import Options
+from jaxllm.models.registry import model_spec
 from jaxllm.models.weights import parameters, with_parameters
 from jaxllm.nn.positions import Sinusoids
 from jaxllm.training import OptimizerConfig, TrainState, loss_for, make_optimizer, make_train_step
@@ -132,6 +133,21 @@ def test_the_constant_of_the_logits():
 def test_what_is_not_implemented(changes, why):
     with pytest.raises(UnsupportedError, match=why):
         tiny.make("bart", **changes)
+
+
+@pytest.mark.parametrize("family", ["bart", *tiny.BART])
+def test_extra_rows_of_positions_in_old_files(family):
+    """`extra_pos_embeddings` counts rows of a learned table, which sinusoidal positions lack."""
+    raw = tiny.CONFIGS[family]
+    plain = model_spec(raw).config
+    assert model_spec({**raw, "extra_pos_embeddings": 2}).config == plain
+    for value in (0, 1, 58100):
+        changed = {**raw, "extra_pos_embeddings": value}
+        if plain.sinusoids is not None:
+            assert model_spec(changed).config == plain
+        else:
+            with pytest.raises(UnsupportedError, match=r"^extra_pos_embeddings"):
+                model_spec(changed)
 
 
 def test_layerdrop_is_refused_in_training_alone():
