@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
 
@@ -42,9 +43,10 @@ class T5Config(cfg.ModelConfig):
     Two fields need care. `tie_word_embeddings` is corrected by the loader: a checkpoint with an
     `lm_head.weight` that differs from the embedding is not tied, one without is.
     `scale_decoder_outputs` (the head's input times d_model**-0.5) is the file's value if it has
-    one. Otherwise it is true unless `tie_word_embeddings` is false: transformers 4 has only that
-    field, transformers 5 writes both, with different meanings. As version 5 always writes
-    ``"tie_word_embeddings": true`` for mT5 and umT5, it is None there: scaled if tied.
+    one. Otherwise it is what the version of transformers that wrote the file computes. It is false
+    if `tie_word_embeddings` is false, which transformers 4 writes for a head that is not scaled.
+    Version 5 always writes true, and never scales the head of mT5. In other files of mT5 and umT5
+    it is None: scaled if tied.
     """
 
     attribute_map: ClassVar[Mapping[str, str]] = {
@@ -136,10 +138,7 @@ class T5Config(cfg.ModelConfig):
         raw = {**ABSENT.get(str(model_type), {}), **raw}
         config = super().from_dict(raw)
         if raw.get("scale_decoder_outputs") is None:
-            untied = raw.get("tie_word_embeddings") is False
-            unclear = model_type in ("mt5", "umt5")
-            scale = False if untied else None if unclear else True
-            config = dataclasses.replace(config, scale_decoder_outputs=scale)
+            config = dataclasses.replace(config, scale_decoder_outputs=_implied_scale(raw))
         if model_type == "umt5":
             config = dataclasses.replace(config, bias_per_layer=True)
         if config.decoder_start_token_id is None:
@@ -166,6 +165,17 @@ class T5Config(cfg.ModelConfig):
             )
         named = "feed_forward_proj" if self.dense_act_fn is None else "dense_act_fn"
         activation(self.act, where=named)
+
+
+def _implied_scale(raw: Mapping[str, Any]) -> bool | None:
+    """`scale_decoder_outputs` of a config.json without this field; see `T5Config`."""
+    model_type, version = raw.get("model_type"), raw.get("transformers_version")
+    if raw.get("tie_word_embeddings") is False:
+        return False
+    major = re.match(r"\d+", version) if isinstance(version, str) else None
+    if major is not None and int(major[0]) >= 5:
+        return model_type != "mt5"
+    return None if model_type in ("mt5", "umt5") else True
 
 
 def wo_dtypes(dtype: DTypeLike, param_dtype: DTypeLike) -> dict[str, Any]:
