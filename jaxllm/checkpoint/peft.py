@@ -137,13 +137,19 @@ def load_adapter(
 def _not_an_adapter(folder: Path) -> str:
     """What a folder without adapter_config.json is, and what to do."""
     if not folder.is_dir():
-        return "no such folder; an adapter is a folder that `jaxllm export --adapter` or PEFT wrote"
+        return (
+            "no such folder; an adapter is a folder that `jaxllm export --adapter` or PEFT wrote, "
+            "and a model takes one adapter at most"
+        )
     if (folder / "checkpoints").is_dir():
         export = f"`jaxllm export {folder} OUT --adapter`"
         return f"holds a training run, not an adapter; write its adapter with {export}"
     if (folder / "config.json").is_file():
         return "holds a model, not an adapter; name it as the model"
-    return f"not an adapter, which has {CONFIG} and {WEIGHTS_FILE}"
+    return (
+        f"not an adapter, which has {CONFIG} and {WEIGHTS_FILE}; give the folder of one, since a "
+        "model takes one adapter at most"
+    )
 
 
 def with_adapter(model: M, config: PeftConfig, tensors: Mapping[str, np.ndarray]) -> M:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def add_adapter_flag(parser: argparse.ArgumentParser) -> None:
         "--adapter",
         type=path,
         metavar="FOLDER",
-        help="the folder of a LoRA adapter, in PEFT's format",
+        help="the folder of a LoRA adapter, in PEFT's format; one at most",
     )
 
 
@@ -209,9 +210,12 @@ def model_options(arguments: argparse.Namespace, platform: str) -> dict[str, Any
 
 
 def check_model_flags(arguments: argparse.Namespace) -> None:
-    """Raises InputError for an option of `add_model_flags` that needs another one."""
+    """Raises InputError for an option that needs another one, or a field that is given twice."""
     if not arguments.quantize_embeddings and arguments.quantize is None:
         raise InputError("--float-embeddings has no effect without --quantize")
+    for field, count in Counter(field for field, _ in arguments.config).items():
+        if count > 1:
+            raise InputError(f"--config {field}: given {count} times, but it takes one value")
 
 
 def load_named(

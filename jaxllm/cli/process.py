@@ -14,6 +14,7 @@ import contextlib
 import difflib
 import errno
 import io
+import itertools
 import os
 import shlex
 import signal
@@ -66,7 +67,11 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parses arguments; the error for an unknown one says what was probably meant."""
+        """Parses arguments; the error for an unknown one says what was probably meant.
+
+        An option that takes one value may be given once, and a switch in one of its two forms.
+        """
+        self._check_repeats(words)
         parsed, unknown = self.parse_known_args(words)
         for flag in (word.partition("=")[0] for word in unknown if word.startswith("-")):
             shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
@@ -77,6 +82,19 @@ class Parser(argparse.ArgumentParser):
             usage = " ".join(self.format_usage().split())
             self.error(f"unexpected argument {unknown[0]!r}; {usage}")
         return parsed
+
+    def _check_repeats(self, words: Sequence[str]) -> None:
+        given: dict[argparse.Action, str] = {}
+        for word in itertools.takewhile(lambda word: word != "--", words):
+            flag = word.partition("=")[0]
+            action = self._option_string_actions.get(flag)
+            if action is None or isinstance(action, argparse._AppendAction):  # pyright: ignore[reportPrivateUsage]
+                continue
+            if action in given and given[action] != flag:
+                self.error(f"{given[action]} and {flag} contradict each other; give one of them")
+            if action in given and action.nargs != 0:
+                self.error(f"{flag}: given twice, but it takes one value; give it once")
+            given[action] = flag
 
     def flags(self, *, take_values: bool) -> set[str]:
         """Options that take a value, or else those that take none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from pathlib import Path
 
@@ -28,6 +29,57 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit, match="0"):
         main([name, "--help"])
     assert f"usage: jaxllm {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_option_of_one_value_is_given_once(name: str, capsys: pytest.CaptureFixture[str]):
+    parser = importlib.import_module(COMMANDS[name][0])._parser(name)
+    once = [
+        action
+        for action in parser._actions
+        if action.nargs != 0 and not isinstance(action, argparse._AppendAction)
+    ]
+    flags = [flag for action in once for flag in action.option_strings]
+    assert flags or name == "doctor"
+    for flag in flags:
+        for words in ([flag, "1", flag, "1"], [f"{flag}=1", flag, "2"], [flag, "1", f"{flag}=2"]):
+            with pytest.raises(SystemExit, match="2"):
+                main([name, *words])
+            assert f"error: {flag}: given twice, but it takes one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["generate", "--do-sample", "--no-do-sample"],
+            "--do-sample and --no-do-sample contradict",
+        ),
+        (["generate", "--config", "a=1", "--config=a=1", "hi"], "--config a: given 2 times"),
+        (["verify", "smollm2", "--adapter", "a", "--adapter", "b"], "--adapter: given twice"),
+        (["train", "a.yaml", "--model.path", "a", "--model.path=b"], "--model.path: given twice"),
+        (["train", "a.yaml", "model.path=a", "--model.path", "b"], "--model.path: given twice"),
+        (["train", "a.yaml", "--workers=1", "--workers", "2"], "--workers: given twice"),
+        (["generate", "--adapter", "no such", "hi"], "a model takes one adapter at most"),
+    ],
+)
+def test_nothing_that_is_given_is_dropped(words, message, capsys: pytest.CaptureFixture[str]):
+    try:
+        code = main(words)
+    except SystemExit as end:
+        code = end.code
+    assert (code, message in (err := capsys.readouterr().err)) == (2, True), err
+
+
+def test_options_that_may_be_repeated(tmp_path: Path):
+    words = ["--config", "a=1", "--config", "b=2", "--quiet", "--quiet", "--", "--seed", "--seed"]
+    parser = importlib.import_module("jaxllm.cli.generate")._parser("generate")
+    parser._check_repeats(words)
+    for module, flag in (("serve", "--cors-origin"), ("verify", "--prompt"), ("plan", "--program")):
+        parser = importlib.import_module(f"jaxllm.cli.{module}")._parser(module)
+        value = "train" if module == "plan" else "*"
+        parsed = parser.parse([flag, value, flag, value])
+        assert vars(parsed)[flag[2:].replace("-", "_")] == [value, value]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
