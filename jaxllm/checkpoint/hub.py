@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from importlib import metadata
@@ -12,6 +11,7 @@ from pathlib import Path
 from jaxllm.checkpoint.safetensors import OTHER_FORMATS, USE_SAFETENSORS
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError, quoted
+from jaxllm.common.spelling import closest
 
 BUNDLED = "smollm2"
 """Name of the bundled model, wherever a model is expected and no such path exists."""
@@ -94,8 +94,7 @@ def _download(hub_id: str, revision: str | None, weights: bool) -> Path:
     except Exception as failure:  # errors of the client and of its HTTP library
         reason = (str(failure).strip() or type(failure).__name__).splitlines()[0].rstrip(".")
         reason = reason.removeprefix("Got: ")  # of the client's own
-        meant = difflib.get_close_matches(hub_id, [BUNDLED], n=1)
-        hint = f" (did you mean {BUNDLED}?)" if meant else ""
+        hint = f" (did you mean {BUNDLED}?)" if closest(hub_id, [BUNDLED]) else ""
         version = "" if revision is None else f" (revision {revision})"
         raise MissingFileError(
             f"{hub_id!r}: no such file or folder{hint}, and the Hub download failed{version}: "

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
-import difflib
 import errno
 import io
 import itertools
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxllm.common.errors import InputError, JaxLLMError
+from jaxllm.common.spelling import closest
 
 USAGE_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -76,8 +76,8 @@ class Parser(argparse.ArgumentParser):
         for flag in (word.partition("=")[0] for word in unknown if word.startswith("-")):
             shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
             flags = [flag for action in shown for flag in action.option_strings]
-            close = difflib.get_close_matches(flag.replace("_", "-"), flags, n=1)
-            self.error(f"unknown option {flag}" + "".join(f"; did you mean {c}?" for c in close))
+            close = closest(flag, flags)
+            self.error(f"unknown option {flag}" + (f"; did you mean {close}?" if close else ""))
         if unknown:
             usage = " ".join(self.format_usage().split())
             self.error(f"unexpected argument {unknown[0]!r}; {usage}")

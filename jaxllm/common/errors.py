@@ -8,13 +8,14 @@ line and exit with code 2.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
+
+from jaxllm.common.spelling import closest
 
 MAX_MESSAGE = 500
 """Longest message in characters; a longer one, such as one that names a long path, is cut."""
@@ -134,14 +135,23 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(shown) + more
 
 
+def counted(tokens: int) -> str:
+    """A number of tokens in words.
+
+    >>> counted(1), counted(2)
+    ('1 token', '2 tokens')
+    """
+    return f"{tokens} token{'' if tokens == 1 else 's'}"
+
+
 def nearest(name: str, names: Sequence[str]) -> str:
     """The hint of a message on an unknown name.
 
     >>> nearest("contxt", ["id", "context"])
     "the nearest is 'context'; there are id, context"
     """
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"the nearest is {close[0]!r}; " if close else ""
+    close = closest(name, names)
+    hint = f"the nearest is {close!r}; " if close else ""
     return f"{hint}there are {listed(names)}"
 
 

@@ -8,7 +8,6 @@ type in words; `Annotated[T, "words"]` sets them. Recipes and the rows of a batc
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import json
 import types
@@ -20,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from jaxllm.common.errors import ConfigError, JaxLLMError, quoted
+from jaxllm.common.spelling import closest
 
 T = TypeVar("T")
 NAMES = {
@@ -109,8 +109,8 @@ def _message(cls: Any, raw: Any, errors: Sequence[ErrorDetails]) -> str:
         elif isinstance(part, int) and item is not None:
             where, hint, content = f"{where}[{part}]", item, content[part]
         elif unknown:
-            near = difflib.get_close_matches(str(part), fields, n=1, cutoff=0.5)
-            known = f"is it {_dotted(where, near[0])}?" if near else f"known: {', '.join(fields)}"
+            near = closest(str(part), fields)
+            known = f"is it {_dotted(where, near)}?" if near else f"known: {', '.join(fields)}"
             return f"{_dotted(where, part)}: unknown; {known}"
     if error["type"] == "value_error":
         return _dotted(where, error["ctx"]["error"])  # pyright: ignore[reportTypedDictNotRequiredAccess]

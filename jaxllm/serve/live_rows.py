@@ -20,7 +20,7 @@ from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import BatchRow, RawRow
 from jaxllm.batch.slot_strategies import StreamedSettings, StreamedSlotStrategy
 from jaxllm.batch.slots import Sizes
-from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.errors import InputError, UnsupportedError, counted
 from jaxllm.generation.processors import LogitsProcessorList
 from jaxllm.generation.processors.base import (
     History,
@@ -194,18 +194,19 @@ class LiveRowReader:
 
     def _check_lengths(self, row: BatchRow) -> None:
         prompt, limit = len(row.input_ids), self._sizes.columns
+        words = f"the prompt has {counted(prompt)}"
         encoder_columns = self._sizes.encoder_columns
         if encoder_columns is not None:
             if prompt > encoder_columns:
                 raise InputError(
                     f"prompt: has {prompt} tokens, but the server takes {encoder_columns}"
                 )
-            prompt = 1
+            prompt, words = 1, "the answer has its start token"
         if row.max_length > limit:
             raise InputError(
-                f"max_new_tokens: the prompt has {prompt} tokens and {row.max_new_tokens} new ones "
-                f"are asked for, but a slot holds {limit}; ask for at most "
-                f"{max(limit - prompt, 0)}, or shorten the prompt"
+                f"max_new_tokens: {words} and {row.max_new_tokens} new tokens are asked for, but "
+                f"a slot holds {limit}; ask for at most {max(limit - prompt, 0)}"
+                f"{'' if encoder_columns else ', or shorten the prompt'}"
             )
 
 

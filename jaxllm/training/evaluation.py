@@ -7,7 +7,6 @@ in rouge-score and sacrebleu). With several references the best match counts.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
 import string
@@ -21,6 +20,7 @@ import numpy as np
 
 from jaxllm.common.errors import ConfigError, DataError, InputError, JaxLLMError, warn
 from jaxllm.common.optional_packages import require
+from jaxllm.common.spelling import closest
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.generate import generate
 from jaxllm.generation.inputs.batching import run_in_batches
@@ -418,8 +418,8 @@ exact_match, normalized_exact_match, rouge, bleu, chrf
     """
     for name in names:
         if name not in METRICS:
-            near = difflib.get_close_matches(name, METRICS, n=1)
-            hint = f", did you mean {near[0]!r}?" if near else "."
+            near = closest(name, METRICS)
+            hint = f", did you mean {near!r}?" if near else "."
             raise InputError(f"metrics: no {name!r}{hint} There are {', '.join(METRICS)}")
         METRICS[name]([("a", "a")])
 

@@ -266,4 +266,4 @@ def test_commands_of_the_harness(folders: dict[str, Path], tmp_path: Path):
     assert done.stderr.splitlines()[-1].startswith("error: model_args: unknown .parallelize.; the")
     done = run("jaxllm", "eval", str(folders["llama"]), "--tasks", "arc_esy", "--quiet")
     assert done.returncode == 2
-    assert "no task 'arc_esy' (near: arc_easy" in done.stderr
+    assert "no task 'arc_esy'; is it arc_easy?" in done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from os import PathLike
@@ -14,14 +13,13 @@ from jaxllm.batch.rows import PROMPT_KEYS
 from jaxllm.batch.tables.templates import RowTemplate, row_template
 from jaxllm.common.arguments import checked_iterable, names_in
 from jaxllm.common.errors import DataError, InputError, listed, nearest, quoted
+from jaxllm.common.spelling import is_misspelt
 from jaxllm.generation.settings.config import FIELDS
 
 _TEXT_KEYS = frozenset({"id", "prompt", "completion", "regex", "grammar"})
 """Keys whose cells in a CSV file are texts, even where they look like numbers."""
 FAILED = "failed_row"
 """Key of a row in the file of errors that has its number and its error."""
-_LIKENESS = 0.85
-"""From here on a column counts as the misspelt name of a generation field."""
 
 
 def generation_keys() -> frozenset[str]:
@@ -148,11 +146,10 @@ class ColumnChoice:
 
     def _check_spelling(self, name: str) -> None:
         settings = sorted(self.keys & FIELDS.keys())
-        plain = name.strip().lower().replace("-", "_").replace(" ", "_")
-        close = difflib.get_close_matches(plain, settings, n=1, cutoff=_LIKENESS)
+        close = next((field for field in settings if is_misspelt(name, field)), None)
         if close and name not in self.keys:
             raise DataError(
-                f"{name!r} is nearly the generation field {close[0]!r}: rename it to that, or, if "
+                f"{name!r} is nearly the generation field {close!r}: rename it to that, or, if "
                 f"it is data, name it in keep (--keep {name})"
             )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import os
 import re
@@ -21,6 +20,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, make_table
 
 from jaxllm.common.errors import InputError
+from jaxllm.common.spelling import closest
 from jaxllm.evaluate.lm_eval.model import JaxLM
 
 _NAMED = re.compile(rb"""\b(?:task|group|tag)["']?\s*:\s*["']?([\w.-]+)""")
@@ -91,8 +91,8 @@ def _check_named(names: Sequence[str]) -> None:
 
 
 def _no_task(name: str, others: Sequence[str]) -> InputError:
-    near = difflib.get_close_matches(name, others, 3)
-    hint = f" (near: {', '.join(near)})" if near else ""
+    near = closest(name, others)
+    hint = f"; is it {near}?" if near else ""
     return InputError(f"tasks: no task {name!r}{hint}; `lm_eval ls tasks` lists them")
 
 

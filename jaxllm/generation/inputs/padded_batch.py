@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxllm.common.errors import InputError
+from jaxllm.common.errors import InputError, counted
 from jaxllm.generation.inputs.values import HostArray, is_traced
 from jaxllm.models import input_checks as check
 from jaxllm.models.decoder import GenerativeModel
@@ -73,15 +73,18 @@ def check_positions(
         return
     traced = is_traced(prompt.mask)
     real = prompt.length if traced else int(np.asarray(prompt.mask).sum(1).max())
+    kind = "decoder prompt" if model.is_encoder_decoder else "prompt"
     if real >= limit:
         raise InputError(
-            f"the prompt has {real} tokens, but {whose} has {limit} positions for prompt and new "
+            f"the {kind} has {counted(real)}, but {whose} has {limit} positions for prompt and new "
             "tokens: shorten the prompt"
         )
     if real + new > limit:
+        is_start = model.is_encoder_decoder and real == 1
+        taken = "the decoder's start token" if is_start else f"a {kind} of {counted(real)}"
         raise InputError(
-            f"max_new_tokens: a prompt of {real} tokens and {new} new ones need {real + new} "
-            f"positions, but {whose} has {limit}; ask for at most {limit - real}"
+            f"max_new_tokens: {taken} and {new} new ones need {real + new} positions, but "
+            f"{whose} has {limit}; ask for at most {limit - real}"
         )
 
 

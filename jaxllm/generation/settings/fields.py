@@ -8,7 +8,6 @@ docs/generation.md.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from jaxllm.common.arguments import checked_path
 from jaxllm.common.config_keys import describe_keys, unknown_keys, with_all_end_tokens
 from jaxllm.common.errors import ConfigError, InputError, JaxLLMError, quoted
 from jaxllm.common.files import make_folder, read_json, write_json
+from jaxllm.common.spelling import closest
 from jaxllm.generation.inputs.arguments import GENERATE_ARGUMENTS
 from jaxllm.generation.inputs.values import is_number, is_traced
 from jaxllm.generation.settings.field_checks import checked_by
@@ -368,8 +368,8 @@ class Settings:
 
     @classmethod
     def _nearest(cls, name: str) -> str:
-        close = difflib.get_close_matches(str(name), cls.fields, n=1)
-        return f"; did you mean `{close[0]}`?" if close else ""
+        close = closest(str(name), cls.fields)
+        return f"; did you mean `{close}`?" if close else ""
 
 
 def checked_value(field: Field, value: object, where: str, error: type[JaxLLMError]) -> Any:

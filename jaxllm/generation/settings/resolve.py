@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxllm.common.errors import ConfigError, InputError, UnsupportedError, quoted, warn
+from jaxllm.common.errors import (
+    ConfigError,
+    InputError,
+    UnsupportedError,
+    counted,
+    quoted,
+    warn,
+)
 from jaxllm.generation.inputs.padded_batch import PaddedBatch, check_positions
 from jaxllm.generation.inputs.values import is_traced
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig, is_contrastive
@@ -121,7 +128,11 @@ def _is_met(
 
 
 def resolve_max_length(
-    config: GenerationConfig, prompt_len: int, max_positions: int | None = None
+    config: GenerationConfig,
+    prompt_len: int,
+    max_positions: int | None = None,
+    *,
+    is_encoder_decoder: bool = False,
 ) -> int | Int[Array, ""]:
     """Maximum length of a row with a prompt of ``prompt_len`` tokens, padding included.
 
@@ -153,14 +164,15 @@ def resolve_max_length(
         min_length = config.min_length
 
     if not is_traced(max_length):
+        prompt = "the decoder's prompt" if is_encoder_decoder else "the prompt"
         if prompt_len >= max_length == max_positions and "max_length" not in settings:
             raise InputError(
-                f"the prompt has {prompt_len} tokens, but the model's context has {max_positions}: "
+                f"{prompt} has {counted(prompt_len)}, but the model's context has {max_positions}: "
                 "nothing can be generated; shorten it, or set `max_new_tokens`"
             )
         if prompt_len >= max_length:
             raise InputError(
-                f"the prompt has {prompt_len} tokens, but `max_length` is {max_length}: "
+                f"{prompt} has {counted(prompt_len)}, but `max_length` is {max_length}: "
                 "nothing can be generated; raise it, or set `max_new_tokens`"
             )
         name = "min_length" if config.min_new_tokens is None else "min_new_tokens"
@@ -180,7 +192,12 @@ def checked_lengths(
 
     A prompt of embeddings is not part of the result, so it takes none of these columns.
     """
-    max_length = resolve_max_length(config, prompt.start_len, model.config.context_length)
+    max_length = resolve_max_length(
+        config,
+        prompt.start_len,
+        model.config.context_length,
+        is_encoder_decoder=model.is_encoder_decoder,
+    )
     if is_traced(max_length):  # it sizes buffers
         raise InputError(
             "max_length: must be a Python int, since it sizes the result; found a tracer"
@@ -219,8 +236,9 @@ def with_default_length(
     if {"max_length", "max_new_tokens"} & model_defaults.merge(fields).to_dict().keys():
         return fields
     limit = new_tokens
-    if not model.is_encoder_decoder and model.config.context_length is not None:
-        limit = max(1, min(limit, model.config.context_length - prompt_length))
+    taken = 1 if model.is_encoder_decoder else prompt_length  # the decoder's start token
+    if model.config.context_length is not None:
+        limit = max(1, min(limit, model.config.context_length - taken))
     return fields.replace(max_new_tokens=limit)
 
 

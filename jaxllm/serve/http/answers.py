@@ -133,9 +133,12 @@ class Answer(abc.ABC):
             most = context - taken
             limit = max_new_tokens or int(min(self.default_new_tokens, most))
             if limit > most:
+                room = f"a prompt and its answer have {context} together"
+                if is_encoder_decoder:
+                    room = f"the decoder has {context} positions, one of them for its start token"
                 raise InputError(
-                    f"{self.limit_field}: {limit} new tokens are asked for, but a prompt and its "
-                    f"answer have {context} together; ask for at most {most}"
+                    f"{self.limit_field}: {limit} new tokens are asked for, but {room}; ask for at "
+                    f"most {most}"
                 )
             if self.request.min_tokens > limit:
                 raise InputError(

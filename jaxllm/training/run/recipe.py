@@ -7,7 +7,6 @@ by its name. There it can be read and copied.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import math
 import os
@@ -32,6 +31,7 @@ from jaxllm.common.errors import (
     naming_file,
 )
 from jaxllm.common.files import read_text, write_whole
+from jaxllm.common.spelling import closest
 from jaxllm.common.validation import admits_null, from_plain
 from jaxllm.training.data import DataConfig
 from jaxllm.training.dpo import DPOConfig
@@ -415,8 +415,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         is_missing = not path.exists()
     if is_missing:
         beside = (other.name for other in path.parent.glob("*"))
-        near = difflib.get_close_matches(path.name, [*beside], n=1)
-        hint = f"; is it {path.with_name(near[0])}?" if near else ""
+        near = closest(path.name, beside)
+        hint = f"; is it {path.with_name(near)}?" if near else ""
         raise MissingFileError(f"{path}: no such file{hint}")
     text = read_text(path, max_bytes=MAX_FILE_BYTES, error=ConfigError)
     try:
@@ -523,8 +523,8 @@ def find_recipe(name: str) -> Path:
     known = recipes()
     if name in known:
         return _unpacked(known[name])
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; is it {near[0]}?" if near else ""
+    near = closest(name, known)
+    hint = f"; is it {near}?" if near else ""
     raise MissingFileError(
         f"{name}: no such file, and no recipe of this name{hint} (`jaxllm train --list` names all)"
     )
