@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -13,12 +14,10 @@ from jaxtyping import Array, Float
 
 from jaxllm.common.arguments import checked_count
 from jaxllm.common.errors import ConfigError, InputError, NonFiniteError, quoted
-from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.generate import generate
 from jaxllm.generation.inputs.batching import run_in_batches
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.resolve import with_default_length
-from jaxllm.generation.stopping.stop_strings import sequence_end, stop_string_matcher
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder_only import CausalLM, SequenceClassifier, with_rope_per_row
 from jaxllm.models.encoder_decoder import EncoderDecoderLM
@@ -97,28 +96,12 @@ def _generate(
         ids = np.arange(first, first + len(rows))
         call = {"row_ids": ids, "tokenizer": pipe.tokenizer, "rope_length": "row"}
         out = generate(pipe.model, batch.input_ids, batch.attention_mask, config, key, **call)
-        merged, eos = merged_config(pipe.model, config, {})
-        results = np.split(np.asarray(out.sequences), len(rows))
-        for prompt, sequences in zip(rows, results, strict=True):
-            length = 1 if pipe.model.is_encoder_decoder else len(prompt)  # the start token
-            start = 0 if pipe.model.is_encoder_decoder else width - length
-            yield [
-                _until_end(pipe.tokenizer, row[start:], length, eos, merged.stop_strings)
-                for row in sequences.tolist()
-            ]
-
-
-def _until_end(
-    tokenizer: Tokenizer,
-    sequence: list[int],
-    prompt_length: int,
-    eos: Collection[int],
-    stop_strings: Sequence[str] | None,
-) -> list[int]:
-    """A prompt with its answer, without what follows the answer's end."""
-    prompt, answer = sequence[:prompt_length], sequence[prompt_length:]
-    end = sequence_end(answer, eos, stop_string_matcher(tokenizer, stop_strings, prompt))
-    return sequence if end is None else sequence[: prompt_length + end[0]]
+        ends = out.sequences.shape[1] - np.max(out.lengths) + out.lengths
+        results = zip(out.sequences.tolist(), ends.tolist(), strict=True)
+        samples = len(ends) // len(rows)
+        for prompt in rows:
+            start = 0 if pipe.model.is_encoder_decoder else width - len(prompt)
+            yield [row[start:end] for row, end in itertools.islice(results, samples)]
 
 
 def _text_generation(

@@ -175,13 +175,11 @@ class BeamSlotStrategy(SlotStrategy):
 
     def outputs(self, slots: Slots) -> SlotOutputs:
         state: BeamSearchState = slots.state
-        count = jnp.sum(state.finished.beam_indices >= 0, axis=2, dtype=jnp.int32)
-        length = state.start_len[:, None] + count
         return SlotOutputs(
             tokens=state.finished.sequences,
             prompt_length=state.start_len,
-            length=length,
-            stopped=(count > 0) & (length < slots.settings.max_length[:, None]),
+            length=state.start_len[:, None] + state.finished.lengths,
+            stopped=state.is_stopped,
             first_nonfinite_step=state.first_nonfinite_step,
         )
 

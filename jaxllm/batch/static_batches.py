@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Int
 
 from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.row_groups import FinishedSequence, Task
@@ -24,8 +23,6 @@ from jaxllm.generation.inputs.batching import is_exhausted, run_in_batches
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.generation.settings.config import FIELDS, INDEPENDENT_MODES, GenerationConfig
-from jaxllm.generation.settings.resolve import checked_pad
-from jaxllm.generation.stopping.stop_strings import sequence_end, stop_string_matcher
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
@@ -64,12 +61,13 @@ def run_static_batch(
     """
     size = max(1, slots // rows[0].config.num_beams)
     batch_size = min(size - size % shards or size, bucket(len(rows), 1))
+    samples = rows[0].samples
 
-    def run(rows: list[BatchRow]) -> Sequence[np.ndarray | JaxLLMError]:
-        """The new tokens of each row's samples, [samples, N]."""
+    def run(rows: list[BatchRow]) -> Sequence[list[tuple[list[int], str]] | JaxLLMError]:
+        """The new tokens and the finish reason of each row's samples."""
         counts.doing = f"generating for {len(rows)} rows at once"
         try:
-            sequences = _generate(model, tokenizer, rows)
+            ends = _generate(model, tokenizer, rows)
         except JaxLLMError as error:
             # Run each row alone to find the row with the error.
             return [error] if len(rows) == 1 else [run([row])[0] for row in rows]
@@ -83,7 +81,7 @@ def run_static_batch(
                 )
             ]
         counts.add_call(f"{rows[0].mode} of {len(rows)} x {_width(rows)}")
-        return np.split(sequences, len(rows))
+        return [ends[i : i + samples] for i in range(0, len(ends), samples)]
 
     results = run_in_batches(
         run,
@@ -99,13 +97,13 @@ def run_static_batch(
             if isinstance(result, JaxLLMError):
                 yield from FinishedSequence.failed(task, result)
             else:
-                yield _finished_sequence(model, tokenizer, task, result[sample])
+                yield FinishedSequence(task, *result[sample])
 
 
 def _generate(
     model: GenerativeModel, tokenizer: Tokenizer | None, rows: Sequence[BatchRow]
-) -> Int[np.ndarray, "Bn N"]:
-    """New tokens of all samples of some rows, and pads after their end."""
+) -> list[tuple[list[int], str]]:
+    """New tokens and finish reasons of all samples of some rows."""
     width = max(len(row.input_ids) for row in rows)
     ids: Any = np.zeros((len(rows), width), np.int32)
     mask: Any = np.zeros((len(rows), width), bool)
@@ -126,7 +124,7 @@ def _generate(
         rope_length="row",
     )
     prompt_columns = len(rows[0].decoder_prompt) if model.is_encoder_decoder else width
-    return np.asarray(out.sequences)[:, prompt_columns:]
+    return [*zip(out.new_tokens(prompt_columns), out.finish_reason_names(), strict=True)]
 
 
 def _config(row: BatchRow) -> GenerationConfig:
@@ -148,18 +146,3 @@ def _min_new_tokens(row: BatchRow) -> int:
 
 def _width(rows: Sequence[BatchRow]) -> int:
     return bucket(max(len(row.input_ids) for row in rows), SMALLEST_BUCKET)
-
-
-def _finished_sequence(
-    model: GenerativeModel, tokenizer: Tokenizer | None, task: Task, padded: Int[np.ndarray, " N"]
-) -> FinishedSequence:
-    """A finished sequence, without the pads after its end."""
-    row, tokens = task.row, padded.tolist()
-    stops = stop_string_matcher(tokenizer, row.config.stop_strings, row.decoder_prompt.tolist())
-    if end := sequence_end(tokens, row.eos, stops):
-        return FinishedSequence(task, tokens[: end[0]], row.finish_reason(end[1], end[0]))
-    if row.config.max_time is not None:
-        pad = checked_pad(model, row.config, row.eos) or 0
-        while len(tokens) > 1 and tokens[-1] == pad:
-            tokens.pop()
-    return FinishedSequence(task, tokens, "length" if len(tokens) == row.max_new_tokens else "stop")

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm import generate, load, stream
@@ -56,7 +55,6 @@ from jaxllm.generation.settings.resolve import (
     check_for_use,
     with_default_length,
 )
-from jaxllm.generation.stopping.stop_strings import sequence_end, stop_string_matcher
 from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.tokenizers.stream_decoder import StreamDecoder
 from jaxllm.tokenizers.tokenizer import Tokenizer
@@ -256,7 +254,7 @@ def _generate(
             given = generation_fields(arguments)
             fields = GenerationConfig(**tokenizer.with_target(given, arguments.tgt_lang))
         fields = with_default_length(fields, model, len(ids))
-        config, eos_ids = _effective(fields, model, assistant)
+        config = _effective(fields, model, assistant)
         for name, value in config.to_dict().items():
             if FIELDS[name].record and value:
                 raise InputError(f"{name}: this command prints only text; use Python")
@@ -289,14 +287,7 @@ def _generate(
 
         def generated() -> list[list[int]]:
             """New ids of every sequence, without the padding after its end."""
-            sequences = np.asarray(generate(model, **call).sequences).tolist()
-            start = 1 if model.is_encoder_decoder else len(ids)
-            rows: list[list[int]] = []
-            for prompt, new in ((row[:start], row[start:]) for row in sequences):
-                stops = stop_string_matcher(tokenizer, config.stop_strings, prompt)
-                end = sequence_end(new, frozenset(eos_ids), stops)
-                rows.append(new[: end[0]] if end else new)
-            return rows
+            return generate(model, **call).new_tokens(1 if model.is_encoder_decoder else len(ids))
 
         _print_whole(generated, new_decoder, reporter, clock)
 
@@ -362,15 +353,15 @@ def _healed(model: GenerativeModel, tokenizer: Tokenizer | None, ids: list[int])
 
 def _effective(
     fields: GenerationConfig, model: GenerativeModel, assistant: GenerativeModel | None
-) -> tuple[GenerationConfig, tuple[int, ...]]:
-    """Returns the merged generation config and the EOS token ids.
+) -> GenerationConfig:
+    """Returns the merged generation config.
 
     A field without effect is an error here; in the library it is a warning.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", UnusedFieldWarning)
-            return merged_config(model, fields, {}, assistant)
+            return merged_config(model, fields, {}, assistant)[0]
     except UnusedFieldWarning as warning:
         flag = "; add --do-sample" if FIELDS[warning.field].only_sampling else ""
         raise InputError(f"{warning}{flag}") from None

@@ -259,7 +259,7 @@ def partial_results(
                 state = run_prefill(model, request, prefill_program)
             else:
                 state = run_decode(strategy, model, state, settings, next_length)
-            result = fetch_progress(finish_program(strategy, state, settings))
+            result = fetch_progress(finish_program(strategy, state, request.settings))
         expired = any(limit.expired() for limit in request.time_limits)
         if expired and not beams:
             longest = result.length if result.longest is None else result.longest
@@ -267,6 +267,8 @@ def partial_results(
             result = dataclasses.replace(
                 result, all_finished=np.bool_(True), length=longest, steps=steps
             )
+        elif settings is not request.settings:  # the last step of beams after the time limit
+            result = dataclasses.replace(result, all_finished=np.bool_(True))
         yield result, state
         if result.all_finished:
             return

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxllm.cache.kv_cache import Cache
+from jaxllm.generation.strategies.ends import finish_reasons
 from jaxllm.generation.strategies.strategy import (
     AnyStrategy,
     DecodeSettings,
@@ -220,9 +221,14 @@ def with_fixed_sharding(state: S) -> S:
 def finish(strategy: Strategy[S], state: S, settings: DecodeSettings) -> Result:
     """Builds the result of the last state, or of an intermediate one (streaming)."""
     all_finished = ~jnp.any(unfinished_rows(state, settings.max_length))
+    result, ends = strategy.finish(state, settings), strategy.ends(state)
+    reasons = finish_reasons(result.sequences, ends, settings)
     # Replicated on a mesh: each process reads the whole result.
-    result = strategy.finish(state, settings)
-    return constrain(dataclasses.replace(result, all_finished=all_finished))
+    return constrain(
+        dataclasses.replace(
+            result, all_finished=all_finished, lengths=ends.lengths, finish_reasons=reasons
+        )
+    )
 
 
 prefill_program = jax.jit(prefill, static_argnames=("capacity", "new_token_bucket", "chunk_size"))

@@ -32,7 +32,7 @@ from jaxllm.generation.processors.base import (
 )
 from jaxllm.generation.processors.grammar import GrammarLogitsProcessor
 from jaxllm.generation.processors.host import WORD_BITS, pack_bits, unpack_bits
-from jaxllm.generation.stopping.stop_strings import StopStringMatcher, stop_string_matcher
+from jaxllm.generation.stopping.stop_strings import StopStringMatcher
 from jaxllm.models.decoder import Decoder
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
@@ -231,12 +231,10 @@ def _live_row(
 
 def live_tasks(row: LiveRow, tokenizer: Tokenizer | None, request: Any) -> list[LiveTask]:
     """A task for each sample of a request."""
-    return [
-        LiveTask(
-            row,
-            sample,
-            request=request,
-            stops=stop_string_matcher(tokenizer, row.stop_strings, row.decoder_prompt.tolist()),
-        )
-        for sample in range(row.samples)
-    ]
+
+    def stops() -> StopStringMatcher | None:
+        if tokenizer is None or not row.stop_strings:
+            return None
+        return StopStringMatcher(tokenizer, row.stop_strings, row.decoder_prompt.tolist())
+
+    return [LiveTask(row, sample, request=request, stops=stops()) for sample in range(row.samples)]

@@ -21,7 +21,6 @@ from jaxllm.batch.slots import Sizes, place
 from jaxllm.common.errors import JaxLLMError
 from jaxllm.generation.processors import LogitsProcessorList
 from jaxllm.generation.processors.host import WORD_BITS
-from jaxllm.generation.stopping.stop_strings import sequence_end
 from jaxllm.generation.strategies.strategy import NEVER, nonfinite_error
 from jaxllm.models.decoder import Decoder
 from jaxllm.serve.admission import Admission, PrefillOptions, PrefixCounts
@@ -251,9 +250,11 @@ def _chunk(task: LiveTask, progress: DecodeProgress, slot: int, *, finished: boo
     columns = range(outputs.tokens.shape[1] - count, outputs.tokens.shape[1])
     tokens = [int(outputs.tokens[slot, column]) for column in columns]
     reason = "length" if finished else None
-    if end := sequence_end(tokens, task.row.eos, task.stops):
-        tokens = tokens[: end[0]]
-        reason = task.row.finish_reason(end[1], len(task.tokens) + len(tokens))
+    end = None if task.stops is None else task.stops.first_end(tokens)
+    if finished and outputs.stopped[slot] and end in (None, len(tokens)):
+        reason = task.row.finish_reason("eos", int(outputs.total[slot]))
+    elif end is not None:
+        tokens, reason = tokens[:end], "stop"
     logprobs = None
     if task.row.logprobs:
         kept = list(columns)[: len(tokens)]

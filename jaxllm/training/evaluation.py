@@ -309,15 +309,12 @@ def generate_answers(
         mask: Any = batch.attention_mask
         row_ids = np.array(numbers, np.int32)
         out = generate(model, ids, mask, key=key, row_ids=row_ids, **needs, **fields)
-        start = 1 if model.is_encoder_decoder else ids.shape[1]
-        return np.asarray(out.sequences)[:, start:].tolist()
+        answers = out.new_tokens(1 if model.is_encoder_decoder else ids.shape[1])
+        # An end token is no part of the answer, even where it is not a special token.
+        return [ids[:-1] if ids[-1] in eos_ids else ids for ids in answers]
 
     rows = run_in_batches(run, [*prompts], batch_size, length=lambda i: len(prompts[i]))
-    texts: dict[int, str] = {}
-    for number, row in rows:
-        end = next((i for i, token in enumerate(row) if token in eos_ids), len(row))
-        texts[number] = tokenizer.decode(row[:end], skip_special_tokens=True)
-    return texts
+    return {number: tokenizer.decode(row, skip_special_tokens=True) for number, row in rows}
 
 
 def as_text(content: str | Sequence[str] | Sequence[int], tokenizer: Tokenizer) -> str:

@@ -49,6 +49,13 @@ there = put_tree(model, mesh(data=2, tensor=2))
 for name in ("sample", "beam"):
     np.testing.assert_array_equal(
         tokens(there, **SETTINGS[name]), tokens(model, **SETTINGS[name]), err_msg=name)
+call = dict(attention_mask=mask, eos_token_id=[2, *range(3, 40, 4)], pad_token_id=9)
+for fields in SETTINGS.values():
+    here, apart = (
+        jaxllm.generate(m, ids, max_new_tokens=12, **call, **fields) for m in (model, there))
+    assert len(set(here.lengths)) > 1
+    np.testing.assert_array_equal(apart.lengths, here.lengths)
+    assert apart.finish_reason_names() == here.finish_reason_names()
 # Rows that cannot be split.
 three = dict(input_ids=ids[:3], attention_mask=mask[:3])
 np.testing.assert_array_equal(tokens(there, **three), tokens(model, **three))

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.generation.call.past_key_values import PastKeyValues
 from jaxllm.generation.call.prepare import Request
+from jaxllm.generation.strategies.ends import FINISH_REASONS
 from jaxllm.generation.strategies.records import RecordColumns, as_tuples
 from jaxllm.generation.strategies.strategy import (
     AssistedCounts,
@@ -84,6 +85,31 @@ class GenerateOutput(ModelOutput):
     """With `output_attentions`: a tuple over the layers of [B, heads, E, E]."""
     assisted: AssistedCounts | None = None
     """With a draft: counts of proposed and accepted tokens for each row."""
+    lengths: Int[Array, " Bn"] = dataclasses.field(kw_only=True)
+    """int32. Number of new tokens of each sequence, the end token included; what follows in
+    `sequences` is padding."""
+    finish_reasons: Int[Array, " Bn"] = dataclasses.field(kw_only=True)
+    """int32. Why each sequence ended, as a code. `finish_reason_names` gives the names."""
+
+    def new_tokens(self, start: int) -> list[list[int]]:
+        """The new tokens of each sequence, the end token included, without padding.
+
+        Runs on the host, so it cannot be called inside `jax.jit`.
+
+        Args:
+            start: columns of the prompt in `sequences`. For a decoder-only model that is the width
+                of `input_ids`, and for an encoder-decoder 1, the start token.
+        """
+        rows = zip(np.asarray(self.sequences), np.asarray(self.lengths), strict=True)
+        return [row[start : start + length].tolist() for row, length in rows]
+
+    def finish_reason_names(self) -> list[str]:
+        """The names of `finish_reasons`. Runs on the host, so it cannot be called inside `jax.jit`.
+
+        "eos" is an end token. "length" is the limit, also where `forced_eos_token_id` wrote an end
+        token at it. "stop" is a stop string, a stopping criterion or `max_time`.
+        """
+        return np.array(FINISH_REASONS)[np.asarray(self.finish_reasons)].tolist()
 
 
 def generate_output(
@@ -98,6 +124,8 @@ def generate_output(
     records = {}
     if result.records is not None:
         records = as_tuples(result.records, record_columns(request), steps=steps)
+    assert result.lengths is not None  # set in `loop.finish`
+    assert result.finish_reasons is not None
     new_tokens = length - request.start_len
     beam_indices = result.beam_indices
     return GenerateOutput(
@@ -109,6 +137,8 @@ def generate_output(
         sequences_scores=result.sequences_scores,
         beam_indices=None if beam_indices is None else beam_indices[:, :new_tokens],
         assisted=result.assisted,
+        lengths=result.lengths,
+        finish_reasons=result.finish_reasons,
     )
 
 

@@ -1,4 +1,4 @@
-"""Stop strings on the host: the automaton that compiled programs read, and the end of one sequence.
+"""Stop strings on the host: the automaton of compiled programs, and a matcher for one sequence.
 
 An automaton of Aho and Corasick (1975) reads bytes. The effect of a token is a table column: for
 each state, the next state and whether the token completed a string. Few columns differ (a token
@@ -9,7 +9,7 @@ token and a small table with one column per class.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -145,6 +145,11 @@ class StopStringMatcher:
         text = self._extend(token)
         return any(text.find(p, max(len(before) - len(p) + 1, 0)) >= 0 for p in self._patterns)
 
+    def first_end(self, tokens: Iterable[int]) -> int | None:
+        """Adds new tokens up to the one that completes a stop string, and returns their number.
+        None if no token does."""
+        return next((count for count, x in enumerate(tokens, 1) if self.completes(x)), None)
+
     def _extend(self, token: int) -> bytes:
         """The end of the text, the token included; keeps what may be the start of a match."""
         content = self._bytes[token] if token < len(self._bytes) else None
@@ -154,30 +159,3 @@ class StopStringMatcher:
         text = self._tail + content
         self._tail = text[max(len(text) - self._kept, 0) :]
         return text
-
-
-def stop_string_matcher(
-    tokenizer: Tokenizer | None, strings: Sequence[str] | None, prompt: Iterable[int]
-) -> StopStringMatcher | None:
-    """A matcher of these stop strings after a prompt; None without any."""
-    return StopStringMatcher(tokenizer, strings, prompt) if tokenizer and strings else None
-
-
-def sequence_end(
-    tokens: Iterable[int], eos: Collection[int], stops: StopStringMatcher | None
-) -> tuple[int, str] | None:
-    """The number of tokens up to and including the sequence's end, and what it ends with: "eos" or
-    "stop". None if it does not end within these new tokens.
-
-    What follows may be padding, which no token tells: a pad may be an EOS token or any other.
-
-    >>> sequence_end([5, 2, 2], {2}, None), sequence_end([5, 6], {2}, None)
-    ((2, 'eos'), None)
-    """
-    for count, token in enumerate(tokens, start=1):
-        completes = stops is not None and stops.completes(token)
-        if token in eos:
-            return count, "eos"
-        if completes:
-            return count, "stop"
-    return None

@@ -40,6 +40,7 @@ from jaxllm.generation.strategies.strategy import (
     DecodeSettings,
     PrefillInputs,
     Result,
+    SequenceEnds,
     Strategy,
     is_eos,
     nonfinite,
@@ -478,6 +479,9 @@ class Assisted(Strategy[AssistedState]):
             target_calls=counts.target_calls + unfinished.astype(jnp.int32),
             num_assistant_tokens=jnp.where(unfinished & self.grows, next_size, size),
         )
+
+    def ends(self, state: AssistedState) -> SequenceEnds:
+        return SequenceEnds(state.start_len, state.cur_len - state.start_len, state.is_finished)
 
     def finish(self, state: AssistedState, settings: DecodeSettings) -> Result:
         unfinished = unfinished_rows(state, settings.max_length)

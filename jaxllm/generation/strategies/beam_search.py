@@ -40,6 +40,7 @@ from jaxllm.generation.strategies.strategy import (
     PrefillInputs,
     Result,
     ReturnedCache,
+    SequenceEnds,
     Strategy,
 )
 from jaxllm.models.decoder import Decoder
@@ -201,6 +202,11 @@ class BeamStrategy(Strategy[S]):
         """The sequences that are returned."""
         return self.ranked(state).beams(slice(self.num_return_sequences))
 
+    def ends(self, state: S) -> SequenceEnds:
+        # Only beam search takes stopping criteria.
+        lengths = self.best(state).lengths.reshape(-1)
+        return SequenceEnds(state.start_len, lengths, jnp.zeros_like(lengths, bool))
+
     def finish(self, state: S, settings: DecodeSettings) -> Result:
         best = self.best(state)
         indices = best.beam_indices
@@ -213,7 +219,7 @@ class BeamStrategy(Strategy[S]):
 
         return Result(
             sequences=best.sequences.reshape(-1, best.sequences.shape[2]),
-            length=state.start_len + jnp.max(jnp.sum(indices >= 0, axis=-1)),
+            length=state.start_len + jnp.max(best.lengths),
             steps=state.step,
             first_nonfinite_step=state.first_nonfinite_step,
             scores=state.scores,
@@ -230,7 +236,7 @@ class BeamStrategy(Strategy[S]):
 @jax.jit
 def _returned_cache(strategy: BeamStrategy[Any], state: BeamState) -> ReturnedCache:
     best = strategy.best(state)
-    lengths = state.start_len + jnp.sum(best.beam_indices >= 0, axis=2)
+    lengths = state.start_len + best.lengths
     written = jnp.arange(state.mask.shape[1]) < lengths[..., None]
     mask = (state.mask[:, None] & written).reshape(-1, state.mask.shape[1])
     sequences = best.sequences.reshape(mask.shape)
@@ -255,6 +261,8 @@ class BeamSearchState(BeamState):
 
     is_sent_finished: Bool[Array, "B N"]
     """Entries of the pool that hold a finished sequence."""
+    is_stopped: Bool[Array, "B N"]
+    """Entries of the pool that a stopping criterion ended."""
 
 
 @jax.tree_util.register_dataclass
@@ -271,7 +279,12 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
         return BeamSearchState(
             **self.initial_fields(inputs, cache, new_token_bucket, jnp.arange(self.num_beams) == 0),
             is_sent_finished=jnp.zeros((batch, self.num_beams), bool),
+            is_stopped=jnp.zeros((batch, self.num_beams), bool),
         )
+
+    def ends(self, state: BeamSearchState) -> SequenceEnds:
+        is_stopped = state.is_stopped[:, : self.num_return_sequences].reshape(-1)
+        return dataclasses.replace(super().ends(state), is_stopped=is_stopped)
 
     def choose(
         self,
@@ -286,15 +299,13 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
         total = scores + state.running.scores[..., None]
         candidates = best_candidates(total, state, settings, sampling=self.sampling)
         full = (state.cur_len + 1 >= settings.max_length)[..., None]
-        finishes = candidates.finishes | full | self.stopped(state, candidates, scores, settings)
+        stopped = self.stopped(state, candidates, scores, settings)
+        finishes = candidates.finishes | full | stopped
         candidates = dataclasses.replace(candidates, finishes=finishes)
 
         value, parents, token = candidates.next_beams(self.num_beams)
         running = state.running.extend(parents, token, value, state.cur_len, state.step)
-        finished, is_sent_finished = self.pool_after(state, candidates)
-        state = advance(
-            state, running, parents, finished=finished, is_sent_finished=is_sent_finished
-        )
+        state = advance(state, running, parents, **self.pool_after(state, candidates, stopped))
         no_candidate_left = (candidates.finishes | candidates.unused).all(axis=1)
         return state.replace(
             is_finished=state.is_finished | no_candidate_left | self.pool_is_final(state, settings)
@@ -306,11 +317,11 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
         candidates: Candidates,
         scores: Float[Array, "B N V"],
         settings: DecodeSettings,
-    ) -> Bool[Array, "B K"] | bool:
+    ) -> Bool[Array, "B K"]:
         """Candidates that a stopping criterion finishes."""
-        if not settings.stops:
-            return False
         batch, count = candidates.token.shape
+        if not settings.stops:
+            return jnp.zeros((batch, count), bool)
         sequences = state.running.extend(
             candidates.beam, candidates.token, candidates.value, state.cur_len, state.step
         )
@@ -322,26 +333,33 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
         ).reshape(batch, count)
 
     def pool_after(
-        self, state: BeamSearchState, candidates: Candidates
-    ) -> tuple[Hypotheses, Bool[Array, "B N"]]:
+        self, state: BeamSearchState, candidates: Candidates, stopped: Bool[Array, "B K"]
+    ) -> dict[str, Any]:
         """The pool with the candidates that finish now; only the N best candidates may enter.
 
+        Args:
+            stopped: candidates that a stopping criterion finishes.
+
         Returns:
-            The pool, and which of its entries hold a finished sequence.
+            The fields of the state that describe the pool.
         """
-        value, beam, token, finishes = (
-            x[:, : self.num_beams]
-            for x in (candidates.value, candidates.beam, candidates.token, candidates.finishes)
-        )
+        best = (candidates.value, candidates.beam, candidates.token, candidates.finishes, stopped)
+        value, beam, token, finishes, stopped = (x[:, : self.num_beams] for x in best)
         length = (state.cur_len + 1 - state.start_len)[..., None]
         score = length_normalized(value, length, self.length_penalty[..., None])
         row_is_finished = state.is_finished[:, None]
         score = score + jnp.where(row_is_finished, WORST, 0.0) + jnp.where(finishes, 0.0, WORST)
         new = state.running.extend(beam, token, score, state.cur_len, state.step)
         finished, index = state.finished.join(new).best(self.num_beams)
-        return finished, take_per_row(
-            jnp.concatenate([state.is_sent_finished, finishes], axis=1), index
-        )
+
+        def of_pool(before: Bool[Array, "B N"], now: Bool[Array, "B N"]) -> Bool[Array, "B N"]:
+            return take_per_row(jnp.concatenate([before, now], axis=1), index)
+
+        return {
+            "finished": finished,
+            "is_sent_finished": of_pool(state.is_sent_finished, finishes),
+            "is_stopped": of_pool(state.is_stopped, stopped),
+        }
 
     def pool_is_final(self, state: BeamSearchState, settings: DecodeSettings) -> Bool[Array, " B"]:
         """True for rows that are finished: their pool is full, and no running beam can enter it.

@@ -44,6 +44,11 @@ class Hypotheses:
     scores: Float[Array, "B N"]
     """float32. Sums of log-probabilities; in the pool with the length penalty applied."""
 
+    @property
+    def lengths(self) -> Int[Array, "B N"]:
+        """Number of new tokens of each sequence."""
+        return jnp.sum(self.beam_indices >= 0, axis=2, dtype=jnp.int32)
+
     def take(self, index: Int[Array, "B M"]) -> Hypotheses:
         return jax.tree.map(lambda x: take_per_row(x, index), self)
 

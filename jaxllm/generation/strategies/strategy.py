@@ -119,6 +119,20 @@ class AssistedCounts:
 
 
 @jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SequenceEnds:
+    """Ends of R returned sequences."""
+
+    start_len: Int[Array, ""]
+    """int32. Columns of the prompt."""
+    lengths: Int[Array, " R"]
+    """int32. New tokens of each sequence, the end token included."""
+    is_stopped: Bool[Array, " R"]
+    """True for sequences that a stopping criterion ended. A sequence that ends with an end token
+    may have either value."""
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
     """Result of a strategy, final or partial: R returned rows after N steps."""
@@ -135,6 +149,10 @@ class Result:
     """Maximum number of columns over rows, in strategies whose rows do not advance together."""
     all_finished: Bool[Array, ""] | None = None
     """True if every row is finished or has `max_length` columns. Set in `loop.finish`."""
+    lengths: Int[Array, " R"] | None = None
+    """New tokens of each row, from `Strategy.ends`. Set in `loop.finish`."""
+    finish_reasons: Int[Array, " R"] | None = None
+    """Indices of `ends.FINISH_REASONS`. Set in `loop.finish`."""
     scores: Float[Array, "N Bn V"] | None = None
     """Processed scores of every step (`output_scores`)."""
     logits: Float[Array, "N Bn V"] | None = None
@@ -258,6 +276,17 @@ class Strategy(Generic[S]):
     def finish(self, state: S, settings: DecodeSettings) -> Result:
         """The result of a state, which need not be the last."""
         raise NotImplementedError
+
+    def ends(self, state: S) -> SequenceEnds:
+        """The ends of the sequences that `finish` returns.
+
+        A strategy overrides it unless its state has one row for each returned sequence and all rows
+        get a token in every step.
+        """
+        start_len = state.cur_len - state.step
+        is_new = state.mask & (jnp.arange(state.mask.shape[1]) >= start_len)
+        lengths = jnp.sum(is_new, axis=1, dtype=jnp.int32)
+        return SequenceEnds(start_len, lengths, state.is_finished)
 
     def returned_cache(self, state: Any) -> ReturnedCache:
         """Cache of the returned rows, from which a later call continues."""

@@ -191,6 +191,24 @@ def test_answers_are_those_of_each_prompt_alone(llama, batch_size: int) -> None:
     assert (second.reference, second.prediction) == (expected[1], expected[1])
 
 
+@pytest.mark.ci
+def test_answers_end_with_their_stop_string(llama) -> None:
+    """The pads after it are an ordinary token, which decoding would show."""
+    model, tokenizer = llama
+    fields = {"max_new_tokens": 10, "eos_token_id": None}
+    pairs = [(prompt, "x") for prompt in PROMPTS]
+    free = generate_and_score(model, tokenizer, pairs, **fields).predictions
+    stop = free[0].strip()[3]
+    pad = tokenizer.encode("z", add_special_tokens=False)[-1]
+    assert tokenizer.decode([pad], skip_special_tokens=True) != ""
+    fields |= {"stop_strings": [stop], "pad_token_id": pad}
+    cut = generate_and_score(model, tokenizer, pairs, **fields).predictions
+    assert cut[0] != free[0]
+    for whole, text in zip(free, cut, strict=True):
+        assert whole.startswith(text)
+        assert text == whole or stop in text
+
+
 @pytest.mark.slow
 def test_samples_do_not_depend_on_the_batch(llama) -> None:
     model, tokenizer = llama
