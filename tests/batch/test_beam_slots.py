@@ -73,6 +73,17 @@ def test_rows_equal_rows_alone(family):
     assert counts.finish_reasons.total() == 24
 
 
+def test_beams_go_on_while_a_better_one_may_come():
+    """With `early_stopping="never"`. The first beams that end are not the best of these rows."""
+    prompts = [[42, 32, 27, 15, 17], [33, 45, 26, 31, 48], [38, 21, 24, 49, 40]]
+    fields = {"num_beams": 3, "length_penalty": 2.0, "early_stopping": "never"}
+    fields |= {"max_new_tokens": 11, "eos_token_id": [2, *range(10, 18)]}
+    rows = [{"input_ids": ids, **fields} for ids in prompts]
+    outputs = BatchGenerator(model("llama"), slots=2).generate(rows)
+    assert [output.finish_reasons for output in outputs] == [("length",)] * 3
+    assert differences(model("llama"), rows, outputs)[0] == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("early_stopping", [True, "never"])
 def test_other_rules_of_ending(early_stopping):

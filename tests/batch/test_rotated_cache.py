@@ -52,7 +52,6 @@ def test_rows_equal_rows_alone(
     assert prompts
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(("platform", "scatters"), [("tpu", 0), ("cpu", 2)])
 def test_a_tpu_writes_keys_and_values_with_a_slice(
     platform: str, scatters: int, monkeypatch: pytest.MonkeyPatch

@@ -34,28 +34,37 @@ def check(net: Any, rows: list[dict[str, Any]], slots: int, **fields: Any) -> Ba
     return engine
 
 
-@pytest.mark.ci
+# The rows of all tests have one bucket of prompts and one of lengths, so that they share programs.
 def test_greedy_rows_equal_rows_alone():
-    engine = check(model("llama"), uneven_rows(100, prompts=20, new=20), slots=8)
-    assert engine.counts.rows == 100
+    rows = [{**row, "eos_token_id": [2, 10, 11]} for row in uneven_rows(40, prompts=16, new=16)]
+    engine = check(model("llama"), rows, slots=4)
+    assert engine.counts.rows == 40
     assert engine.counts.finish_reasons.keys() == {"eos", "length"}
 
 
-@pytest.mark.ci
 def test_rows_with_four_steps_between_checks_equal_rows_alone(monkeypatch):
     """As on a GPU; rows end, and slots become free, between two checks."""
     monkeypatch.setattr(programs, "steps_between_checks", lambda platform: 4)
-    engine = check(model("gpt2"), uneven_rows(16, prompts=8, new=7), slots=4)
+    engine = check(model("llama"), uneven_rows(16, prompts=16, new=16, seed=3), slots=4)
     assert engine.counts.decode_steps % 4 == 0
 
 
-@pytest.mark.ci
+def test_the_last_rows_of_a_batch_leave_rows_that_run_alone():
+    """Two prompts are read at once. The last one comes alone, while all others run."""
+    rows = [
+        {"id": i, "input_ids": [5, 6, 7 + i], "max_new_tokens": 10, "eos_token_id": None}
+        for i in range(17)
+    ]
+    engine = check(model("llama"), rows, slots=32)
+    assert engine.counts.program_calls["prefill 2 x 16 into 32 x 16"] == 9
+
+
 @pytest.mark.parametrize(
     "family", [*(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt2", "bloom")), "t5"]
 )
 def test_sampled_rows_equal_rows_alone(family):
     """With numbers of their own, and keys from the job's seed or their own."""
-    rows = uneven_rows(16, prompts=16, new=16, seed=1)
+    rows = uneven_rows(12, prompts=16, new=16, seed=1)
     for i, row in enumerate(rows):
         row |= {"temperature": 0.5 + 0.1 * (i % 7), "top_k": 5 * (i % 4), "top_p": 0.8 + i / 80}
         row |= {"repetition_penalty": 1.0 + 0.1 * (i % 3), "min_new_tokens": i % 5}
@@ -65,11 +74,15 @@ def test_sampled_rows_equal_rows_alone(family):
     check(model(family), rows, slots=4, do_sample=True)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("fields", [{}, {"do_sample": True}, {"num_beams": 2}])
+@pytest.mark.by_default("greedy")
+@pytest.mark.parametrize(
+    "fields", [{}, {"do_sample": True}, {"num_beams": 2}], ids=["greedy", "sampled", "beams"]
+)
 def test_processors_without_parameters(fields):
     """Beside rows without them, which run in another group."""
-    rows = uneven_rows(6, prompts=8, new=4, seed=2)
+    rows = uneven_rows(6, prompts=16, new=16, seed=2)
+    for row in rows:
+        row["max_new_tokens"] = 16
     for row in rows[::2]:
         row |= {"renormalize_logits": True, "remove_invalid_values": True}
     check(model("llama"), rows, slots=4, **fields)

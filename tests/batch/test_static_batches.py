@@ -65,6 +65,15 @@ def test_other_settings_equal_rows_alone(fields):
     assert differences(model("llama"), rows, outputs)[0] == []
 
 
+def test_min_length_counts_the_prompt_of_each_row():
+    """Of prompts in one bucket, beside each other."""
+    fields = {"encoder_repetition_penalty": 1.2, "min_length": 9, "logit_bias": {2: 100.0}}
+    rows = three_rows(**fields)
+    outputs = BatchGenerator(model("llama"), slots=4, eos_token_id=2).generate(rows)
+    assert [len(output.output_ids[0]) for output in outputs] == [7, 1, 1]
+    assert [output.finish_reasons for output in outputs] == [("eos",)] * 3
+
+
 @pytest.mark.ci
 def test_an_error_is_its_rows_alone():
     rows = three_rows(**BEAMS)

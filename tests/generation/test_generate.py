@@ -70,7 +70,7 @@ def test_cached_equals_uncached(name):
         np.testing.assert_array_equal(np.argmax(logits, -1)[:, ids.shape[1] - 1 : -1], out[:, 7:])
 
 
-@pytest.mark.ci
+@pytest.mark.by_default("s_llama")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_inside_the_callers_jit(name):
     net = model(name)
@@ -90,7 +90,6 @@ def test_inside_the_callers_jit(name):
     np.testing.assert_array_equal(np.asarray(actual)[:, : expected.shape[1]], expected)
 
 
-@pytest.mark.ci
 def test_a_model_that_the_callers_jit_closes_over():
     net = model("s_llama")
     padded = np.array([[0, 0, 5, 6], [9, 8, 7, 6]])  # whose mask is inferred, there as here

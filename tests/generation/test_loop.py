@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+import tiny
 from conformance_runs import DATA, model
 from generation_tools import (
     FAMILIES,
@@ -113,6 +114,15 @@ def test_several_steps_between_checks_give_the_same_state(name, do_sample):
 def test_cache_is_donated_and_updated_in_place(name):
     _, ids, mask = prompts(name)
     assert loop_is_in_place(*started(name, ids, mask, max_new_tokens=40, eos_token_id=None))
+
+
+def test_the_smallest_loops_copy_no_cache():
+    """That of `generate`, and that of the batch engine."""
+    config = tiny.CONFIGS["llama"] | {"num_hidden_layers": 1}
+    sizes = {"batch": 2, "prompt": 16, "new": 16, "slots": 4}
+    plan = jaxllm.plan(config, "cpu", dtype="float32", program=("decode", "batch"), **sizes)
+    copies = {program.name: program.cache_copies for program in plan.programs}
+    assert copies == {"decode": 0, "batch.decode": 0, "batch.prefill": 0}
 
 
 @pytest.mark.ci

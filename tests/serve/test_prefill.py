@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 import tiny
 from batch_tools import differences
+from small_tokenizers import small_tokenizer
 
 from jaxllm.batch import programs
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import UnsupportedError
-from jaxllm.serve import AsyncEngine
+from jaxllm.serve import AsyncEngine, admission
 from jaxllm.serve.admission import Prefix, PrefixStore
 from jaxllm.serve.live_rows import live_tasks
 
@@ -71,6 +73,26 @@ def test_answers_equal_generate_alone_and_the_programs_stay_the_same(
             assert engine.prefix_counts.hits == 5
             assert engine.prefix_counts.tokens == 99 + 70 + 70 + 70 + 70
             return outputs
+
+    assert differences(model, rows, asyncio.run(main()))[0] == []
+
+
+def test_chunks_after_a_prefix_of_a_longer_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first two prompts share a prefix, and the third continues from it in chunks."""
+    monkeypatch.setattr(admission, "MIN_PREFIX", 16)
+    vocab = len(small_tokenizer("llama.model"))  # that of the servers of other modules
+    model = tiny.make("llama", num_hidden_layers=1, vocab_size=vocab)
+    rng = np.random.default_rng(0)
+    shared, *others = (rng.integers(3, 50, n).tolist() for n in (20, 20, 24, 27))
+    rows = [{"input_ids": [*shared, *rest], "max_new_tokens": 12} for rest in others]
+    options = {"slots": 4, "context": 64, "prefill_chunk_size": CHUNK, "kept_prefixes": 1}
+
+    async def main() -> list[Any]:
+        async with AsyncEngine(model, **options, warm_up=False) as engine:
+            outputs = [await engine.generate(row) for row in rows]
+            assert engine.prefix_counts.tokens == len(shared)
+            assert engine.counts.program_calls["prefill chunk 16"] == 2 + 2 + 1
+            return [dataclasses.replace(output, index=i) for i, output in enumerate(outputs)]
 
     assert differences(model, rows, asyncio.run(main()))[0] == []
 

@@ -72,7 +72,7 @@ def differences(
             continue
         reference = alone(model, row, index, **fields) if wanted is None else wanted[index]
         scores = np.asarray(reference.scores)
-        eos = tuple(row.get("eos_token_id", model.config.eos_token_ids))
+        eos = tuple(row.get("eos_token_id", model.config.eos_token_ids) or ())
         for sample, actual in enumerate(output.output_ids):
             expected = new_tokens(model, row, reference.sequences[sample], eos)
             if actual == expected:
