@@ -15,7 +15,7 @@ def engine(request, tmp_path_factory):
     tokenizer = load_tokenizer(write(tmp_path_factory.mktemp("tokenizer"), request.param))
     assert tokenizer is not None
     family = {"nllb": "m2m_100"}.get(request.param, request.param)
-    model = tiny.make(family, vocab_size=len(tokenizer))
+    model = tiny.make(family, vocab_size=len(tokenizer), encoder_layers=1, decoder_layers=1)
     return BatchGenerator(model, tokenizer, max_new_tokens=4, eos_token_id=None)
 
 
