@@ -308,6 +308,9 @@ class DecodeRules:
     keeps_inner_spaces: bool = False
     unknown_has_spaces: bool = False
 
+    def __deepcopy__(self, memo: object) -> DecodeRules:
+        return self  # copies of a decoder share its rules, which do not change
+
     @cached_property
     def marks(self) -> tuple[str, str, str, str]:
         """Marks around special tokens, around separate tokens, for `empty` and for `kept`."""

@@ -12,6 +12,7 @@ is in ``sentencepiece_model.py``.
 from __future__ import annotations
 
 import codecs
+import copy
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -83,6 +84,10 @@ class StreamDecoder:
         for stage in self._stages:
             tokens = stage.put(tokens)
         return "".join(tokens)
+
+    def pending(self) -> str:
+        """The text that `end` would return now. Unlike after `end`, ids may follow."""
+        return StreamDecoder(self._table, copy.deepcopy(self._stages)).end()
 
     def end(self) -> str:
         """Returns the remaining text. The decoder must not be used afterwards."""

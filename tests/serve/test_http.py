@@ -380,3 +380,92 @@ def test_fields_that_are_accepted_and_not_used(client, tier):
     assert answer.choices == plain.choices
     body = {"prompt": "Hello", "service_tier": tier}
     assert httpx.post(f"{client.base_url}completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize("stop", ["<s>", "</s>", "<s><s>"])
+def test_a_stop_string_of_special_tokens_stops_as_in_a_batch_row(server, client, stop):
+    special = 2 if stop == "</s>" else 1
+    count = stop.count("<")
+    fields: Any = {"max_tokens": 12, "stop": stop, "logit_bias": {str(special): 100}}
+    fields |= {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
+    messages: Any = [{"role": "user", "content": "Hello"}]
+    row = {"prompt": "Hello", "max_new_tokens": 12, "stop_strings": [stop]}
+    row |= {"logit_bias": {special: 100.0}, "eos_token_id": None}
+    model, tokenizer = server.state.engine.model, server.state.tokenizer
+    (output,) = jaxllm.BatchGenerator(model, tokenizer, slots=4).generate([row])
+    assert (output.output_ids, output.finish_reasons) == (([special] * count,), ("stop",))
+    for whole in (
+        client.completions.create(prompt="Hello", **fields),
+        client.chat.completions.create(messages=messages, **fields),
+    ):
+        assert whole.usage.completion_tokens == count
+        assert whole.choices[0].finish_reason == "stop"
+    options: Any = {"stream": True, "stream_options": {"include_usage": True}}
+    for chunks in (
+        list(client.completions.create(prompt="Hello", **fields, **options)),
+        list(client.chat.completions.create(messages=messages, **fields, **options)),
+    ):
+        assert chunks[-1].usage.completion_tokens == count
+        assert chunks[-2].choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stop", [None, "a"])
+def test_places_of_streamed_tokens_are_those_of_the_whole_answer(client, stop):
+    for seed in range(4):
+        arguments: Any = {"model": "tiny", "prompt": "Hello", "max_tokens": 20, "logprobs": 2}
+        arguments |= {"seed": seed, "temperature": 1.5, "stop": stop}
+        whole = client.completions.create(**arguments).choices[0]
+        offsets = whole.logprobs.text_offset
+        assert len(offsets) == len(whole.logprobs.tokens)
+        assert offsets == sorted(offsets)
+        assert max(offsets) <= len(whole.text)
+        ends = [*offsets[1:], None]
+        for name, first, last in zip(whole.logprobs.tokens, offsets, ends, strict=True):
+            if name.isascii() and name.isalpha() and stop is None:
+                assert whole.text[first:last] == name
+        choices = [x.choices[0] for x in client.completions.create(**arguments, stream=True)]
+        parts = [choice.logprobs for choice in choices if choice.logprobs is not None]
+        assert [x for part in parts for x in part.text_offset] == offsets
+        assert [x for part in parts for x in part.tokens] == whole.logprobs.tokens
+        assert "".join(choice.text for choice in choices) == whole.text
+
+
+def test_options_that_are_null_and_fields_without_effect(server, client, caplog):
+    schema: dict[str, Any] = {"type": "object", "properties": {"x": {"enum": [None]}}}
+    schema |= {"required": ["x"], "additionalProperties": False}
+    named = {"name": "x", "schema": schema, "strict": None, "description": None}
+    fields: Any = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Hello"}],
+        "temperature": 0,
+        "max_tokens": 20,
+        "response_format": {"type": "json_schema", "json_schema": named},
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "extra_body": {"prompt_cache_retention": "24h"},
+    }
+    with caplog.at_level("WARNING", logger="jaxllm.serve"):
+        answer = client.chat.completions.create(**fields, store=False)
+        assert not caplog.records
+        text = answer.choices[0].message.content
+        # A null inside the schema keeps its meaning.
+        assert json.loads(text) == {"x": None}
+        stored = client.chat.completions.create(**fields, store=True)
+        assert stored.choices[0].message.content == text
+        assert [record.getMessage().split(":")[0] for record in caplog.records] == ["store"]
+    options = {"include_usage": None, "include_obfuscation": False}
+    chunks = client.chat.completions.create(**fields, stream=True, stream_options=options)
+    assert all(chunk.usage is None for chunk in chunks)
+    plain = {"type": "text", "json_schema": None}
+    answer = client.completions.create(
+        model="tiny", prompt="a", max_tokens=1, extra_body={"response_format": plain, "store": True}
+    )
+    assert answer.usage.completion_tokens == 1
+    for change, param in (
+        ({"store": "yes"}, "store"),
+        ({"stream_options": {"include_usages": None, "x": 1}, "stream": True}, "stream_options.x"),
+        ({"response_format": {"type": None}}, "response_format.type"),
+    ):
+        body = {"prompt": "a", **change}
+        error = httpx.post(f"{server.url}/v1/completions", json=body).json()["error"]
+        assert error["param"] == param, error

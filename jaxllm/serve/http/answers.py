@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import dataclasses
+import logging
 import math
 import secrets
 import time
@@ -29,6 +30,8 @@ from jaxllm.serve.http.tool_calls import (
 )
 from jaxllm.serve.live_run import TokenLogprob
 from jaxllm.tokenizers.tokenizer import Tokenizer
+
+_LOG = logging.getLogger("jaxllm.serve")
 
 MAX_PROMPTS = 128
 FLOOR = -9999.0
@@ -113,6 +116,9 @@ class Answer(abc.ABC):
             JaxLLMError: a field is wrong, a prompt is too long, or the queue is full.
         """
         state, seed = self.state, self.request.seed
+        if self.request.store:
+            message = "store: accepted, but this server stores no answers"
+            _LOG.warning(message, extra={"fields": {"event": "warning", "field": "store"}})
         if len(prompts) > MAX_PROMPTS:
             raise InputError(f"prompt: {len(prompts)} prompts, but at most {MAX_PROMPTS} are taken")
         grammar = await state.grammar(self.request.response_format)
@@ -223,7 +229,8 @@ class CompletionAnswer(Answer):
 
     def __init__(self, state: ServerState, request: CompletionRequest, usage: Usage) -> None:
         super().__init__(state, request, usage)
-        self._offsets: dict[int, int] = {}
+        self._unplaced: dict[int, list[tuple[int, TokenLogprob]]] = {}
+        """Tokens of each choice whose place in the text is not known yet."""
 
     async def start(self) -> list[GenerationStream]:
         """Tokenizes the prompts and queues them."""
@@ -249,20 +256,23 @@ class CompletionAnswer(Answer):
     def choice(self, choice: Choice) -> dict[str, Any]:
         logprobs = None
         if self.request.logprobs is not None:
+            pairs = [*zip(choice.tokens, choice.logprobs, strict=True)]
             logprobs = completion_logprobs(
-                self.tokenizer, choice.tokens, choice.logprobs, self.request.logprobs
+                self.tokenizer, pairs, choice.offsets, self.request.logprobs
             )
         return {"text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
     def piece_choices(self, piece: Piece) -> list[dict[str, Any]]:
         logprobs = None
         if piece.logprobs is not None and self.request.logprobs is not None:
-            offset = self._offsets.get(piece.index, 0)
-            logprobs = completion_logprobs(
-                self.tokenizer, piece.tokens, piece.logprobs, self.request.logprobs, offset
-            )
-            lengths = (len(token_text(self.tokenizer, token)[0]) for token in piece.tokens)
-            self._offsets[piece.index] = offset + sum(lengths)
+            waiting = self._unplaced.pop(piece.index, [])
+            waiting += zip(piece.tokens, piece.logprobs, strict=True)
+            count = len(piece.offsets)
+            self._unplaced[piece.index] = waiting[count:]
+            if count:
+                logprobs = completion_logprobs(
+                    self.tokenizer, waiting[:count], piece.offsets, self.request.logprobs
+                )
         if not piece.text and piece.finish_reason is None and logprobs is None:
             return []  # the text waits for the next token
         return [{"text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}]
@@ -443,30 +453,45 @@ def chat_logprobs(
 
 def completion_logprobs(
     tokenizer: Tokenizer,
-    tokens: Sequence[int],
-    logprobs: Sequence[TokenLogprob],
+    tokens: Sequence[tuple[int, TokenLogprob]],
+    offsets: Sequence[int],
     top_logprobs: int,
-    offset: int = 0,
 ) -> dict[str, Any]:
     """The `logprobs` of a choice of a text completion.
 
     Args:
-        offset: characters of the tokens before these.
+        tokens: each with its log-probability.
+        offsets: characters of the text before each token.
     """
-    texts = [token_text(tokenizer, token)[0] for token in tokens]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
     return {
-        "tokens": texts,
-        "token_logprobs": [max(item.logprob, FLOOR) for item in logprobs],
+        "tokens": [token_name(tokenizer, token) for token, _ in tokens],
+        "token_logprobs": [max(item.logprob, FLOOR) for _, item in tokens],
         "top_logprobs": [
-            {
-                token_text(tokenizer, token)[0]: max(logprob, FLOOR)
-                for token, logprob in reversed(item.top[:top_logprobs])
-            }
-            for item in logprobs
+            named_logprobs(tokenizer, token, item.top[:top_logprobs]) for token, item in tokens
         ],
-        "text_offset": offsets,
+        "text_offset": list(offsets),
     }
+
+
+def token_name(tokenizer: Tokenizer, token: int) -> str:
+    """A token's text; of a part of a character its bytes, as OpenAI writes them (`bytes:\\xe2`)."""
+    text, content = token_text(tokenizer, token)
+    if content is None:
+        return f"token_id:{token}"
+    is_whole = bytes(content) == text.encode()
+    return text if is_whole else "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+
+def named_logprobs(
+    tokenizer: Tokenizer, chosen: int, top: Sequence[tuple[int, float]]
+) -> dict[str, float]:
+    """Log-probabilities of the most probable tokens by their names.
+
+    Of tokens with one name, the chosen one or else the most probable has it; the others are named
+    by their ids, as vLLM writes them (`token_id:5`).
+    """
+    owners: dict[str, int] = {}
+    for token in (chosen, *(token for token, _ in top)):
+        owners.setdefault(token_name(tokenizer, token), token)
+    names = {token: name for name, token in owners.items()}
+    return {names.get(token, f"token_id:{token}"): max(x, FLOOR) for token, x in top}

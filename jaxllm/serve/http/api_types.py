@@ -37,12 +37,14 @@ _KNOWN_UNSUPPORTED = {
     "prediction",
     "prompt_logprobs",
     "reasoning_effort",
-    "store",
     "suffix",
     "use_beam_search",
     "web_search_options",
 }
 """Fields of OpenAI's and other servers' interfaces that are not implemented here."""
+_OPTION_OBJECTS = {"stream_options", "response_format", "json_schema"}
+"""Fields that are objects of options, in which null is the same as no value. In a JSON schema and
+in messages it has a meaning."""
 _TEMPLATE_ARGUMENTS = {"tokenize", "tools", "chat_template", "max_bytes", "documents"}
 """Arguments of `apply_chat_template` that are the server's to set."""
 MAX_MESSAGE = 500
@@ -65,6 +67,8 @@ class StreamOptions:
     """Options of a stream."""
 
     include_usage: bool = False
+    include_obfuscation: bool = False
+    """Accepted, and not used."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,6 +121,14 @@ class SamplingFields:
     """Accepted, and not used."""
     service_tier: str | None = None
     """Accepted, and not used."""
+    prompt_cache_key: str | None = None
+    """Accepted, and not used."""
+    prompt_cache_retention: str | None = None
+    """Accepted, and not used."""
+    safety_identifier: str | None = None
+    """Accepted, and not used."""
+    store: bool = False
+    """Accepted with a warning in the log: answers are never stored."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.n <= MAX_CHOICES:
@@ -267,7 +279,8 @@ def one_by_one(name: str, value: Any) -> list[str | tuple[int, ...]]:
 
 
 def read_body(cls: type[T], body: bytes) -> T:
-    """Reads a body; null, and what switches an unsupported field off, as if it were not there.
+    """Reads a body; null, also in options such as `stream_options`, and what switches an
+    unsupported field off, as if it were not there.
 
     Raises:
         JaxLLMError: it is not JSON, or a field is unknown, not supported or wrong.
@@ -275,12 +288,23 @@ def read_body(cls: type[T], body: bytes) -> T:
     raw = parse_json(body, source="body", error=InputError)
     if not isinstance(raw, Mapping):
         raise InputError("body: expected a JSON object")
-    fields = {name: value for name, value in raw.items() if value is not None}
+    fields = _without_nulls(raw)
     declared = {field.name for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
     for name in _KNOWN_UNSUPPORTED & fields.keys() - declared:
         if (value := fields.pop(name)) is not False and value not in ("", [], {}):
             raise UnsupportedError(f"{name}: not supported by this server")
     return from_plain(cls, fields)
+
+
+def _without_nulls(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that have a value, in nested objects of options too."""
+    return {
+        name: _without_nulls(value)
+        if name in _OPTION_OBJECTS and isinstance(value, Mapping)
+        else value
+        for name, value in options.items()
+        if value is not None
+    }
 
 
 class ApiError(Exception):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
 from jaxllm.serve.async_engine import GenerationStream
@@ -17,36 +19,95 @@ class SampleText:
     """Decodes the tokens of a sample one by one, and ends the text before a stop string.
 
     Text that may be the beginning of a stop string is held back until it is known. A stop string
-    is looked for in the new text alone, not in the prompt.
+    is looked for in the new text alone, not in the prompt. Special tokens are not in the text, but
+    a stop string may be one or contain one.
 
     Attributes:
         stopped: a stop string was found.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        self._tokenizer, self._stops = tokenizer, stops
         self._decoder = tokenizer.stream_decoder(skip_special_tokens=True)
-        self._stops = stops
-        self._held = ""
+        self._decoded = ""
+        self._returned = 0  # characters of `_decoded`
+        self._specials: list[tuple[int, str]] = []  # each with the characters before it
+        self._unplaced: deque[tuple[int, str]] = deque()
         self.stopped = False
 
-    def put(self, token: int) -> str:
-        """The text that has become final with a token."""
-        return self._release(self._decoder.put(token), is_end=False)
+    def put(self, token: int, *, place: bool = False) -> str:
+        """The text that has become final with a token.
+
+        Args:
+            place: `offsets` returns the place of this token.
+        """
+        if place:
+            self._unplaced.append((len(self._decoded), self._decoder.pending()))
+        self._decoded += self._decoder.put(token)
+        if self._stops and token in self._tokenizer.special_ids:
+            # The text before it may wait for more, but a stop string that it completes does not.
+            pending = self._decoder.pending()
+            content = self._tokenizer.id_to_token(token) or ""
+            self._specials.append((len(self._decoded) + len(pending), content))
+            if self._match("".join(x for x, _ in self._unreturned(pending))) is not None:
+                self._decoded += pending
+        return self._release(is_end=False)
 
     def end(self) -> str:
         """The rest of the text."""
-        return "" if self.stopped else self._release(self._decoder.end(), is_end=True)
+        if self.stopped:
+            return ""
+        self._decoded += self._decoder.end()
+        return self._release(is_end=True)
 
-    def _release(self, text: str, *, is_end: bool) -> str:
-        text = self._held + text
-        # The one that is complete first ends the text, however the text was cut into tokens.
+    def offsets(self, *, is_end: bool) -> list[int]:
+        """Characters of the returned text before each token of which that is known now.
+
+        It is known later for a token after the first bytes of a character, or after text that is
+        held back. The parts of a character have the place of the character.
+        """
+        result: list[int] = []
+        while self._unplaced:
+            count, pending = self._unplaced[0]
+            following = self._decoded[count : count + len(pending)]
+            pairs = zip(pending, following, strict=False)
+            place = count + len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+            if not is_end and (len(following) < len(pending) or place > self._returned):
+                break
+            result.append(min(place, self._returned))
+            self._unplaced.popleft()
+        return result
+
+    def _unreturned(self, pending: str = "") -> list[tuple[str, tuple[int, str] | None]]:
+        """Characters that are not returned yet, special tokens included, each with its special
+        token; None in the text."""
+        text, last = self._decoded[self._returned :] + pending, 0
+        result: list[tuple[str, tuple[int, str] | None]] = []
+        for special in self._specials:
+            position = max(special[0] - self._returned, 0)
+            if position > len(text):
+                break
+            result += [(x, None) for x in text[last:position]] + [(x, special) for x in special[1]]
+            last = position
+        return result + [(x, None) for x in text[last:]]
+
+    def _match(self, text: str) -> int | None:
+        """Start of the stop string that is complete first, however the text was cut into tokens."""
         matches = [(i + len(stop), i) for stop in self._stops if (i := text.find(stop)) >= 0]
-        if matches:
-            self._held, self.stopped = "", True
-            return text[: min(matches)[1]]
-        kept = 0 if is_end else max((overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - kept :]
-        return text[: len(text) - kept]
+        return min(matches)[1] if matches else None
+
+    def _release(self, *, is_end: bool) -> str:
+        start, characters = self._returned, self._unreturned()
+        text = "".join(x for x, _ in characters)
+        end = self._match(text)
+        self.stopped = end is not None
+        if end is None:
+            kept = 0 if is_end else max((overlap(text, stop) for stop in self._stops), default=0)
+            end = len(text) - kept
+        self._returned += sum(special is None for _, special in characters[:end])
+        held = {special for _, special in characters[end:]}
+        self._specials = [x for x in self._specials if x in held or x[0] > len(self._decoded)]
+        return self._decoded[start : self._returned]
 
 
 def overlap(text: str, stop: str) -> int:
@@ -72,6 +133,9 @@ class Piece:
     """One for each token, if they were asked for."""
     finish_reason: str | None
     """In the last piece of a choice: "stop" or "length"."""
+    offsets: tuple[int, ...] = ()
+    """With `logprobs`: characters of the choice's text before each of its next tokens. They may lag
+    behind the tokens, like the text."""
 
 
 @dataclasses.dataclass
@@ -81,6 +145,7 @@ class Choice:
     text: str = ""
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    offsets: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
 
     @property
@@ -93,6 +158,7 @@ class Choice:
         self.text += piece.text
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs or ()
+        self.offsets += piece.offsets
         self.finish_reason = piece.finish_reason
 
 
@@ -109,7 +175,7 @@ async def pieces_of(
         sample = samples.setdefault(key, SampleText(tokenizer, stops))
         text, used = "", 0
         while used < len(chunk.tokens) and not sample.stopped:
-            text += sample.put(chunk.tokens[used])
+            text += sample.put(chunk.tokens[used], place=chunk.logprobs is not None)
             used += 1
         reason = _FINISH_REASONS[chunk.finish_reason] if chunk.finish_reason else None
         if reason is not None:
@@ -119,7 +185,8 @@ async def pieces_of(
             stream.cancel(chunk.sample)
         logprobs = None if chunk.logprobs is None else chunk.logprobs[:used]
         index = number * stream.row.samples + chunk.sample
-        yield Piece(index, text, chunk.tokens[:used], logprobs, reason)
+        offsets = sample.offsets(is_end=reason is not None)
+        yield Piece(index, text, chunk.tokens[:used], logprobs, reason, tuple(offsets))
 
 
 async def merged(streams: Sequence[GenerationStream]) -> AsyncIterator[tuple[int, Chunk]]:
