@@ -25,7 +25,7 @@ from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import BatchOutput, BatchRow, RawRow, error_output
 from jaxllm.batch.static_batches import run_static_batch, static_batches
 from jaxllm.batch.tables.columns import ColumnChoice
-from jaxllm.batch.tables.outputs import OutputTable, arrow_table, output_writer
+from jaxllm.batch.tables.outputs import OutputTable, arrow_table, has_types, output_writer
 from jaxllm.batch.tables.read import RESULTS, read_table, table_of_frame
 from jaxllm.batch.tables.source import Source
 from jaxllm.batch.task_run import TaskRun
@@ -184,6 +184,7 @@ class BatchGenerator:
         keep: Sequence[str] | Literal["all"] = "all",
         keep_prefix: str = "",
         output: str | PathLike[str] | None = None,
+        delimiter: str | None = None,
     ) -> Any:
         """Generates a text for each row of a table.
 
@@ -199,6 +200,7 @@ class BatchGenerator:
             keep: columns that the result has too: a list of names, or a text with commas.
             keep_prefix: put before their names.
             output: the file of the results, for a path. Its name says the format.
+            delimiter: the character between the cells of a CSV file, such as ";".
 
         Returns:
             A table of the same kind, for a path the path of `output`. Its columns are `id`, `row`
@@ -219,8 +221,12 @@ class BatchGenerator:
         path = None if output is None else Path(output)
         if is_path != (path is not None):
             raise InputError("output: give the file of the results for a path, and only then")
-        rows, to_frame = (read_table(table), None) if is_path else table_of_frame(table)
-        source = Source(rows, choice, RESULTS)
+        if delimiter is not None and not is_path:
+            raise InputError("delimiter: only for the path of a .csv file; remove it")
+        rows, to_frame = (
+            (read_table(table, delimiter=delimiter), None) if is_path else table_of_frame(table)
+        )
+        source = Source(rows, choice, RESULTS, keeps_types=path is None or has_types(path))
         source.check_rows()
         write = None if path is None else output_writer(path)
         if path is not None and path.exists():

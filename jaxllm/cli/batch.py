@@ -40,7 +40,7 @@ from jaxllm.batch.row_tasks import (
 from jaxllm.batch.rows import BatchOutput
 from jaxllm.batch.tables import ColumnChoice, Source, read_source
 from jaxllm.batch.tables.columns import generation_keys
-from jaxllm.batch.tables.outputs import output_writer
+from jaxllm.batch.tables.outputs import has_types, output_writer
 from jaxllm.batch.tables.read import RESULTS
 from jaxllm.batch.tables.source import OpenAIRequests
 from jaxllm.batch.tables.templates import row_template
@@ -163,6 +163,8 @@ def checked_source(arguments: argparse.Namespace) -> Source:
         column_choice(arguments),
         dataset_name=arguments.dataset_name,
         split=arguments.split,
+        delimiter=arguments.delimiter,
+        keeps_types=has_types(arguments.output and Path(arguments.output)),
         results=SCORE_RESULTS if arguments.score else EMBED_RESULTS if arguments.embed else RESULTS,
     )
     check_task(arguments, source)
@@ -337,6 +339,7 @@ def job_identity(arguments: argparse.Namespace, platform: str) -> dict[str, Any]
         "--model": str(Path(path).resolve() if Path(path).exists() else path),
         **model_options(arguments, platform),
         "--seed": arguments.seed or 0,
+        "--delimiter": arguments.delimiter,
         "--chat": arguments.chat,
         "--system": arguments.system,
         **{f"--{name}": value for name, value in task.items()},

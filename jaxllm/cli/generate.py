@@ -113,6 +113,7 @@ _BATCH_FLAGS: Flags = {
         "help": "the file of the results, in the order of the rows: .jsonl, .csv, .tsv, .parquet, "
         "or - for stdout",
     },
+    "--delimiter CHARACTER": "the character between the cells of a .csv file (,)",
     "--prompt-column NAME": "the column that holds the prompts (prompt)",
     "--template TEXT": "write each prompt from the columns of its row: a Jinja template such as "
     "'Context: {{ context }} Question: {{ question }}', or a file that holds one",

@@ -30,12 +30,15 @@ from datetime import datetime
 from functools import cache, lru_cache
 from typing import Any
 
+from jaxllm.common.cells import as_text
 from jaxllm.common.errors import InputError, TemplateError, shortened
 from jaxllm.tokenizers.added_tokens import AddedToken, TokenFinder
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; templates read the first, a few the second."""
 TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+CALLED = "_jinja_"
+"""Prefix of the names of functions and methods that a template over columns calls."""
 MAX_TEMPLATE_BYTES = 64 * 2**10
 MAX_OUTPUT_CHARACTERS = 2**20
 _PLACEHOLDERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode noncharacters
@@ -293,12 +296,21 @@ def render_in_sandbox(template: str, variables: Mapping[str, Any], now: float) -
         now: time for ``strftime_now``, in seconds since 1970.
     """
     clock = {"strftime_now": datetime.fromtimestamp(now).strftime}
-    return _render(template, {**clock, **variables}, "the chat template", strict=False)
+    return _render(template, {**clock, **variables}, "the chat template")
 
 
-def render_row_template(template: str, variables: Mapping[str, Any]) -> str:
-    """Renders a template over the columns of a table; a variable that is missing is an error."""
-    return _render(template, variables, "the template", strict=True)
+def render_row_template(template: Any, variables: Mapping[str, Any]) -> str:
+    """Renders a template over the columns of a table; a variable that is missing is an error.
+
+    Args:
+        template: of `compile_row_template`.
+    """
+    return _render(template, variables, "the template")
+
+
+def compile_row_template(tree: Any) -> Any:
+    """The template of a syntax tree over columns."""
+    return _environment(strict=True).from_string(tree)
 
 
 def parse_row_template(template: str) -> tuple[Any, frozenset[str]]:
@@ -309,16 +321,18 @@ def parse_row_template(template: str) -> tuple[Any, frozenset[str]]:
     environment = _environment(strict=True)
     try:
         environment.compile(template)  # also finds unknown filters and tests
-        return environment.parse(template), frozenset(environment.globals)
+        names = (name for name in environment.globals if not name.startswith(CALLED))
+        return environment.parse(template), frozenset(names)
     except jinja2.TemplateSyntaxError as error:
         message = shortened(str(error.message), 300)
         raise TemplateError(f"the template is wrong in line {error.lineno}: {message}") from None
 
 
-def _render(template: str, variables: Mapping[str, Any], what: str, *, strict: bool) -> str:
-    _check_size(template, what)
+def _render(template: Any, variables: Mapping[str, Any], what: str) -> str:
+    if isinstance(template, str):
+        _check_size(template, what)
     try:
-        return _collect(_compiled(template, strict), variables)
+        return _collect(_compiled(template) if isinstance(template, str) else template, variables)
     except Exception as error:  # of the template, Jinja or the limits
         message = shortened(f"{type(error).__name__}: {error}", 300)
         raise TemplateError(f"{what} failed: {message}") from None
@@ -341,8 +355,8 @@ def _collect(template: Any, variables: Mapping[str, Any]) -> str:
 
 
 @lru_cache(maxsize=16)
-def _compiled(template: str, strict: bool) -> Any:
-    return _environment(strict=strict).from_string(template)
+def _compiled(template: str) -> Any:
+    return _environment(strict=False).from_string(template)
 
 
 def _raise_exception(message: str) -> None:
@@ -373,7 +387,9 @@ def _environment(*, strict: bool) -> Any:
     """The Jinja environment in which transformers renders chat templates.
 
     Args:
-        strict: a missing variable is an error where it is used; otherwise it is an empty text.
+        strict: the environment of templates over columns. A missing variable and a method that is
+            not called are errors where they are used, and values are printed as cells are. In chat
+            templates a missing variable is an empty text.
     """
     import jinja2
     from jinja2 import nodes
@@ -409,13 +425,35 @@ def _environment(*, strict: bool) -> Any:
             if not isinstance(name, str) or name.startswith("_"):
                 raise jinja2.TemplateRuntimeError(f"a namespace cannot store {name!r}")
 
-    result = ImmutableSandboxedEnvironment(
+    class RowSandbox(ImmutableSandboxedEnvironment):
+        """Keys come before attributes, and methods are found only to be called."""
+
+        def getattr(self, obj: Any, attribute: str) -> Any:
+            if attribute.startswith(CALLED):
+                return super().getattr(obj, attribute.removeprefix(CALLED))
+            return self.getitem(obj, attribute)
+
+        def getitem(self, obj: Any, argument: Any) -> Any:
+            return checked(super().getitem(obj, argument), f"{argument!r} is a method")
+
+    def checked(value: Any, what: str = "this is a function") -> Any:
+        if callable(value) and not isinstance(value, jinja2.Undefined):
+            raise jinja2.TemplateRuntimeError(f"{what}; call it with ()")
+        return value
+
+    def printed(value: Any) -> Any:
+        return value if isinstance(checked(value), jinja2.Undefined) else as_text(value)
+
+    result = (RowSandbox if strict else ImmutableSandboxedEnvironment)(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[Generation, loopcontrols],
         undefined=jinja2.StrictUndefined if strict else jinja2.Undefined,
+        finalize=printed if strict else None,
     )
     result.filters["tojson"] = _tojson
     result.globals["raise_exception"] = _raise_exception
     result.globals["namespace"] = SafeNamespace
+    if strict:
+        result.globals.update({CALLED + name: each for name, each in result.globals.items()})
     return result

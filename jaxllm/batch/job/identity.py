@@ -23,7 +23,8 @@ LIMITS = frozenset({"--max-new-tokens", "--max-length", "--context"})
 """Parts of an identity that may also change when rows with errors are tried again."""
 ERRORS_DIGEST = "errors file"
 """The digest of the file of errors, which may change when rows are tried again."""
-NOT_COMPARED = frozenset({"--model", ENVIRONMENT, OUTPUT_DIGEST, ERRORS_DIGEST})
+DIGESTS = frozenset({OUTPUT_DIGEST, ERRORS_DIGEST})
+NOT_COMPARED = frozenset({"--model", ENVIRONMENT, *DIGESTS})
 """Parts of an identity that may change: the model's files are compared, not their path."""
 HEAD_BYTES = {".gguf": 64 << 20}
 """Bytes at the start of a weight file that are always hashed, by its suffix: the largest header, of

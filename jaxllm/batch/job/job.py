@@ -90,7 +90,7 @@ class Job:
         self.report = Report(
             input=self.source.name,
             output=str(self.output),
-            settings=self.identity,
+            settings=journal.settings,
             resumed=self.resumed,
             run=run,
             **row_statistics(records),

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from jaxllm.batch.job.identity import (
+    DIGESTS,
     ENVIRONMENT,
     ERRORS_DIGEST,
     OUTPUT_DIGEST,
@@ -109,6 +110,11 @@ class Journal:
                 del self.done[index]
         if not started.exists():
             write_whole(started, json.dumps(identity).encode())
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The identity with which the job was begun; rows that are tried again do not change it."""
+        return {name: value for name, value in self._begun.items() if name not in DIGESTS}
 
     def __enter__(self) -> Self:
         return self

@@ -104,7 +104,7 @@ class JaxLLMStage:
         table = batch if isinstance(batch, arrow.Table) else arrow.table(plain(batch))
         if "id" not in table.column_names:
             raise DataError(f"no column 'id'; there are {table.column_names}")
-        source = Source(ArrowTable("batch", table), self._choice, RESULTS)
+        source = Source(ArrowTable("batch", table), self._choice, RESULTS, keeps_types=True)
         several = self._engine.returns_several or "num_return_sequences" in table.column_names
         outputs = self._engine.answer(map(self._row, map(source.row, range(len(source)))))
         lines = {

@@ -60,6 +60,7 @@ class Report:
     input: str
     output: str
     settings: Mapping[str, Any]
+    """The settings with which the job was begun; limits of another try are not among them."""
     rows: int
     sequences: int
     resumed: int

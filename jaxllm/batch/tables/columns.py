@@ -12,6 +12,7 @@ from jaxllm.batch.row_reader import ROW_KEYS
 from jaxllm.batch.rows import PROMPT_KEYS
 from jaxllm.batch.tables.templates import RowTemplate, row_template
 from jaxllm.common.arguments import checked_iterable, names_in
+from jaxllm.common.cells import printable
 from jaxllm.common.errors import DataError, InputError, listed, nearest, quoted
 from jaxllm.common.spelling import is_misspelt
 from jaxllm.generation.settings.config import FIELDS
@@ -119,7 +120,7 @@ class ColumnChoice:
             if name is not None and name not in columns:
                 raise DataError(f"{flag}: no column {name!r}; {nearest(name, columns)}")
         has_prompt = self.prompt or self.template or set(PROMPT_KEYS).intersection(columns)
-        if columns and not has_prompt:  # JSONL without one right line has no columns
+        if not has_prompt:
             raise DataError(
                 f"no column is called {' or '.join(PROMPT_KEYS)}; name the column of the prompts "
                 "with --prompt-column, or write one from several columns with --template "
@@ -191,9 +192,8 @@ class ColumnChoice:
                 key = _prompt_key(value)
             if are_texts and key not in _TEXT_KEYS:
                 value = _json_or_text(value)
-            if isinstance(value, float) and value.is_integer():
-                value = int(value)  # pandas writes integers as floats where a cell is empty
-            row[key] = value
+            # pandas writes integers as floats where a cell is empty
+            row[key] = printable(value) if isinstance(value, float) else value
         if self.completion is not None and "completion" not in row:
             raise DataError(f"nothing in {self.completion!r}, the column of the completions")
         if self.template is not None:

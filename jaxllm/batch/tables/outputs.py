@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
+from jaxllm.common.cells import as_text, printable
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.common.optional_packages import require
 
@@ -38,9 +39,15 @@ def encoded(line: Line) -> bytes:
     """One line of JSON. Lone surrogates, which UTF-8 cannot encode, are written as escapes, and
     values that JSON lacks, such as dates, as texts."""
     try:
-        return (json.dumps(line, ensure_ascii=False, default=str) + "\n").encode("utf-8")
+        return (json.dumps(line, ensure_ascii=False, default=as_text) + "\n").encode("utf-8")
     except UnicodeEncodeError:
-        return (json.dumps(line, default=str) + "\n").encode("ascii")
+        return (json.dumps(line, default=as_text) + "\n").encode("ascii")
+
+
+def has_types(output: Path | None) -> bool:
+    """True if columns keep their types in an output of this name: in Parquet."""
+    name = "" if output is None else output.name.lower().removesuffix(".gz")
+    return name.endswith(".parquet")
 
 
 def output_writer(output: Path) -> Writer:
@@ -133,10 +140,9 @@ def result_types(name: str, *, several: bool) -> list[Any]:
 
 
 def _text(value: Any) -> str | None:
-    """A value as a text: a string as it is, anything else as JSON, or as Python shows it."""
+    """A value as a text: numbers, lists and objects as JSON, and dates as Python shows them."""
     if value is None or isinstance(value, str):
         return value
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except TypeError:
-        return str(value)
+    if isinstance(value, bool | int | float | list | Mapping):
+        return json.dumps(printable(value), ensure_ascii=False, default=as_text)
+    return as_text(value)

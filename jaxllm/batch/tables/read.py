@@ -22,6 +22,7 @@ from jaxllm.batch.tables.table import (
     JsonLines,
     ParquetTable,
     Table,
+    checked_delimiter,
     first_nonblank,
 )
 from jaxllm.common.errors import (
@@ -73,24 +74,30 @@ def read_source(
     *,
     dataset_name: str | None = None,
     split: str | None = None,
+    delimiter: str | None = None,
     results: Sequence[str] = RESULTS,
+    keeps_types: bool = False,
 ) -> Source:
     """Reads an input of rows.
 
     Args:
         choice: the keys and columns that are read; None: those of generation.
-        results: columns of the output that a row without an error has.
-        name, dataset_name, split: as `read_table`, which also says what is raised.
+        results, keeps_types: as `Source`.
+        name, dataset_name, split, delimiter: as `read_table`, which also says what is raised.
     """
     choice = choice or ColumnChoice()
-    table = read_table(name, dataset_name=dataset_name, split=split)
+    table = read_table(name, dataset_name=dataset_name, split=split, delimiter=delimiter)
     if isinstance(table, JsonLines) and {"custom_id", "body"} <= set(table.first_keys()):
         return OpenAIRequests(table, choice)
-    return Source(table, choice, results)
+    return Source(table, choice, results, keeps_types=keeps_types)
 
 
 def read_table(
-    name: str | PathLike[str], *, dataset_name: str | None = None, split: str | None = None
+    name: str | PathLike[str],
+    *,
+    dataset_name: str | None = None,
+    split: str | None = None,
+    delimiter: str | None = None,
 ) -> Table:
     """Reads a table.
 
@@ -100,15 +107,21 @@ def read_table(
             folder of one.
         dataset_name: configuration of a data set.
         split: of a data set; None: "train".
+        delimiter: the character between the cells of a CSV file; None: a comma.
 
     Raises:
+        InputError: an argument is wrong, or has no effect on this kind of input.
         MissingFileError: there is no such file.
         DataError: the content is not what the name says, or cannot be read.
         MissingExtraError: a package is missing.
     """
-    name = str(name)
+    name, delimiter = str(name), checked_delimiter(delimiter)
     path = expanded(name)
-    if name.startswith(DATASET_PREFIX) or path.is_dir():
+    is_dataset = name.startswith(DATASET_PREFIX) or path.is_dir()
+    kind = "a data set" if is_dataset else "JSONL" if name == STDIN else kind_of(path)
+    if delimiter is not None and kind != "CSV":
+        raise InputError(f"--delimiter: only for .csv files, and {name} is {kind}; remove it")
+    if is_dataset:
         dataset = name.removeprefix(DATASET_PREFIX)
         if not dataset:
             raise InputError(f"--input: {name} names no data set; write {DATASET_PREFIX}NAME")
@@ -117,14 +130,13 @@ def read_table(
         return DatasetTable(f"{dataset}/{split}", loaded)
     if dataset_name is not None or split is not None:
         raise InputError(f"--split, --dataset-name: {name} is no data set, but a file")
-    kind = "JSONL" if name == STDIN else kind_of(path)
     data = read_content(name)
     name = "stdin" if name == STDIN else name
     check_content(name, data, kind)
     if kind == "Parquet":
         return ParquetTable(name, data)
     if kind in ("CSV", "TSV"):
-        return CsvTable(name, data, "," if kind == "CSV" else "\t")
+        return CsvTable(name, data, kind, delimiter)
     return JsonLines(name, data)
 
 
@@ -260,6 +272,12 @@ def table_of_frame(frame: Any) -> tuple[Table, Callable[[Any], Any]]:
 
         return ArrowTable("table", own), to_pandas
     if (kind, name) == ("polars", "DataFrame"):
+        # Of Python objects, Arrow would get the bytes of pointers.
+        if objects := [name for name, dtype in frame.schema.items() if str(dtype) == "Object"]:
+            raise InputError(
+                f"table: the column {objects[0]!r} holds Python objects, which Polars cannot "
+                "convert; drop it, or make texts or numbers of it"
+            )
         return ArrowTable("table", frame.to_arrow()), type(frame)
     raise InputError(
         "table: expected a pandas or Polars data frame, a pyarrow.Table or a path, found "

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jaxllm.batch.rows import PROMPT_KEYS, BatchOutput, RawRow
 from jaxllm.batch.tables.columns import FAILED, ColumnChoice
 from jaxllm.batch.tables.table import JsonLines, Table
+from jaxllm.common.cells import CellError, printable
 from jaxllm.common.errors import DataError, InputError, JaxLLMError, listed, quoted, shortened
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.settings.config import FIELDS
 
 EXAMPLE = 'such as {"prompt": "Hello"} on each line'
 ERROR_COLUMNS = ("error", "error_kind")
+SHOWN_ROWS = 3
+"""Rows whose errors are in the message on an input without a prompt."""
 
 
 class Source:
@@ -23,6 +26,8 @@ class Source:
     Args:
         table: selects the columns that are read.
         results: the columns of the output that a row without an error has.
+        keeps_types: kept columns are copied as Arrow arrays, where the table has them; otherwise
+            their cells are read, and a row with an unreadable one is an error.
 
     Attributes:
         columns: all columns of the output, in their order.
@@ -31,13 +36,24 @@ class Source:
         DataError, InputError: the table does not fit the choice of columns.
     """
 
-    def __init__(self, table: Table, choice: ColumnChoice, results: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        table: Table,
+        choice: ColumnChoice,
+        results: Sequence[str] = (),
+        *,
+        keeps_types: bool = False,
+    ) -> None:
         self.choice = choice
         columns = table.column_names()
+        used: list[str] = []
+        self._kept: list[str] = []
         try:
-            used, self._kept = choice.used(columns), choice.kept(columns)
+            if columns:  # JSONL without a line that can be read has none; see `check_rows`
+                used, self._kept = choice.used(columns), choice.kept(columns)
         except DataError as error:
-            raise DataError(f"{table.name}: {error}") from None
+            unread = table.unread() if isinstance(table, JsonLines) else ""
+            raise DataError(f"{table.name}: {error}{unread}") from None
         named = {*choice.fields(columns), *choice.template_names}
         if twice := sorted(table.repeated & named):
             raise DataError(f"{table.name}: the column {twice[0]!r} is there twice; rename one")
@@ -53,6 +69,8 @@ class Source:
         self.unread = [name for name in columns if name not in read]
         self.table = table.select([name for name in columns if name in read])
         self.sha256 = self.table.sha256()
+        self._read = [] if keeps_types and table.is_typed else self._kept
+        """The kept columns whose cells are read."""
 
     @property
     def name(self) -> str:
@@ -80,10 +98,14 @@ class Source:
         raw: dict[str, Any] | JaxLLMError
         try:
             cells = self.table.cells(index)
-            own = cells.get("id")
+            own = printable(cells.get("id"))
             if is_integer(own) or (isinstance(own, str) and own):
-                row_id = own  # pyright: ignore[reportAssignmentType]
+                row_id = own
             raw = self.choice.row(cells, are_texts=self.table.has_texts)
+            for name in self._read:
+                cells.get(name)
+        except CellError as error:
+            raw = DataError(f"{error} ({self.name})")
         except JaxLLMError as error:
             raw = error
         return RawRow(index, row_id, raw)
@@ -104,9 +126,9 @@ class Source:
         return {"id": result["id"], "row": index, **kept, **result}
 
     def kept(self, index: int) -> dict[str, Any]:
-        """The kept cells of a row; None where it has none, or cannot be read."""
-        cells = self._cells(index)
-        return {self.choice.keep_prefix + name: cells.get(name) for name in self._kept}
+        """The kept cells of a row that are read; None where there is none."""
+        cells = self._cells(index, self._read)
+        return {self.choice.keep_prefix + name: cells.get(name) for name in self._read}
 
     def arrow(self) -> dict[str, Any]:
         """The kept columns that have a type, as Arrow arrays."""
@@ -128,12 +150,16 @@ class Source:
             if cell is not None and (cell or name not in settings)
         }
 
-    def _cells(self, index: int) -> dict[str, Any]:
-        """The cells of a row; none if it cannot be read."""
-        try:
-            return self.table.cells(index)
-        except JaxLLMError:
-            return {}
+    def _cells(self, index: int, columns: Collection[str] | None = None) -> dict[str, Any]:
+        """The cells of a row, or of some columns, that can be read."""
+        cells: dict[str, Any] = {}
+        with contextlib.suppress(JaxLLMError):  # the row cannot be read
+            row = self.table.cells(index)
+            for name in row:
+                with contextlib.suppress(CellError):
+                    if columns is None or name in columns:
+                        cells[name] = row[name]
+        return cells
 
     def remarks(self) -> list[str]:
         """Remarks on the input for the user, one per line."""
@@ -173,11 +199,10 @@ class Source:
         return isinstance(row.raw, Mapping) and bool(row.raw.keys() & PROMPT_KEYS)
 
     def _no_prompt(self) -> DataError:
-        first = self.row(0).raw
-        shown = (
-            shortened(str(first), 200)
-            if isinstance(first, JaxLLMError)
-            else f"{self.unit} {self.number(0)} has {shortened(', '.join(first) or 'no keys')}"
+        rows = [self.row(index).raw for index in range(min(len(self), SHOWN_ROWS))]
+        reasons = [shortened(str(raw)) for raw in rows if isinstance(raw, JaxLLMError)]
+        shown = "; ".join(reasons) or (
+            f"{self.unit} {self.number(0)} has {shortened(', '.join(rows[0]) or 'no keys')}"
         )
         advice = f"write JSONL, {EXAMPLE}, or name the column of the prompts with --prompt-column"
         if self.choice.template is not None:

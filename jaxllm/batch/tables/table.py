@@ -8,15 +8,16 @@ import hashlib
 import io
 import itertools
 import json
-import math
 import re
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import Any, ClassVar
 
-from jaxllm.common.errors import DataError, JaxLLMError, shortened
+from jaxllm.common.cells import Cells
+from jaxllm.common.errors import DataError, InputError, JaxLLMError, shortened
 from jaxllm.common.files import parse_json
 from jaxllm.common.optional_packages import require
 
@@ -30,6 +31,8 @@ BOM = b"\xef\xbb\xbf"
 _LINE = re.compile(rb"[^\r\n]+(?:\r\n?|\n)?|\r\n?|\n")
 """A line with its end; the last one may have none."""
 _MAX_LINES = 2**24
+_HEADER_BYTES = 2**16
+"""Bytes of each line of a header that are searched for a delimiter."""
 
 
 def check_row_count(name: str, count: int) -> None:
@@ -46,10 +49,12 @@ class Table(ABC):
         unit: what a row is in messages, "line" or "row".
         repeated: columns whose name another column has too.
         has_texts: every cell is a text.
+        is_typed: columns have Arrow types, see `arrow`.
     """
 
     unit: str = "row"
     has_texts: ClassVar[bool] = False
+    is_typed: ClassVar[bool] = False
     name: str
     repeated: frozenset[str] = frozenset()
 
@@ -79,11 +84,12 @@ class Table(ABC):
         return self
 
     @abstractmethod
-    def cells(self, index: int) -> dict[str, Any]:
+    def cells(self, index: int) -> Mapping[str, Any]:
         """The cells of a row, None where there is no value.
 
         Raises:
-            DataError: it is not a row.
+            DataError: it is not a row. A single cell that cannot be read raises `CellError` when
+                it is used.
         """
 
     def text(self, index: int) -> str | None:
@@ -145,6 +151,15 @@ class JsonLines(LineTable):
                 keys.update(dict.fromkeys(self.cells(index)))
         return list(keys)
 
+    def unread(self) -> str:
+        """The error of the first line that cannot be read, as the end of a message."""
+        for index in range(len(self)):
+            try:
+                self.cells(index)
+            except JaxLLMError as error:
+                return f"; not every line can be read: {shortened(str(error))}"
+        return ""
+
     def first_keys(self) -> list[str]:
         """The keys of the first line that is an object; none if no line is."""
         for index in range(len(self)):
@@ -186,15 +201,22 @@ def first_nonblank(data: bytes, start: int = 0) -> int | None:
 
 
 class CsvTable(LineTable):
-    """A CSV file with a header. The second column of a name gets a number, as in pandas."""
+    """A CSV file with a header. The second column of a name gets a number, as in pandas.
+
+    Args:
+        kind, delimiter: as `csv_delimiter`.
+    """
 
     has_texts = True
 
-    def __init__(self, name: str, data: bytes, delimiter: str = ",") -> None:
+    def __init__(self, name: str, data: bytes, kind: str, delimiter: str | None = None) -> None:
         super().__init__(name, data)
-        self._delimiter = delimiter
-        lines = (match.group() for match in _LINE.finditer(data))
-        rows = csv_rows(name, lines, delimiter, max_lines=_MAX_LINES)
+
+        def lines() -> Iterator[bytes]:
+            return (match.group() for match in _LINE.finditer(data))
+
+        self._delimiter = csv_delimiter(name, kind, delimiter, lines())
+        rows = csv_rows(name, lines(), self._delimiter, max_lines=_MAX_LINES)
         *_, header = next(rows)
         for number, start, stop, _ in rows:
             self._add_row(number, start, stop)
@@ -216,6 +238,47 @@ class CsvTable(LineTable):
                 f"{len(self._columns)}"
             )
         return dict(zip(self._columns, cells, strict=True))
+
+
+def csv_delimiter(name: str, kind: str, given: str | None, lines: Iterable[bytes]) -> str:
+    """The character between the cells of a CSV or TSV file.
+
+    Args:
+        kind: "CSV" or "TSV".
+        given: the delimiter of CSV files; None: a comma.
+        lines: the file from its first line on.
+
+    Raises:
+        DataError: no delimiter is given, and the header has semicolons or tabs and no comma.
+    """
+    if kind == "TSV" or given is not None:
+        return "\t" if kind == "TSV" else given or ","
+    header = [line[:_HEADER_BYTES].decode("utf-8-sig", "replace") for line in islice(lines, 100)]
+    counts = dict.fromkeys(",;\t", 1)
+    for mark in counts:
+        with contextlib.suppress(csv.Error):  # which `csv_rows` reports
+            counts[mark] = len(next(filter(None, csv.reader(header, delimiter=mark)), ()))
+    for mark in ";\t":
+        if counts[mark] > 1 >= counts[","]:
+            raise DataError(
+                f"{name}: the first line has {mark!r} and no comma between its cells; name the "
+                f"delimiter with --delimiter (delimiter= in Python): {mark!r}, or ',' for a file "
+                "of one column"
+            )
+    return ","
+
+
+def checked_delimiter(delimiter: Any) -> str | None:
+    """A delimiter that a user gives, of which a backslash with a t is a tab.
+
+    Raises:
+        InputError: it is not one character, or is a quote or a line end.
+    """
+    if delimiter in (None, "\\t"):
+        return delimiter and "\t"
+    if not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in '"\r\n':
+        raise InputError(f"delimiter: expected one character, such as ';', found {delimiter!r:.40}")
+    return delimiter
 
 
 def csv_rows(
@@ -272,6 +335,8 @@ class ArrowTable(Table):
         table: a `pyarrow.Table`.
     """
 
+    is_typed = True
+
     def __init__(self, name: str, table: Any, digest: str = "") -> None:
         check_distinct(name, table.column_names)
         self.name, self._table, self._digest = name, table, digest
@@ -285,13 +350,13 @@ class ArrowTable(Table):
     def __len__(self) -> int:
         return self._table.num_rows
 
-    def cells(self, index: int) -> dict[str, Any]:
+    def cells(self, index: int) -> Mapping[str, Any]:
         columns = zip(self._table.column_names, self._columns, strict=True)
-        return {name: without_nulls(column[index].as_py()) for name, column in columns}
+        return Cells({name: column[index] for name, column in columns})
 
     @cached_property
     def _columns(self) -> list[Any]:
-        return [_as_integers(column) for column in self._table.columns]
+        return self._table.columns  # which pyarrow makes anew in each access
 
     def arrow(self, column: str) -> Any:
         return self._table.column(column)
@@ -299,6 +364,8 @@ class ArrowTable(Table):
 
 class ParquetTable(Table):
     """A Parquet file."""
+
+    is_typed = True
 
     def __init__(self, name: str, data: bytes) -> None:
         parquet = require("pyarrow.parquet", extra="parquet", purpose="Parquet files")
@@ -325,7 +392,7 @@ class ParquetTable(Table):
     def _whole(self) -> Table:
         return self.select(self.column_names())
 
-    def cells(self, index: int) -> dict[str, Any]:
+    def cells(self, index: int) -> Mapping[str, Any]:
         return self._whole.cells(index)
 
     @contextlib.contextmanager
@@ -346,6 +413,8 @@ class DatasetTable(Table):
         dataset: a `datasets.Dataset`.
     """
 
+    is_typed = True
+
     def __init__(self, name: str, dataset: Any) -> None:
         self.name, self._dataset = name, dataset
 
@@ -353,10 +422,7 @@ class DatasetTable(Table):
         return self._dataset.column_names
 
     def sha256(self) -> str:
-        digest = hashlib.sha256()
-        for row in self._dataset:
-            digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
-        return digest.hexdigest()
+        return digest_of_rows(map(self.cells, range(len(self))))
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -364,11 +430,45 @@ class DatasetTable(Table):
     def select(self, columns: Sequence[str]) -> Table:
         return DatasetTable(self.name, self._dataset.select_columns(list(columns)))
 
-    def cells(self, index: int) -> dict[str, Any]:
-        return {name: without_nulls(cell) for name, cell in self._dataset[index].items()}
+    @cached_property
+    def _cells(self) -> Callable[[int], Cells]:
+        return dataset_cells(self._dataset)
+
+    def cells(self, index: int) -> Mapping[str, Any]:
+        return self._cells(index)
 
     def arrow(self, column: str) -> Any:
         return self._dataset.with_format("arrow")[:].column(column)
+
+
+def dataset_cells(dataset: Any) -> Callable[[int], Cells]:
+    """A function that gives the cells of a row of a `datasets.Dataset`.
+
+    They are Arrow's, as those of a Parquet file, except in columns of types that only `datasets`
+    can decode, such as `Json`.
+    """
+    features = require("datasets.features.features", extra="datasets", purpose="data sets")
+    kinds = dataset.features.items()
+    decoded = [name for name, kind in kinds if features.require_decoding(kind)]
+    stored, own = dataset.with_format("arrow"), dataset.select_columns(decoded)
+
+    def cells(index: int) -> Cells:
+        row = stored[index]
+        raw = {name: row.column(name)[0] for name in row.column_names}
+        return Cells(raw | own[index] if decoded else raw)
+
+    return cells
+
+
+def digest_of_rows(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Hash of rows as JSON lines; values that JSON lacks, such as dates, as their `str`."""
+    digest = hashlib.sha256()
+    for row in rows:
+        values = row
+        if isinstance(row, Cells):
+            values = {name: row.shown(name) for name in row}
+        digest.update(json.dumps(values, sort_keys=True, default=str).encode() + b"\n")
+    return digest.hexdigest()
 
 
 def _read_within_limits(name: str, file: Any, columns: Sequence[str]) -> Any:
@@ -387,20 +487,6 @@ def _read_within_limits(name: str, file: Any, columns: Sequence[str]) -> Any:
             raise DataError(f"{name}: its values take more than {MAX_INPUT_BYTES} bytes; split it")
     schema = arrow.schema([file.schema_arrow.field(column) for column in columns])
     return arrow.Table.from_batches(batches, schema)
-
-
-def _as_integers(column: Any) -> Any:
-    """A column of integers with gaps, which pandas stores as floats, as integers."""
-    arrow = require("pyarrow", extra="parquet", purpose="tables")
-    compute = require("pyarrow.compute", extra="parquet", purpose="tables")
-    if not arrow.types.is_floating(column.type):
-        return column
-    values = compute.if_else(compute.is_nan(column), None, column)
-    if values.null_count in (0, len(values)):
-        return column
-    with contextlib.suppress(arrow.ArrowInvalid):  # raised for fractions
-        return values.cast(arrow.int64())
-    return column
 
 
 def check_distinct(name: str, columns: Sequence[str]) -> None:
@@ -422,19 +508,3 @@ def with_distinct_names(columns: Sequence[str]) -> list[str]:
         others = (name for name in numbered if name not in names and name not in columns)
         names[next(others) if column in names else column] = None
     return list(names)
-
-
-def without_nulls(value: Any) -> Any:
-    """A value without the keys that are null: Arrow gives each struct all keys of its column.
-    Numbers that JSON lacks become null (NaN) or texts (infinity).
-
-    >>> without_nulls([{"role": "user", "content": "Hi", "name": None}])
-    [{'role': 'user', 'content': 'Hi'}]
-    """
-    if isinstance(value, Mapping):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [without_nulls(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
-    return value

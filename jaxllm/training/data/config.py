@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal
 
-from jaxllm.common.errors import ConfigError, UnsupportedError
+from jaxllm.batch.tables.table import checked_delimiter
+from jaxllm.common.errors import ConfigError, InputError, UnsupportedError
 from jaxllm.common.validation import check_types
 from jaxllm.models.decoder_only import CausalLM, SequenceClassifier
 from jaxllm.models.model import Model
@@ -59,6 +60,7 @@ class DataConfig:
         path: JSONL, JSON, CSV, TSV, Parquet, text or byte files: one, a glob, or a list of them.
         file_type: `auto` decides by the suffix.
         by_line: each line of a text file is a row.
+        delimiter: the character between the cells of CSV files, such as ";"; None: a comma.
         dataset, dataset_name, split: a Hugging Face data set in place of `path`: a Hub id, a
             folder of CSV or Parquet files, or one that `save_to_disk` wrote; needs the extra
             `datasets`.
@@ -96,6 +98,7 @@ class DataConfig:
     path: str | tuple[str, ...] | None = None
     file_type: FileType = "auto"
     by_line: bool = False
+    delimiter: str | None = None
     dataset: str | None = None
     dataset_name: str | None = None
     split: str = "train"
@@ -157,6 +160,10 @@ class DataConfig:
                 raise ConfigError(f"templates.{name}: cannot be combined with {name}_field")
 
     def _check_values(self) -> None:
+        try:
+            object.__setattr__(self, "delimiter", checked_delimiter(self.delimiter))
+        except InputError as failure:
+            raise ConfigError(str(failure)) from None
         for name in ("max_length", "max_target_length", "bucket"):
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
@@ -168,7 +175,7 @@ class DataConfig:
         if self.path is not None and self.dataset is not None:
             raise ConfigError("path, dataset: give one of the two")
         for other, names in (
-            ("dataset", ("file_type", "by_line")),
+            ("dataset", ("file_type", "by_line", "delimiter")),
             ("path", ("dataset_name", "split")),
         ):
             for name in names if getattr(self, other) is not None else ():

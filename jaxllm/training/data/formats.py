@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float32, Int32
 
+from jaxllm.common.cells import Cells, printable
 from jaxllm.common.errors import ConfigError, DataError
 from jaxllm.models.config_checks import is_float32_number
 from jaxllm.models.input_checks import IGNORED
@@ -54,7 +55,8 @@ class TextFormat:
     field: str
 
     def __call__(self, row: Row) -> Example:
-        value = get(row, self.field, str, bytes)
+        raw = row.raw if isinstance(row, Cells) and ids_are_bytes(self.tokenizer) else row
+        value = get(raw, self.field, str, bytes)
         if isinstance(value, bytes):
             if not ids_are_bytes(self.tokenizer):
                 raise DataError(f"{self.field}: bytes need a tokenizer whose ids are bytes")
@@ -421,6 +423,7 @@ class Labels:
             if value not in self.names:
                 raise DataError(f"{value!r} is none of {', '.join(self.names)}")
             return self.names.index(value)
+        value = printable(value)  # integers with gaps, which pandas stores as floats
         if type(value) is not int or not 0 <= value < self.count:
             raise DataError(f"expected a class, 0 to {self.count - 1}, found {str(value)[:60]!r}")
         return value

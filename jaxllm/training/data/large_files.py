@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ import numpy as np
 from jaxtyping import Int64
 
 from jaxllm.batch.tables.read import check_content, kind_of
-from jaxllm.batch.tables.table import BOM, Table, check_distinct, csv_rows, without_nulls
+from jaxllm.batch.tables.table import BOM, Table, check_distinct, csv_delimiter, csv_rows
+from jaxllm.common.cells import Cells
 from jaxllm.common.compiling import cache_folder
 from jaxllm.common.errors import DataError, naming_file, shortened
 from jaxllm.common.files import replacing
@@ -33,7 +34,7 @@ LARGE_BYTES = 256 << 20
 BATCH_ROWS = 64
 """Rows of a record batch, all of which are read for one of them."""
 _BLOCK = 1 << 24
-_VERSION = 1
+_VERSION = 2
 _BLANK = np.isin(np.arange(256), list(b" \t\n\r\x0b\x0c"))
 
 Places = Int64[np.ndarray, "N 2"]
@@ -103,11 +104,14 @@ def read_hash(files: Sequence[Path], done: Done = lambda size: None) -> str:
     return digest.hexdigest()
 
 
-def row_places(file: Path, blocks: Callable[[Path], Iterator[Places]], *, keep: bool) -> Places:
+def row_places(
+    file: Path, blocks: Callable[[Path], Iterator[Places]], index: str, *, keep: bool
+) -> Places:
     """The places of the rows of a file.
 
     Args:
         blocks: finds the places, such as `line_blocks`.
+        index: name of the kind of index, in the cache folder.
         keep: they are in the cache folder and mapped into memory; otherwise they are in memory.
     """
     if not keep:
@@ -119,7 +123,7 @@ def row_places(file: Path, blocks: Callable[[Path], Iterator[Places]], *, keep: 
                 stream.write(places.tobytes())
                 done(int(places[:, 0].max(initial=0)))
 
-    kept = kept_index(file, "rows", "indexing", build)
+    kept = kept_index(file, index, "indexing", build)
     size = kept.stat().st_size
     return np.memmap(kept, np.int64, "r").reshape(-1, 2) if size else np.zeros((0, 2), np.int64)
 
@@ -146,15 +150,18 @@ def line_blocks(file: Path) -> Iterator[Places]:
             offset, lines = offset + len(block), lines + len(starts)
 
 
-def csv_blocks(file: Path) -> Iterator[Places]:
+def csv_blocks(file: Path, delimiter: str | None = None) -> Iterator[Places]:
     """Places of the rows of a CSV or TSV file without its header.
+
+    Args:
+        delimiter: as `delimiter_of`.
 
     Raises:
         DataError: the file or a row is malformed.
     """
     with naming_file(file, DataError, "read"), file.open("rb") as stream:
         check_content(str(file), stream.peek(4096)[:4096], kind_of(file))
-        rows = csv_rows(str(file), stream, delimiter_of(file))
+        rows = csv_rows(str(file), stream, delimiter_of(file, delimiter))
         *_, header = next(rows)
         check_distinct(str(file), header)
         while some := list(itertools.islice(rows, 1 << 16)):
@@ -166,8 +173,11 @@ def csv_blocks(file: Path) -> Iterator[Places]:
             yield np.array([(start, number) for number, start, *_ in some], np.int64)
 
 
-def delimiter_of(file: Path) -> str:
-    return "\t" if kind_of(file) == "TSV" else ","
+def delimiter_of(file: Path, delimiter: str | None = None) -> str:
+    """The character between the cells of a CSV or TSV file; arguments are those of
+    `csv_delimiter`."""
+    with naming_file(file, DataError, "read"), file.open("rb") as stream:
+        return csv_delimiter(str(file), kind_of(file), delimiter, stream)
 
 
 class ArrowCopy(Table):
@@ -192,11 +202,11 @@ class ArrowCopy(Table):
     def __len__(self) -> int:
         return self._length
 
-    def cells(self, index: int) -> dict[str, Any]:
+    def cells(self, index: int) -> Mapping[str, Any]:
         with self._lock:
             batch = self._file.get_batch(index // BATCH_ROWS)
-        cells = (column[index % BATCH_ROWS].as_py() for column in batch.columns)
-        return dict(zip(batch.schema.names, map(without_nulls, cells), strict=True))
+        cells = (column[index % BATCH_ROWS] for column in batch.columns)
+        return Cells(dict(zip(batch.schema.names, cells, strict=True)))
 
 
 def _copy_parquet(file: Path, copy: Path, done: Done) -> None:
@@ -206,7 +216,6 @@ def _copy_parquet(file: Path, copy: Path, done: Done) -> None:
         DataError: the file is malformed.
     """
     arrow = require("pyarrow", extra="parquet", purpose="Parquet files")
-    compute = require("pyarrow.compute", extra="parquet", purpose="Parquet files")
     parquet = require("pyarrow.parquet", extra="parquet", purpose="Parquet files")
     try:
         # pre_buffer would keep all row groups that were read.
@@ -216,16 +225,11 @@ def _copy_parquet(file: Path, copy: Path, done: Done) -> None:
         raise DataError(f"{file}: cannot be read as Parquet ({reason})") from None
     schema = reader.schema_arrow
     check_distinct(str(file), schema.names)
-    integers = _integers_with_gaps(reader)
     for index, (name, kind) in enumerate(zip(schema.names, schema.types, strict=True)):
-        if name in integers:
-            schema = schema.set(index, arrow.field(name, arrow.int64()))
-        elif arrow.types.is_dictionary(kind):  # an Arrow file has one dictionary for all batches
+        if arrow.types.is_dictionary(kind):  # an Arrow file has one dictionary for all batches
             schema = schema.set(index, arrow.field(name, kind.value_type))
 
-    def converted(column: Any, name: str, kind: Any) -> Any:
-        if name in integers:
-            column = compute.if_else(compute.is_nan(column), None, column)
+    def converted(column: Any, kind: Any) -> Any:
         return column if column.type == kind else column.cast(kind)
 
     rest = schema.empty_table()
@@ -234,7 +238,7 @@ def _copy_parquet(file: Path, copy: Path, done: Done) -> None:
         for batch in reader.iter_batches(64 * BATCH_ROWS):
             rows += len(batch)
             done(size * rows // count)
-            columns = map(converted, batch.columns, schema.names, schema.types)
+            columns = map(converted, batch.columns, schema.types)
             more = arrow.Table.from_arrays(list(columns), schema=schema)
             table = arrow.concat_tables([rest, more]).combine_chunks()
             whole = len(table) // BATCH_ROWS * BATCH_ROWS
@@ -243,19 +247,3 @@ def _copy_parquet(file: Path, copy: Path, done: Done) -> None:
             rest = table.slice(whole)
         if len(rest):
             writer.write_table(rest)
-
-
-def _integers_with_gaps(reader: Any) -> set[str]:
-    """Columns of integers with gaps, which pandas stores as floats."""
-    arrow = require("pyarrow", extra="parquet", purpose="Parquet files")
-    whole = {x.name for x in reader.schema_arrow if arrow.types.is_floating(x.type)}
-    gaps: set[str] = set()
-    for batch in reader.iter_batches(columns=sorted(whole)) if whole else ():
-        for name, column in zip(batch.schema.names, batch.columns, strict=True):
-            numbers = column.to_numpy(zero_copy_only=False)
-            there = numbers[~np.isnan(numbers)]
-            if len(there) < len(numbers):
-                gaps.add(name)
-            if not (np.isfinite(there) & (there == np.trunc(there))).all():
-                whole.discard(name)
-    return whole & gaps

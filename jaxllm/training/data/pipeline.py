@@ -83,7 +83,12 @@ def rows_of(config: DataConfig, rows: Sequence[Row] | None = None) -> Rows:
     elif config.path is None:
         raise ConfigError("path: give the files of the data, or a dataset")
     else:
-        source = open_rows(config.path, file_type=config.file_type, by_line=config.by_line)
+        source = open_rows(
+            config.path,
+            file_type=config.file_type,
+            by_line=config.by_line,
+            delimiter=config.delimiter,
+        )
         if isinstance(source, TableRows):
             used = itertools.chain(*(template.names for template in templates.values()))
             source.check_distinct({*config.fields.values(), *used})

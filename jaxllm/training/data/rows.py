@@ -11,22 +11,23 @@ import contextlib
 import glob
 import hashlib
 import itertools
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Mapping, Sequence, Sized
-from functools import cached_property
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence, Sized
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from jaxllm.batch.tables.read import read_table
-from jaxllm.batch.tables.table import BOM, JsonLines, csv_rows
+from jaxllm.batch.tables.read import kind_of, read_table
+from jaxllm.batch.tables.table import BOM, JsonLines, csv_rows, dataset_cells, digest_of_rows
 from jaxllm.batch.tables.templates import RowTemplate
+from jaxllm.common.cells import Cells
 from jaxllm.common.errors import DataError, MissingFileError, naming_file
 from jaxllm.common.files import expanded, parse_json
 from jaxllm.common.optional_packages import load_dataset
 from jaxllm.training.data.large_files import (
     ArrowCopy,
+    Places,
     are_large,
     csv_blocks,
     delimiter_of,
@@ -68,9 +69,10 @@ class Rows(ABC):
     def __getitem__(self, index: int, /) -> Row:
         row = self.read(index)
         try:
-            return {**row, **{name: each.render(row) for name, each in self.templates.items()}}
+            made = {name: each.render(row) for name, each in self.templates.items()}
         except DataError as failure:
             raise DataError(f"{self.where(index)}: {failure}") from None
+        return Cells({**row.raw, **made}) if isinstance(row, Cells) else {**row, **made}
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -97,6 +99,7 @@ def open_rows(
     *,
     file_type: FileType = "auto",
     by_line: bool = False,
+    delimiter: str | None = None,
 ) -> Rows:
     """Opens one or more files.
 
@@ -105,12 +108,15 @@ def open_rows(
         file_type: ``auto`` decides by the suffix. Rows of text and byte files have one field,
             ``text``, a ``str`` or ``bytes``.
         by_line: each non-blank line of a text file is a row; otherwise the whole file is.
+        delimiter: the character between the cells of a CSV file; None: a comma.
 
     Raises:
         MissingFileError: a file does not exist.
-        DataError: a file is malformed or its type is unknown.
+        DataError: a file is malformed or its type is unknown, or `delimiter` has no effect.
     """
     files = find_files(path)
+    if delimiter is not None and not any(kind_of(file) == "CSV" for file in files):
+        raise DataError(f"delimiter: only for .csv files, and {files[0]} is none; remove it")
     types = {file_type if file_type != "auto" else _type_of(file) for file in files}
     if len(types) > 1:
         raise DataError(f"path: expected files of one type, found {', '.join(sorted(types))}")
@@ -122,7 +128,7 @@ def open_rows(
         case "table":
             names = {file.suffix.lower() for file in files}
             is_large = are_large(files) and names <= {".csv", ".tsv"}
-            return CsvRows(files) if is_large else TableRows(files)
+            return (CsvRows if is_large else TableRows)(files, delimiter)
         case "text":
             return LineRows(files) if by_line else WholeRows(files, is_text=True)
         case _:
@@ -219,11 +225,14 @@ class FileRows(Rows):
 class _Lines(FileRows):
     """Rows that begin at a line. Only their places are kept: 16 bytes per row."""
 
-    find_places = staticmethod(line_blocks)
-
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(
+        self,
+        files: Sequence[Path],
+        find_places: Callable[[Path], Iterator[Places]] = line_blocks,
+        index: str = "rows",
+    ) -> None:
         keep = are_large(files)
-        self._places = [row_places(file, self.find_places, keep=keep) for file in files]
+        self._places = [row_places(file, find_places, index, keep=keep) for file in files]
         super().__init__(files, self._places)
 
     def where(self, index: int) -> str:
@@ -315,10 +324,10 @@ def _kind(value: Any) -> str:
 class CsvRows(_Lines):
     """Large CSV or TSV files. The cells are texts."""
 
-    find_places = staticmethod(csv_blocks)
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        super().__init__(files)
+    def __init__(self, files: Sequence[Path], delimiter: str | None = None) -> None:
+        self._delimiters = {file: delimiter_of(file, delimiter) for file in files}
+        index = "rows" if delimiter is None else f"rows-by-{ord(delimiter)}"
+        super().__init__(files, partial(csv_blocks, delimiter=delimiter), index)
         self._headers: list[list[str]] = []
         for file in files:
             with file.open("rb") as stream:
@@ -331,16 +340,19 @@ class CsvRows(_Lines):
         return dict(zip(self._headers[file], cells, strict=True))
 
     def _first_row(self, file: Path, stream: BinaryIO) -> list[str]:
-        *_, cells = next(csv_rows(str(file), stream, delimiter_of(file)))
+        *_, cells = next(csv_rows(str(file), stream, self._delimiters[file]))
         return cells
 
 
 class TableRows(FileRows):
     """CSV, TSV or Parquet files. The cells of CSV are texts."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[Path], delimiter: str | None = None) -> None:
         large = are_large(files) and files[0].suffix.lower() == ".parquet"
-        self._tables = [(ArrowCopy if large else read_table)(file) for file in files]
+        given = {file: delimiter if kind_of(file) == "CSV" else None for file in files}
+        self._tables = [
+            ArrowCopy(file) if large else read_table(file, delimiter=given[file]) for file in files
+        ]
         for table in self._tables:
             if isinstance(table, JsonLines):
                 raise DataError(f"{table.name}: file_type 'table' reads CSV, TSV and Parquet files")
@@ -374,23 +386,26 @@ class SequenceRows(Rows):
     def __init__(self, rows: Sequence[Row], name: str = "rows") -> None:
         self._rows, self.name = rows, name
         self.size = getattr(getattr(rows, "data", None), "nbytes", 0)
+        # A data set with a format of its user's gives what that format makes of a row.
+        is_plain = hasattr(rows, "with_format") and getattr(rows, "format", {}).get("type") is None
+        self._cells = dataset_cells(rows) if is_plain else None
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def read(self, index: int) -> Row:
-        return as_row(self._rows[index], self.where(index))
+        if self._cells is not None:
+            return self._cells(index)
+        return Cells(as_row(self._rows[index], self.where(index)))
 
     def where(self, index: int) -> str:
         return f"{self.name}[{index}]"
 
     @cached_property
     def _sha256(self) -> str:
-        digest = hashlib.sha256()
-        for index in range(len(self)):
-            row = json.dumps(self._rows[index], sort_keys=True, default=str)
-            digest.update(row.encode() + b"\n")
-        return digest.hexdigest()
+        return digest_of_rows(
+            self._rows if self._cells is None else map(self.read, range(len(self)))
+        )
 
     def sha256(self) -> str:
         """Hash of the rows as JSON lines; values that JSON lacks (dates) as their ``str``."""

@@ -104,6 +104,23 @@ def test_an_unfinished_job_tries_again_too(tmp_path):
     assert again.report.errors == {}
 
 
+@pytest.mark.parametrize("word", ["nothing", "5"])
+def test_another_limit_is_not_the_setting_of_the_job(tmp_path, word):
+    """The report names the limit of all rows, and so does a later --resume."""
+    run(job(tmp_path, "5"))
+    settings = json.loads((tmp_path / "out.csv.report.json").read_text())["settings"]
+    for limit in (9, 11):
+        if word == "5" or limit == 9:
+            run(job(tmp_path, word, changed={"--max-new-tokens": limit}, **RETRY))
+    report = json.loads((tmp_path / "out.csv.report.json").read_text())
+    assert report["settings"] == settings
+    again = job(tmp_path, "x", resume=True)
+    assert check_output(tmp_path / "out.csv", again.identity, resume=True)
+    other = job(tmp_path, "x", changed={"--max-new-tokens": 9}, resume=True)
+    with pytest.raises(RunError, match="--max-new-tokens: was 4 when this job began, and is 9"):
+        check_output(tmp_path / "out.csv", other.identity, resume=True)
+
+
 def test_the_errors_are_an_input(tmp_path):
     run(job(tmp_path, "5"))
     choice = ColumnChoice(prompt="question", keep=("price",))

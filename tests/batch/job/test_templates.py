@@ -223,6 +223,97 @@ def test_columns_called_as_functions_of_jinja(tmp_path):
     assert prompts(source)[0]["prompt"] == "a!!"
 
 
+JINJA_NAMES = "row items keys values get copy pop range dict cycler namespace loop self joiner"
+
+
+@pytest.mark.parametrize("name", [*JINJA_NAMES.split(), "lipsum", "raise_exception", "update"])
+def test_a_column_comes_before_what_jinja_has_by_its_name(tmp_path, name):
+    content = f"id,q,{name}\n1,a,cell\n"
+    text = f"{{{{ {name} }}}}|{{{{ row.{name} }}}}|{{{{ row['{name}'] }}}}|{{{{ row['q'] }}}}"
+    text += "{% for x in [1, 2] %}|{{ NAME }}{{ loop.index }}{% endfor %}".replace("NAME", name)
+    source = source_of(tmp_path, "rows.csv", content, template=template(text))
+    assert prompts(source)[0]["prompt"] == "cell|cell|cell|a|cell1|cell2"
+    calls = "{% for k, v in row.items() %}{{ k }}={{ v }} {% endfor %}{{ row.get('q') }}"
+    calls += "{% for i in range(2) %}{{ i }}{% endfor %}"
+    source = source_of(tmp_path, "rows.csv", content, template=template(calls))
+    assert prompts(source)[0]["prompt"] == f"id=1 q=a {name}=cell a01"
+
+
+def test_names_that_a_template_sets_itself(tmp_path):
+    text = (
+        "{% set items = 'own' %}{{ items }}{% for row in [{'name': q}] %} {{ row.name }}"
+        "{% set outer = loop %}{% for x in 'ab' %} {{ outer.index }}{{ loop.index }}{% endfor %}"
+        "{% endfor %}{% macro range(x) %}<{{ x }}>{% endmacro %} {{ range(q) }}"
+    )
+    for content in ("id,q,items,range\n1,a,b,c\n", "id,q\n1,a\n"):
+        source = source_of(tmp_path, "rows.csv", content, template=template(text))
+        assert prompts(source)[0]["prompt"] == "own a 11 12 <a>"
+
+
+def test_keys_of_cells_come_before_methods(tmp_path):
+    """Also in the cell of a column that is called row, as every output of a job has one."""
+    content = json.dumps({"row": {"a": 1, "get": 2}, "order": {"items": ["x", "y"], "copy": 5}})
+    text = "{{ row.a }} {{ row['get'] }} {{ order.items | join }} {{ order.copy }}"
+    text += " {{ order.keys() | list }}"
+    source = source_of(tmp_path, "rows.jsonl", content, template=template(text))
+    assert prompts(source)[0]["prompt"] == "1 2 xy 5 ['items', 'copy']"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{{ q.upper }}", "'upper' is a method"),
+        ("{{ q ~ q.upper }}", "'upper' is a method"),
+        ("{{ [q.upper] }}", "'upper' is a method"),
+        ("{% if q.upper %}{{ q }}{% endif %}", "'upper' is a method"),
+        ("{{ q | attr('upper') }}", "'upper' is a method"),
+        ("{{ q }}{% macro m() %}x{% endmacro %}{{ m }}", "is a function"),
+        ("{{ q }}{% for x in [1] %}{% set o = loop %}{{ o }}{% endfor %}", "is a function"),
+    ],
+)
+def test_printed_methods_are_errors(tmp_path, text, why):
+    source = source_of(tmp_path, "rows.csv", "id,q\n1,a\n", template=template(text))
+    assert why in str(source.row(0).raw)
+
+
+@pytest.mark.parametrize("text", ["row.items", "row['items']", "range", "row.get", "loop", "self"])
+def test_methods_are_no_columns(tmp_path, text):
+    """Of a table that has no such column."""
+    with pytest.raises(DataError, match="--template: no column '"):
+        source_of(tmp_path, "rows.csv", "q\na\n", template=template("{{ q }}{{ " + text + " }}"))
+
+
+NUMBERS = {
+    "{{ n }}": ["5", "2.5", "0", "1e+300", "inf", "", "-3"],
+    "{{ n ~ ' EUR' }}": ["5 EUR", "2.5 EUR", "0 EUR", "1e+300 EUR", "inf EUR", " EUR", "-3 EUR"],
+    "{{ '%s' % n }} {{ '{}'.format(n) }} {{ n | string }}": ["5 5 5", "2.5 2.5 2.5"],
+    "{{ '%.2f' % n }} {{ '%.2f' | format(n) }} {{ '{:,.1f}'.format(n) }}": [
+        "5.00 5.00 5.0",
+        "2.50 2.50 2.5",
+    ],
+    "{{ n * 2 }} {{ [n, [n]] }} {{ n | tojson }}": ["10 [5, [5]] 5", "5 [2.5, [2.5]] 2.5"],
+}
+FLOATS = [5.0, 2.5, -0.0, 1e300, float("inf"), None, -3.0]
+
+
+@pytest.mark.parametrize("text", NUMBERS)
+def test_floats_in_prompts(tmp_path, text):
+    """A prompt depends on its own cell: 5.0 is 5 whether the column has gaps, fractions or not."""
+    for count in (1, 2, len(FLOATS)):
+        columns = {"q": ["a"] * count, "n": pyarrow.array(FLOATS[:count], pyarrow.float64())}
+        pq.write_table(pyarrow.table(columns), tmp_path / "rows.parquet")
+        choice = ColumnChoice(template=template("{{ row['q'] }}" + text))
+        source = read_source(tmp_path / "rows.parquet", choice)
+        expected = NUMBERS[text][:count]
+        found = [row["prompt"] for row in prompts(source)[: len(expected)]]
+        assert found == [f"a{number}" for number in expected]
+    lines = "".join(json.dumps({"q": "a", "n": n}) + "\n" for n in FLOATS[:4])
+    choice = {"template": template("{{ row['q'] }}" + text)}
+    source = source_of(tmp_path, "rows.jsonl", lines, **choice)
+    found = [row["prompt"] for row in prompts(source)[: len(NUMBERS[text])]]
+    assert found == [f"a{number}" for number in NUMBERS[text][:4]]
+
+
 def test_columns_of_templates_are_no_settings(tmp_path):
     """A `schema` or a `temperature` that a template names is data; a remark says so."""
     content = "q,temperature,max_new_tokens\nHow,21.5,3\n"

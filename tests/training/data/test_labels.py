@@ -43,7 +43,8 @@ def test_labels(labels, value, expected, dtype):
     [
         (SINGLE, 3, "expected a class, 0 to 2, found '3'"),
         (SINGLE, -100, "expected a class"),
-        (SINGLE, 1.0, "expected a class"),
+        (SINGLE, 1.5, "expected a class"),
+        (SINGLE, 3.0, "expected a class, 0 to 2, found '3'"),
         (SINGLE, True, "expected a class"),
         (SINGLE, "Yes", "'Yes' is none of no, maybe, yes"),
         (Labels("single_label_classification", 2), "yes", "list the classes in label_names"),
