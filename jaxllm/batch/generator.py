@@ -239,7 +239,7 @@ class BatchGenerator:
             source.columns, lambda: iter(lines), source.arrow(), self.returns_several
         )
         if to_frame is not None:
-            return to_frame(arrow_table(result))
+            return to_frame(arrow_table(result), source.copies)
         assert path is not None
         assert write is not None
         with (

@@ -493,3 +493,19 @@ def test_ctrl_c_keeps_what_was_done(tmp_path):
     assert "Traceback" not in err
     assert killed.part.read_bytes().endswith(b"}\n")
     assert err == ""
+
+
+def test_a_delimiter_is_named_and_kept_by_the_job(tmp_path, capsys):
+    (tmp_path / "rows.csv").write_text('id;q;price\n1;"Why; x?";5.0\n2;a, b;6\n')
+    files = ("--input", tmp_path / "rows.csv", "--output", tmp_path / "out.jsonl")
+    job = ("--model", MODEL, *files, "--prompt-column", "q", "--max-new-tokens", 2)
+    code, err = in_process(capsys, *job)
+    assert (code, "--delimiter" in err) == (2, True)
+    code, err = in_process(capsys, *job, "--delimiter", ";", "--keep", "price")
+    assert code == 0, err
+    lines = read_lines(tmp_path / "out.jsonl")
+    assert [line["price"] for line in lines] == ["5.0", "6"]
+    report = json.loads((tmp_path / "out.jsonl.report.json").read_text())
+    assert report["settings"]["--delimiter"] == ";"
+    code, err = in_process(capsys, "--delimiter", ";", "Hello")
+    assert (code, "--delimiter" in err) == (2, True)

@@ -6,7 +6,7 @@ import gzip
 import io
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -238,48 +238,62 @@ def _too_large(found: str) -> DataError:
     )
 
 
-def table_of_frame(frame: Any) -> tuple[Table, Callable[[Any], Any]]:
+def table_of_frame(frame: Any) -> tuple[Table, Callable[[Any, Mapping[str, str]], Any]]:
     """A data frame as a table, and the function that makes a data frame of its kind.
+
+    The function takes a `pyarrow.Table`, and the names of the columns of `frame` that some of its
+    columns are copies of. These are taken from `frame` itself, so that they keep their types.
 
     Args:
         frame: a pandas or Polars data frame, or a `pyarrow.Table`. The index of a pandas frame is
             no column; the frame that is made has the same index.
 
     Raises:
-        InputError: it is something else.
+        InputError: it is something else, or Arrow has no type for a column.
         MissingExtraError: pyarrow is missing.
     """
     arrow = require("pyarrow", extra="parquet", purpose="data frames")
     kind, name = type(frame).__module__.partition(".")[0], type(frame).__name__
     if isinstance(frame, arrow.Table):
-        return ArrowTable("table", frame), lambda table: table
-    if (kind, name) == ("pandas", "DataFrame"):
-        if not frame.columns.is_unique:
-            twice = frame.columns[frame.columns.duplicated()][0]
-            raise InputError(f"table: the column {twice!r} is there twice; rename one")
-        try:
-            own = arrow.Table.from_pandas(frame, preserve_index=False)
-        except arrow.ArrowException as failure:  # a column of several types
-            reasons = "; ".join(map(str, reversed(failure.args)))
-            raise InputError(
-                f"table: {shortened(reasons, 300)}; give it one type, such as astype(str)"
-            ) from None
+        return ArrowTable("table", frame), lambda table, copies: table
+    if (kind, name) not in (("pandas", "DataFrame"), ("polars", "DataFrame")):
+        raise InputError(
+            "table: expected a pandas or Polars data frame, a pyarrow.Table or a path, found "
+            f"{quoted(type(frame).__name__)}"
+        )
+    try:
+        own = _frame_in_arrow(frame, kind, arrow)
+    except arrow.ArrowException as failure:  # a column of several types
+        reasons = "; ".join(map(str, reversed(failure.args)))
+        raise InputError(
+            f"table: {shortened(reasons, 300)}; give it one type, such as astype(str)"
+        ) from None
 
-        def to_pandas(table: Any) -> Any:
-            # The metadata has pandas' own types of the columns.
-            typed = table.replace_schema_metadata(own.schema.metadata)
-            return typed.to_pandas().set_axis(frame.index)
+    def to_frame(table: Any, copies: Mapping[str, str]) -> Any:
+        if kind == "polars":
+            kept = (frame[column].alias(name) for name, column in copies.items())
+            return type(frame)(table).with_columns(kept)
+        result = table.to_pandas().set_axis(frame.index)
+        for name, column in copies.items():
+            result[name] = frame.iloc[:, own.column_names.index(column)].array
+        return result
 
-        return ArrowTable("table", own), to_pandas
-    if (kind, name) == ("polars", "DataFrame"):
+    return ArrowTable("table", own), to_frame
+
+
+def _frame_in_arrow(frame: Any, kind: str, arrow: Any) -> Any:
+    """The `pyarrow.Table` of a pandas or Polars data frame."""
+    if kind == "polars":
         # Of Python objects, Arrow would get the bytes of pointers.
         if objects := [name for name, dtype in frame.schema.items() if str(dtype) == "Object"]:
             raise InputError(
                 f"table: the column {objects[0]!r} holds Python objects, which Polars cannot "
                 "convert; drop it, or make texts or numbers of it"
             )
-        return ArrowTable("table", frame.to_arrow()), type(frame)
-    raise InputError(
-        "table: expected a pandas or Polars data frame, a pyarrow.Table or a path, found "
-        f"{quoted(type(frame).__name__)}"
-    )
+        return frame.to_arrow()
+    if not frame.columns.is_unique:
+        twice = frame.columns[frame.columns.duplicated()][0]
+        raise InputError(f"table: the column {twice!r} is there twice; rename one")
+    # Arrow stores periods as numbers.
+    periods = [name for name, dtype in frame.dtypes.items() if str(dtype).startswith("period")]
+    return arrow.Table.from_pandas(frame.astype(dict.fromkeys(periods, str)), preserve_index=False)

@@ -71,6 +71,8 @@ class Source:
         self.sha256 = self.table.sha256()
         self._read = [] if keeps_types and table.is_typed else self._kept
         """The kept columns whose cells are read."""
+        self.copies = {choice.keep_prefix + name: name for name in self._kept}
+        """The kept columns, by their names in the output."""
 
     @property
     def name(self) -> str:
@@ -132,7 +134,7 @@ class Source:
 
     def arrow(self) -> dict[str, Any]:
         """The kept columns that have a type, as Arrow arrays."""
-        arrays = {self.choice.keep_prefix + name: self.table.arrow(name) for name in self._kept}
+        arrays = {name: self.table.arrow(column) for name, column in self.copies.items()}
         return {name: array for name, array in arrays.items() if array is not None}
 
     def inputs(self, index: int) -> dict[str, Any]:

@@ -327,6 +327,34 @@ def test_kept_columns_keep_their_types(tmp_path):
             assert kept[f"k_{name}"].combine_chunks().equals(table[name].combine_chunks())
 
 
+def test_kept_columns_of_frames_are_the_frame_s_own(engine):
+    """Also of types that Arrow lacks or changes."""
+    frame = pd.DataFrame(
+        {
+            "prompt": ["a", "b"],
+            "mixed": ["x", b"y"],
+            "list": [[1], [2, 3]],
+            "struct": [{"a": 1}, {"b": 2}],
+            "year": pd.period_range("2020", "2021", freq="Y"),
+            "gaps": [1.0, None],
+        },
+        index=[7, 3],
+    )
+    result = engine.generate_table(frame, keep_prefix="k_", template="{{ year }} {{ mixed }}")
+    assert list(result.index) == [7, 3]
+    for name in frame.columns:
+        assert result[f"k_{name}"].dtype == frame[name].dtype
+        assert list(map(repr, result[f"k_{name}"])) == list(map(repr, frame[name]))
+    expected = engine.generate(["2020 x", "2021 y"])
+    assert list(result["text"]) == [output.text for output in expected]
+    kinds = {"prompt": pl.String, "kind": pl.Enum(["x", "y"]), "pair": pl.Array(pl.Int8, 2)}
+    polars = pl.DataFrame({"prompt": ["a"], "kind": ["x"], "pair": [[1, 2]]}, schema=kinds)
+    result = engine.generate_table(polars)
+    assert {name: result.schema[name] for name in kinds} == dict(polars.schema)
+    with pytest.raises(InputError, match=r"table: .*_pli128"):
+        engine.generate_table(pl.DataFrame({"prompt": ["a"], "n": pl.Series([1], dtype=pl.Int128)}))
+
+
 UNREADABLE = {
     "a.jsonl": ("{a\n[1]\n", "line 1: not JSON.*; line 2: is list, not an object"),
     "b.jsonl": ('{"id": 1}\n{"q": \n', "no column 'q'.*line 2: not JSON"),
