@@ -29,7 +29,7 @@ from jaxllm.batch.row_groups import Group, Task
 from jaxllm.batch.slots import PrefillBatch, RowSettings, Sizes, Slots
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.models.decoder import Decoder
-from jaxllm.parallel.placement import platform_of_arrays
+from jaxllm.parallel.placement import platform_of_arrays, wait_on_cpu_mesh
 from jaxllm.parallel.sharding import use_mesh
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
@@ -160,6 +160,7 @@ class SlotPool:
                 strategy=self._group.strategy,
                 sizes=self._sizes,
             )
+        wait_on_cpu_mesh(self.slots)
         rows, width = self._sizes.prefill_rows, tasks[0].width
         self._counts.prefill_tokens += sum(len(task.row.input_ids) for task in tasks)
         self._counts.prefill_columns += rows * width
@@ -171,6 +172,7 @@ class SlotPool:
             cache = extend_prompt(
                 self._model, cache, tokens[None].astype(np.int32), np.int32(start)
             )
+        wait_on_cpu_mesh(cache)
         self._counts.prefill_columns += len(tokens)
         self._counts.add_call(f"prefill chunk {len(tokens)}")
         return cache

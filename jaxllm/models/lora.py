@@ -26,7 +26,7 @@ from jaxllm.models.weights import Entry, Table, is_quantized, parameters
 from jaxllm.nn.experts import ExpertLinear, Router
 from jaxllm.nn.linear import Linear
 from jaxllm.nn.lora import LoraLinear, row_norms
-from jaxllm.parallel.placement import mesh_of, put_tree
+from jaxllm.parallel.placement import mesh_of, put_tree, wait_on_cpu_mesh
 
 ALL_LINEAR = "all-linear"
 HEADS = ("lm_head", "score")
@@ -169,7 +169,7 @@ def new_layer(base: Linear, config: LoraConfig, key: Array) -> LoraLinear:
         alpha=config.alpha,
         rslora=config.rslora,
         dropout_rate=config.dropout,
-        magnitude=row_norms(base.weight[...]) if config.dora else None,
+        magnitude=wait_on_cpu_mesh(row_norms(base.weight[...])) if config.dora else None,
     )
 
 
@@ -187,7 +187,8 @@ def merge_lora(model: M) -> M:
     layers = lora_layers(model)
     if not layers:
         raise InputError("merge_lora: the model has no LoRA")
-    model = replace_modules(model, {path: layer.merged() for path, layer in layers.items()})
+    merged = {path: wait_on_cpu_mesh(layer.merged()) for path, layer in layers.items()}
+    model = replace_modules(model, merged)
     return model if model.card is None else model.with_card(modules_to_save=None)
 
 

@@ -26,6 +26,7 @@ from jaxllm.nn.quantized import (
     QuantizedLinear,
     QuantizedMatrix,
 )
+from jaxllm.parallel.placement import wait_on_cpu_mesh
 
 M = TypeVar("M", bound=Model[Any])
 Quantize = Callable[[Float[Array, "O I"]], QuantizedMatrix]
@@ -126,9 +127,11 @@ def quantize_model(model: M, name: str, *, embeddings: bool = True) -> M:
     check_plain(model)
     formats = layer_formats(model, name, embeddings=embeddings)
     weights = parameters(model)
-    return with_matrices(
-        model, {path: FORMATS[name](weights[f"{path}.weight"]) for path, name in formats.items()}
-    )
+    matrices = {
+        path: wait_on_cpu_mesh(FORMATS[name](weights[f"{path}.weight"]))
+        for path, name in formats.items()
+    }
+    return with_matrices(model, matrices)
 
 
 def quantized_shapes(model: M, formats: Mapping[str, str]) -> M:

@@ -111,13 +111,30 @@ def put(x: object, sharding: Sharding) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(sharding=sharding)
     if jax.process_count() == 1 or (isinstance(x, jax.Array) and not x.is_fully_addressable):
-        return jax.device_put(x, sharding)
+        return wait_on_cpu_mesh(jax.device_put(x, sharding))
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         words = put(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
     host = np.asarray(x)
     # device_put would compare the array between all processes first.
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def wait_on_cpu_mesh(tree: T) -> T:
+    """Waits for arrays that are on several CPU devices, and returns the tree.
+
+    XLA queues 32 programs for each device of a CPU. While the next one waits to be queued, it takes
+    the threads that collectives of the earlier programs need, and the process hangs. Code that
+    starts a program for each of many arrays, or that may be called many times before a result is
+    read, passes what it made through this function. Arrays of one device, and those of GPUs and
+    TPUs, are returned at once.
+    """
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
+            devices = leaf.sharding.device_set
+            if len(devices) > 1 and next(iter(devices)).platform == "cpu":
+                return jax.block_until_ready(tree)
+    return tree
 
 
 def mesh_of(tree: object) -> Mesh | None:

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from jaxllm.common.errors import InputError
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.model import Model
+from jaxllm.parallel.placement import wait_on_cpu_mesh
 from jaxllm.parallel.sharding import context_mesh, tree_shardings
 from jaxllm.training.losses import Batch, Loss, LossSums
 from jaxllm.training.state import Params, TrainState, global_norm
@@ -102,6 +103,7 @@ class Step:
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         updated, metrics = self.program(*self._arguments(state, batch))
+        wait_on_cpu_mesh(metrics)
         return updated.replace(frozen=state.frozen).with_card(state.card), metrics
 
     def trace(self, state: TrainState, batch: Batch) -> jax.stages.Traced:

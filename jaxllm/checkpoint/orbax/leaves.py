@@ -24,6 +24,7 @@ import numpy as np
 from jaxtyping import Array, UInt32
 
 from jaxllm.common.errors import CheckpointError, listed
+from jaxllm.parallel.placement import wait_on_cpu_mesh
 
 FOUR_BITS = (jnp.dtype(jnp.int4), jnp.dtype(jnp.uint4))
 # 2^64 divided by the golden ratio: its multiples spread evenly over the words.
@@ -98,8 +99,9 @@ def is_key(leaf: Any) -> bool:
 def bits_of(leaf: jax.Array) -> jax.Array:
     """The array itself, the key data of typed PRNG keys, or pairs of 4 bits as int8."""
     if leaf.dtype in FOUR_BITS:
-        return jax.lax.bitcast_convert_type(leaf.reshape(*leaf.shape[:-1], -1, 2), jnp.int8)
-    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+        pairs = leaf.reshape(*leaf.shape[:-1], -1, 2)
+        return wait_on_cpu_mesh(jax.lax.bitcast_convert_type(pairs, jnp.int8))
+    return wait_on_cpu_mesh(jax.random.key_data(leaf)) if is_key(leaf) else leaf
 
 
 def bits_like(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -117,7 +119,8 @@ def bits_like(leaf: Any) -> jax.ShapeDtypeStruct:
 def from_bits(bits: jax.Array, leaf: Any) -> jax.Array:
     """The inverse of `bits_of` for a leaf of a target."""
     if leaf.dtype in FOUR_BITS:
-        return jax.lax.bitcast_convert_type(bits, leaf.dtype).reshape(leaf.shape)
+        pairs = jax.lax.bitcast_convert_type(bits, leaf.dtype)
+        return wait_on_cpu_mesh(pairs.reshape(leaf.shape))
     return jax.random.wrap_key_data(bits, dtype=leaf.dtype) if is_key(leaf) else bits
 
 
@@ -131,15 +134,9 @@ def digests(arrays: dict[str, jax.Array]) -> dict[str, str]:
     >>> digests({"a": a, "b": a.at[1, 2].add(1e-6), "c": a})
     {'a': '99da54f8c592a093', 'b': '8ba3444734296f96', 'c': '99da54f8c592a093'}
     """
-    words = {name: block_if_distributed(digest(array)) for name, array in arrays.items()}
+    words = {name: wait_on_cpu_mesh(digest(array)) for name, array in arrays.items()}
     host_words = jax.device_get(words)
     return {name: f"{int(high):08x}{int(low):08x}" for name, (high, low) in host_words.items()}
-
-
-def block_if_distributed(x: Array) -> Array:
-    """Waits for an array if there are several processes: with many of their programs in flight at
-    once, the CPU's collectives can deadlock."""
-    return x.block_until_ready() if jax.process_count() > 1 else x
 
 
 @jax.jit
