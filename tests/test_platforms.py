@@ -17,7 +17,7 @@ from jaxllm.tokenizers.byte_level import byte_tokenizer
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 WITHOUT_POSIX = """
 import os, signal, sys
-import psutil  # which has a part of its own for each system
+import asyncio, psutil  # which have parts of their own for each system
 for name in ("fork", "forkpty", "pread", "pwrite", "sysconf", "getuid", "nice", "mkfifo"):
     vars(os).pop(name, None)
 for name in ("SIGHUP", "SIGCHLD", "SIGKILL", "SIGUSR1", "setitimer"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.attention_view import SequenceMask, mask_array
 from jaxllm.cache.kv_cache import KV
-from jaxllm.common.errors import UnsupportedError, quoted
+from jaxllm.common.errors import UnsupportedError, quoted, warn
 from jaxllm.common.precision import exact_products
 from jaxllm.nn.linear import Linear, declare_axes, dropout, split_key
 from jaxllm.nn.platform.attention import (
@@ -29,6 +29,7 @@ from jaxllm.nn.platform.attention import (
     split_heads,
     with_gradient_in_token_order,
 )
+from jaxllm.nn.platform.flash import attend_flash, flash_applies, import_kernel
 from jaxllm.nn.rope import Rope, rotate
 from jaxllm.parallel.sharding import constrain
 
@@ -48,8 +49,10 @@ QUERY_BLOCK = 256
 def implementation_for(name: str, platform: str) -> str:
     """Resolves `attn_implementation` "auto" for a platform.
 
+    "auto" is "blockwise", and a warning says so, if JAX no longer has the platform's kernel.
+
     Raises:
-        UnsupportedError: the kernel is not one of the platform.
+        UnsupportedError: the kernel is not one of the platform, or JAX does not have it.
 
     >>> implementation_for("auto", "cpu"), implementation_for("auto", "tpu")
     ('eager', 'splash')
@@ -60,13 +63,32 @@ def implementation_for(name: str, platform: str) -> str:
             f"attn_implementation: {name} is a kernel for {kind}, and this runs on {platform}; "
             "choose auto, eager or blockwise"
         )
+    if name in KERNEL_PLATFORMS:
+        import_kernel(name)
     if name != "auto":
         return name
     # PERF(gpu): Triton compiles for compute capability 8 and later; a T4 has 7.5.
     is_old = platform == "gpu" and any(
         float(getattr(device, "compute_capability", 8)) < 8 for device in jax.local_devices()
     )
-    return "blockwise" if is_old else PLATFORM_IMPLEMENTATIONS.get(platform, "eager")
+    chosen = "blockwise" if is_old else PLATFORM_IMPLEMENTATIONS.get(platform, "eager")
+    if chosen not in KERNEL_PLATFORMS:
+        return chosen
+    try:
+        import_kernel(chosen)
+    except UnsupportedError:
+        warn_of_blockwise(chosen)
+        return "blockwise"
+    return chosen
+
+
+@cache
+def warn_of_blockwise(kernel: str) -> None:
+    """Warns, once in a process, that "auto" is "blockwise" instead of a kernel."""
+    warn(
+        f"attn_implementation: auto is blockwise, since JAX {jax.__version__} does not have the "
+        f"kernel {kernel}; on a GPU cudnn may be faster, in bfloat16 and float16"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -381,13 +403,10 @@ class Attention(nnx.Module):
             eager: options of `attend`, except the key.
         """
         is_plain = bias is None and key is None and eager["head_mask"] is None
-        if self.implementation in KERNEL_PLATFORMS and is_plain:
-            # Pallas takes a second to import.
-            from jaxllm.nn.platform.flash import attend_flash, flash_applies
-
-            if flash_applies(self.implementation, q, mask, self.scores):
-                options = {"mask": mask, "scores": self.scores}
-                return attend_flash(self.implementation, q, kv, **options)
+        has_kernel = self.implementation in KERNEL_PLATFORMS
+        if has_kernel and is_plain and flash_applies(self.implementation, q, mask, self.scores):
+            options = {"mask": mask, "scores": self.scores}
+            return attend_flash(self.implementation, q, kv, **options)
         if q.shape[1] > QUERY_BLOCK and not isinstance(bias, jax.Array):
             return attend_blocks(partial(attend, **eager), q, kv, mask=mask, bias=bias, key=key)
         bias = bias.array() if isinstance(bias, ColumnBias) else bias

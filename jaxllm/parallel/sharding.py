@@ -85,8 +85,8 @@ def check_mesh(mesh: Any) -> None:
     has_axes = isinstance(mesh, Mesh) and mesh.axis_names == AXES
     if not has_axes or any(axis_type != AxisType.Auto for axis_type in mesh.axis_types):
         raise InputError(
-            f"mesh: expected what jaxllm.make_mesh returns, with the automatic axes "
-            f"{', '.join(AXES)}; found {quoted(mesh)}"
+            f"mesh: expected what jaxllm.make_mesh returns, with the axes {', '.join(AXES)}, all "
+            f"of type Auto; found {quoted(mesh)}"
         )
 
 
@@ -115,10 +115,16 @@ def use_mesh(mesh: Mesh | AbstractMesh | None) -> AbstractContextManager[Any]:
 
     The mesh is part of the key of jax's compilation cache, so a function may run with and without.
     An abstract mesh, which has no devices, serves `jax.eval_shape`.
+
+    Raises:
+        InputError: as `context_mesh`, for the mesh that stays set with None.
     """
     if isinstance(mesh, AbstractMesh):
         return jax.sharding.use_abstract_mesh(mesh)
-    return nullcontext() if mesh is None else jax.set_mesh(mesh)
+    if mesh is None:
+        context_mesh()
+        return nullcontext()
+    return jax.set_mesh(mesh)
 
 
 def abstract_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1) -> AbstractMesh:
@@ -127,9 +133,23 @@ def abstract_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1) -> AbstractM
 
 
 def context_mesh() -> AbstractMesh | None:
-    """The mesh that `use_mesh` set; None if there is none."""
+    """The mesh that `use_mesh` set; None if there is none.
+
+    Raises:
+        InputError: an axis of the mesh is of type Explicit, as `jax.make_mesh` makes them by
+            default. JAX would then ask for a sharding in each operation of a model.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.empty or mesh.axis_names != AXES else mesh
+    if mesh.empty:
+        return None
+    if AxisType.Explicit in mesh.axis_types:
+        names = ", ".join(mesh.axis_names)
+        raise InputError(
+            f"mesh: the axes of jax.set_mesh ({names}) are of type Explicit; make the mesh with "
+            "jaxllm.make_mesh, or give jax.make_mesh "
+            f"axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}"
+        )
+    return mesh if mesh.axis_names == AXES else None
 
 
 def heads_are_sharded() -> bool:

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import tiny
 from compiling import compiled_as_users
-from jax.sharding import AbstractMesh
 
 from jaxllm.models.build_options import Options
 from jaxllm.models.lora import LoraConfig, add_lora
 from jaxllm.models.weights import parameters
-from jaxllm.parallel.sharding import AXES
+from jaxllm.parallel.sharding import abstract_mesh
 
 DEPTH = {"llama": {"num_hidden_layers": 2}, "gpt2": {"n_layer": 1}}
 DEPTH["t5"] = {"num_layers": 1, "num_decoder_layers": 1, "feed_forward_proj": "relu"}
@@ -85,7 +84,7 @@ def test_products_are_kept(fsdp, lora, repeated):
             return plain if lora is None else add_lora(plain, lora, key=0)
 
         loss = jax.grad(lambda model: model(tokens, labels=tokens).loss)
-        with jax.sharding.use_abstract_mesh(AbstractMesh((1, fsdp, 1), AXES)):
+        with jax.sharding.use_abstract_mesh(abstract_mesh(fsdp=fsdp)):
             return str(jax.make_jaxpr(loss)(jax.eval_shape(model))).count("dot_general")
 
     none, dots, full = products(False), products("dots"), products("full")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from jaxllm.nn.attention import (
     Scores,
     attend,
     implementation_for,
+    warn_of_blockwise,
 )
 from jaxllm.nn.linear import Linear
 from jaxllm.nn.platform import flash
@@ -217,6 +219,28 @@ def test_auto_is_resolved_by_the_generation_of_the_gpu(capability, expected, mon
     monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
     assert implementation_for("auto", "gpu") == expected
     assert implementation_for("auto", "cuda") == "triton"  # a planned device, not this machine's
+
+
+@pytest.mark.parametrize(
+    ("kernel", "platform"), [("triton", "gpu"), ("triton", "cuda"), ("splash", "tpu")]
+)
+def test_auto_is_blockwise_where_jax_lacks_the_kernel(kernel, platform, monkeypatch):
+    for name in list(sys.modules):  # as before the first import
+        if name.startswith(flash.MODULES[kernel]):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, flash.MODULES[kernel], None)  # importing it fails
+    warn_of_blockwise.cache_clear()
+    with pytest.warns(UserWarning, match=f"auto is blockwise, since JAX .* the kernel {kernel}"):
+        assert implementation_for("auto", platform) == "blockwise"
+    assert implementation_for("auto", platform) == "blockwise"  # without a second warning
+    with pytest.raises(UnsupportedError, match=f"{kernel} needs jax.* choose auto or blockwise"):
+        implementation_for(kernel, platform)
+    q, k, v, mask = arrays()
+    visible, kv = make_view(mask).visible, KV.from_sequence(k, v)
+    with pytest.raises(UnsupportedError, match="install an earlier version of JAX"):
+        flash.attend_flash(kernel, q, kv, mask=visible, scores=Scores(0.5))
+    for other in ("eager", "blockwise", "cudnn", "xla"):
+        assert implementation_for(other, platform) == other
 
 
 @pytest.mark.slow

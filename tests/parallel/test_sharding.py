@@ -10,8 +10,9 @@ import optax
 import pytest
 import tiny
 from devices import on_devices, on_processes
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
+import jaxllm
 from jaxllm.common.errors import InputError
 from jaxllm.models.weights import parameters
 from jaxllm.parallel.placement import mesh_of, put_batch, row_share
@@ -24,6 +25,9 @@ from jaxllm.parallel.sharding import (
     parameter_sharding,
     tree_shardings,
 )
+from jaxllm.training.losses import loss_for
+from jaxllm.training.state import TrainState
+from jaxllm.training.step import make_train_step
 
 
 def square(data: int = 1, fsdp: int = 2, tensor: int = 4):
@@ -49,6 +53,35 @@ def spec(path: str, *shape: int, **sizes: int) -> tuple:
 def test_sizes_that_cannot_be(sizes, message):
     with pytest.raises(InputError, match=message):
         make_mesh(devices=jax.devices()[:1], **sizes)
+
+
+@pytest.mark.parametrize("names", [("x",), AXES])
+@pytest.mark.parametrize("automatic", [0, 2])
+def test_explicit_axes_are_refused(names: tuple[str, ...], automatic: int) -> None:
+    """Those of `jax.make_mesh`, which are of this type by default."""
+    types = (AxisType.Explicit,) + (AxisType.Auto,) * automatic
+    types = (types * len(names))[: len(names)]
+    mesh = jax.make_mesh((1,) * len(names), names, types, devices=jax.devices()[:1])
+    model, tokens = tiny.cached("llama"), np.array([[3, 4, 5]], np.int32)
+    optimizer = optax.adam(1e-3)
+    state = TrainState.create(model, optimizer)
+    step = make_train_step(optimizer, loss_for(model))
+    message = rf"{', '.join(names)}\) are of type Explicit; .*AxisType.Auto,\) \* {len(names)}"
+    with jax.set_mesh(mesh):
+        for call in (
+            lambda: jaxllm.generate(model, tokens, max_new_tokens=2),
+            lambda: next(jaxllm.stream(model, tokens, max_new_tokens=2)),
+            lambda: jaxllm.score(model, tokens, tokens),
+            lambda: jaxllm.BatchGenerator(model, slots=2, max_new_tokens=2).generate(
+                [{"input_ids": [3, 4, 5]}]
+            ),
+            lambda: jax.jit(lambda model: model(tokens).logits)(model),
+            lambda: step(state, {"input_ids": tokens, "labels": tokens}),
+        ):
+            with pytest.raises(InputError, match=message):
+                call()
+    with jax.set_mesh(jax.make_mesh((1,) * len(names), names, (AxisType.Auto,) * len(names))):
+        assert jaxllm.generate(model, tokens, max_new_tokens=2).sequences.shape == (1, 5)
 
 
 @pytest.mark.by_default("gpt2", "llama", "t5")
@@ -143,6 +176,7 @@ def test_one_device():
 
 EIGHT = """
 import jax, numpy as np, pytest
+import jaxllm
 from jaxllm.common.errors import InputError
 from jaxllm.parallel.sharding import make_mesh
 from jaxllm.parallel.sharding import batch_sharding

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Array, Float, Int
 
 from jaxllm.common.precision import exact_products
@@ -175,6 +174,8 @@ def grouped_product(
     The rows of no expert are not computed and get zeros. `interpret` runs the kernel as JAX
     operations on any platform, which the tests do.
     """
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
     _, outputs, inputs = w.shape
 
     def product(x: Array, tile: Callable[..., Any]) -> Array:
@@ -200,6 +201,8 @@ def _on_own_rows(
 def _grouped_backward(
     interpret: bool, kept: tuple[Array, Array, Array], gradient: Float[Array, "M O"]
 ) -> tuple[Float[Array, "M I"], Float[Array, "E O I"], None]:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
+
     x, w, sizes = kept
     _, outputs, inputs = w.shape
 

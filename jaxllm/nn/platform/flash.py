@@ -5,24 +5,20 @@ Neither holds scores of all queries and keys in memory (Dao et al. 2022, arXiv:2
 
 from __future__ import annotations
 
+import importlib
 import math
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.gpu import attention as triton
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_kernel as splash,
-)
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_mask as splash_mask,
-)
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.attention_view import SequenceMask
 from jaxllm.cache.kv_cache import KV
+from jaxllm.common.errors import UnsupportedError
 from jaxllm.common.precision import precision_of
 from jaxllm.nn.linear import KEPT
 from jaxllm.nn.platform.attention import in_token_order
@@ -34,8 +30,31 @@ NUM_LANES = 128
 """Width of a TPU's vector registers."""
 WIDEST_HEAD = 256
 """Features of a head for which the tiles of the kernel for GPUs fit into a core's memory."""
+MODULES = {
+    "splash": "jax.experimental.pallas.ops.tpu.splash_attention",
+    "triton": "jax.experimental.pallas.ops.gpu.attention",
+}
+"""JAX's module of each kernel."""
 INTERPRET = False
 """Run the kernels as JAX operations on any platform, which the tests do."""
+
+
+def import_kernel(implementation: str) -> Any:
+    """Imports JAX's module of a kernel. A warning that JAX will remove the module is not shown.
+
+    Raises:
+        UnsupportedError: this version of JAX does not have the module.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return importlib.import_module(MODULES[implementation])
+    except ImportError as error:
+        raise UnsupportedError(
+            f"attn_implementation: {implementation} needs {MODULES[implementation]}, which JAX "
+            f"{jax.__version__} does not have; choose auto or blockwise (on a GPU also cudnn), or "
+            "install an earlier version of JAX"
+        ) from error
 
 
 def flash_applies(
@@ -106,6 +125,7 @@ def _triton_rows(
     scores: Any,
 ) -> Float[Array, "B T N H"]:
     """`attend_flash` of one device's rows and heads, on a GPU."""
+    triton = import_kernel("triton")
     B, T, N, H = q.shape
     missing = -T % TILES[-1]
     # These tiles fit into the memory of a core of an L4, 100 KB, and of larger GPUs. With eight
@@ -152,6 +172,7 @@ def _splash_heads(
     softcap: float | None,
 ) -> Float[Array, "B N T H"]:
     """The kernel over heads, padded to whole tiles."""
+    splash = import_kernel("splash")
     heads, length = q.shape[1:3]
     block = next((b for b in TILES if b <= length), TILES[-1])
     missing = -length % block
@@ -161,14 +182,14 @@ def _splash_heads(
         return jnp.pad(x, widths, constant_values=value)
 
     padded = length + missing
-    causal = splash_mask.CausalMask((padded, padded))
+    causal = splash.CausalMask((padded, padded))
     sizes = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
     # XLA keeps arrays of narrow heads with the sequence in the last axis, and would copy others.
     narrow = q.shape[-1] < NUM_LANES
     layout = splash.QKVLayout.SEQ_MINOR if narrow else splash.QKVLayout.HEAD_DIM_MINOR
     layouts = dict.fromkeys(("q_layout", "k_layout", "v_layout"), layout)
     kernel = splash.make_splash_mha_single_device(
-        mask=splash_mask.MultiHeadMask([causal] * heads),
+        mask=splash.MultiHeadMask([causal] * heads),
         block_sizes=splash.BlockSizes(**dict.fromkeys(sizes, block), **layouts),
         interpret=INTERPRET,
         attn_logits_soft_cap=softcap,
