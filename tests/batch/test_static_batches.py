@@ -67,9 +67,9 @@ def test_other_settings_equal_rows_alone(fields):
 
 def test_min_length_counts_the_prompt_of_each_row():
     """Of prompts in one bucket, beside each other."""
-    fields = {"encoder_repetition_penalty": 1.2, "min_length": 9, "logit_bias": {2: 100.0}}
-    rows = three_rows(**fields)
-    outputs = BatchGenerator(model("llama"), slots=4, eos_token_id=2).generate(rows)
+    fields = {"num_beams": 2, "encoder_repetition_penalty": 1.2, "early_stopping": True}
+    fields |= {"min_length": 9, "eos_token_id": 2, "logit_bias": {2: 100.0}}  # it ends early
+    outputs = BatchGenerator(model("llama"), slots=6).generate(three_rows(**fields))
     assert [len(output.output_ids[0]) for output in outputs] == [7, 1, 1]
     assert [output.finish_reasons for output in outputs] == [("eos",)] * 3
 
