@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxllm.batch import BatchGenerator
     from jaxllm.batch.generator import generate_texts
+    from jaxllm.batch.row_tasks import embed
     from jaxllm.common.compiling import enable_compile_cache
     from jaxllm.common.errors import JaxLLMError
     from jaxllm.common.progress import set_progress
@@ -30,6 +31,7 @@ __all__ = [
     "BatchGenerator",
     "GenerationConfig",
     "JaxLLMError",
+    "embed",
     "enable_compile_cache",
     "generate",
     "generate_texts",
@@ -50,6 +52,7 @@ _MODULE_OF = {
     "BatchGenerator": "batch",
     "GenerationConfig": "generation.settings.config",
     "JaxLLMError": "common.errors",
+    "embed": "batch.row_tasks",
     "enable_compile_cache": "common.compiling",
     "generate": "generation.generate",
     "generate_texts": "batch.generator",

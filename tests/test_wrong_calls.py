@@ -16,6 +16,7 @@ import jaxllm
 from jaxllm import models
 from jaxllm.errors import ConfigError, InputError, JaxLLMError, UnsupportedError
 from jaxllm.generation.processors.grammar import regex
+from jaxllm.training import labels
 
 GPT2, T5 = (DATA / "reference" / name for name in ("tiny-gpt2", "tiny-t5"))
 
@@ -26,6 +27,16 @@ def tokenizer():
 
 
 MODEL_CALLS = {
+    "recipe: expected a recipe, its fields, its file": lambda model: jaxllm.train(5),
+    "labels: patterns: expected a dictionary such as": lambda m: labels(m, lambda path: "train"),
+    r"labels: patterns: .*, found \['lora_'\] \(list\)": lambda model: labels(model, ["lora_"]),
+    "unknown generation field `seed`; generate\\(\\) takes key=": lambda m: jaxllm.generate(
+        m, [[5]], seed=3
+    ),
+    "unknown generation field `key`; generate_texts\\(\\) and .* seed=": lambda model: (
+        jaxllm.BatchGenerator(model, None, key=3)
+    ),
+    "prompts: texts need a tokenizer": lambda model: jaxllm.score(model, ["a"], ["b"]),
     "config: expected a config": lambda model: jaxllm.load(GPT2, config=3),
     "config: expected names of fields, found 3": lambda model: jaxllm.load(GPT2, config={3: 3}),
     "architecture: expected a class": lambda model: jaxllm.load(GPT2, architecture=[]),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
-from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
+from os import PathLike
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,20 @@ from jaxllm.batch.rows import (
     checked_row,
     error_output,
 )
-from jaxllm.common.errors import InputError, JaxLLMError, NonFiniteError, quoted
+from jaxllm.common.arguments import checked_iterable
+from jaxllm.common.errors import (
+    InputError,
+    JaxLLMError,
+    NonFiniteError,
+    UnsupportedError,
+    quoted,
+)
+from jaxllm.common.progress import progress_phase
 from jaxllm.generation.inputs.batching import run_in_batches
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, checked_ids, padded_rows
 from jaxllm.generation.inputs.values import bucket, is_integer
-from jaxllm.generation.scoring import Pair, batch_scorer, make_pair
+from jaxllm.generation.scoring import Pair, batch_scorer, make_pair, text_pair
+from jaxllm.loading import load
 from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.models.decoder_only import with_rope_per_row
 from jaxllm.models.model import Model
@@ -49,7 +59,9 @@ FILLER = np.zeros(1, np.int32)
 NOT_FINITE = (
     "the model's hidden states are NaN or infinite; check the weights, or use --dtype float32"
 )
-Pooling = Literal["mean", "last"]
+Pooling = Literal["auto", "mean", "last", "cls"]
+"""How the states of a text's tokens become one vector: their mean, the last token's or the first
+one's; "auto": as the checkpoint states, else the mean."""
 
 
 def checked_batch_size(batch_size: int | None, default: int) -> int:
@@ -226,12 +238,11 @@ class RowScorer(RowTask[Pair, tuple[np.ndarray, ...]]):
         those of the prompt alone."""
         assert self._tokenizer is not None
         assert isinstance(row.completion, str)
-        prompt = self._prompt_ids(row)
-        whole = self._prompt_ids(dataclasses.replace(row, prompt=f"{row.prompt}{row.completion}"))
-        shorter = min(len(prompt), len(whole))
-        differs = np.flatnonzero(prompt[:shorter] != whole[:shorter])
-        start = int(differs[0]) if differs.size else shorter
-        return whole[:start], whole[start:]
+        tokenizer = self._tokenizer.with_languages(row.src_lang)
+        size = self._model.config.vocab_size
+        ids = text_pair(tokenizer, row.prompt or "", row.completion, is_encoder_decoder=False)
+        prompt, completion = (checked_ids("prompt", np.array([x], int), size)[0] for x in ids)
+        return prompt, completion
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -261,7 +272,7 @@ class RowEmbedder(RowTask[np.ndarray, np.ndarray]):
         model: Model[Any],
         tokenizer: Tokenizer | None,
         *,
-        pooling: Pooling = "mean",
+        pooling: Pooling = "auto",
         batch_size: int | None = None,
         chat: bool = False,
         system: str | None = None,
@@ -294,7 +305,7 @@ class Embedder:
 
     Args:
         context: most tokens of a text; None: any number.
-        pooling: "mean": of all tokens; "last": of the last token.
+        pooling: see `Pooling`; the attribute has what "auto" stands for.
         rows: texts of one call of the program.
     """
 
@@ -302,22 +313,26 @@ class Embedder:
         self,
         model: Model[Any],
         context: int | None,
-        pooling: Pooling = "mean",
+        pooling: Pooling = "auto",
         *,
         rows: int | None = None,
     ) -> None:
         self._model = with_rope_per_row(model)
         self._mesh = mesh_of(model)
-        self._context, self._pooling = context, pooling
+        self._context, self.pooling = context, _chosen_pooling(model, pooling)
+        self._programs: dict[tuple[int, ...], Any] = {}
         shards = row_shards(self._mesh)
         self.rows = -(-(rows or EMBEDDED_ROWS) // shards) * shards
 
     def warm_up(self) -> None:
-        """Compiles the program of each bucket of lengths."""
+        """Compiles the program of each bucket of lengths, without running it."""
         assert self._context is not None
         width = SMALLEST_BUCKET
         while width <= bucket(self._context, SMALLEST_BUCKET):
-            self._run([np.zeros(min(width, self._context), np.int32)])
+            tokens, mask = padded_rows([FILLER] * self.rows, width)
+            with use_mesh(self._mesh):
+                program = _pooled.lower(self._model, tokens, mask, pooling=self.pooling)
+                self._programs[tokens.shape] = program.compile()
             width *= 2
 
     def check_length(self, name: str, ids: Sized) -> None:
@@ -357,14 +372,83 @@ class Embedder:
         tokens, mask = padded_rows(
             [*texts, *fillers], bucket(max(map(len, texts)), SMALLEST_BUCKET)
         )
+        program = self._programs.get(tokens.shape, partial(_pooled, pooling=self.pooling))
         with use_mesh(self._mesh):
-            pooled = _pooled(self._model, tokens, mask, pooling=self._pooling)
+            pooled = program(self._model, tokens, mask)
         return list(np.asarray(pooled)[: len(texts)])
+
+
+def embed(
+    model: Model[Any] | str | PathLike[str],
+    texts: Iterable[str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]],
+    tokenizer: Tokenizer | None = None,
+    *,
+    pooling: Pooling = "auto",
+    batch_size: int | None = None,
+    chat: bool = False,
+    system: str | None = None,
+) -> Float[np.ndarray, "N D"]:
+    """Embeds texts: the vectors of ``jaxllm generate --embed`` and of the server's /v1/embeddings.
+
+    A vector is pooled from the last hidden states of a text's tokens, and divided by its length.
+    `set_progress` shows how many texts are embedded.
+
+    Args:
+        model: a model with or without a head, or what `jaxllm.load` takes. The encoder of an
+            encoder-decoder runs.
+        texts: strings, lists of token ids, lists of messages, or rows with one of `prompt`,
+            `messages` and `input_ids`.
+        tokenizer: the model's; needed for texts with a model that is loaded already.
+        pooling: "mean" of all tokens, "last" or "cls" for the last or the first token. "auto" is
+            what the checkpoint states, as GGUF files do, else the mean.
+        batch_size: texts that run at once (8).
+        chat: a string is a user message, for the model's chat template, after `system`.
+
+    Returns:
+        float32 [N, D]: a vector of length 1 for each text.
+
+    Raises:
+        InputError: a text is empty or longer than the model's context; the message has its number,
+            from 0 on.
+        NonFiniteError: the hidden states of a text are NaN or infinite.
+    """
+    rows: list[Any] = list(checked_iterable(texts, "texts", "a list of texts"))
+    for i, each in enumerate(rows):
+        if isinstance(each, Sequence) and each and isinstance(each[0], Mapping):
+            rows[i] = {"messages": each}
+    loaded: Any = model
+    if isinstance(model, str | PathLike):
+        loaded, own = load(model)
+        tokenizer = own if tokenizer is None else tokenizer
+    task = RowEmbedder(
+        loaded, tokenizer, pooling=pooling, batch_size=batch_size, chat=chat, system=system
+    )
+    vectors = np.zeros((len(rows), loaded.config.value("width", 0)), np.float32)
+    with progress_phase("embedding", lambda done, total: f"{done} of {total} texts") as update:
+        for done, output in enumerate(task.answer(map(RawRow, *[range(len(rows))] * 2, rows)), 1):
+            if not isinstance(output, EmbeddedRow):
+                kind = NonFiniteError if output.error_kind == "NonFiniteError" else InputError
+                raise kind(f"texts[{output.index}]: {output.error}")
+            vectors[output.index] = output.embedding
+            if update is not None:
+                update("texts", done, len(rows))
+    return vectors
+
+
+def _chosen_pooling(model: Model[Any], pooling: str) -> str:
+    """The pooling that "auto" stands for, or the one that is asked for."""
+    is_auto = pooling == "auto"
+    stated = model.card.pooling if is_auto and model.card is not None else None
+    chosen = pooling if not is_auto else "mean" if stated in (None, "none") else stated
+    if chosen not in get_args(Pooling)[1:]:
+        found = "the checkpoint states" if is_auto else "found"
+        raise UnsupportedError(f"pooling: {found} {quoted(chosen)}; give mean, last or cls")
+    return chosen
 
 
 @partial(jax.jit, static_argnames=("pooling",))
 def _pooled(
-    model: Any, tokens: Int[Array, "B T"], mask: Bool[Array, "B T"], *, pooling: Pooling
+    model: Any, tokens: Int[Array, "B T"], mask: Bool[Array, "B T"], *, pooling: str
 ) -> Float[Array, "B D"]:
     if hasattr(model, "encode"):
         x = model.encode(tokens, mask).x
@@ -380,7 +464,7 @@ def _pooled(
         weights = mask[..., None].astype(jnp.float32)
         x = jnp.sum(x * weights, axis=1) / jnp.sum(weights, axis=1)
     else:
-        x = x[jnp.arange(x.shape[0]), jnp.sum(mask, axis=1) - 1]
+        x = x[jnp.arange(x.shape[0]), 0 if pooling == "cls" else jnp.sum(mask, axis=1) - 1]
     norm = jnp.linalg.norm(x, axis=-1, keepdims=True)
     # Divided by an infinite norm, what is finite would be 0; the smallest norm is torch's.
     return jnp.where(jnp.isfinite(norm), x / jnp.maximum(norm, 1e-12), jnp.nan)

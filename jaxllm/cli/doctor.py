@@ -15,6 +15,7 @@ import psutil
 
 import jaxllm
 from jaxllm.cli.process import Parser, backend_failure, command, one_line
+from jaxllm.common.optional_packages import install_command
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers")
 EXTRAS = {
@@ -163,7 +164,7 @@ def _extras() -> Section:
     rows: Section = {}
     for extra, (package, purpose) in EXTRAS.items():
         version = _version(package)
-        state = "missing, pip install " + f"'jaxllm[{extra}]'" if version is None else "installed"
+        state = f"missing, {install_command(extra)}" if version is None else "installed"
         rows[extra] = f"{state}: {purpose}"
     return rows
 

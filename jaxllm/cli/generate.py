@@ -33,6 +33,7 @@ from jaxllm.cli.devices import (
     mesh_from_arguments,
 )
 from jaxllm.cli.options import (
+    POOLINGS,
     STREAM,
     add_field_flags,
     add_model,
@@ -128,10 +129,10 @@ _BATCH_FLAGS: Flags = {
     "--completion-column NAME": "the column that holds the completions, for --score",
     "--embed": {
         "nargs": "?",
-        "const": "mean",
-        "choices": ("mean", "last"),
+        "const": "auto",
+        "choices": POOLINGS,
         "help": "write an embedding of each row, and generate nothing: the mean over all tokens, "
-        "or the last token's",
+        "the last token's or the first one's (default: as the checkpoint states, else the mean)",
     },
     "--schema JSON": "a JSON schema that every answer must match, or its file",
     "--regex PATTERN": "a regular expression that every answer must match",

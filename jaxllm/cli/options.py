@@ -26,6 +26,7 @@ from jaxllm.models.quantize import FORMATS, KEEP
 
 STREAM = "-"
 """Name of stdin and of stdout."""
+POOLINGS = ("auto", "mean", "last", "cls")
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 
 

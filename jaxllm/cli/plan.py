@@ -18,6 +18,7 @@ from jaxllm.cli.devices import mesh_sizes
 from jaxllm.cli.options import DTYPE_NAMES, add_model
 from jaxllm.cli.process import Parser, add_flags, command, reject
 from jaxllm.common.errors import InputError
+from jaxllm.common.optional_packages import install_command
 from jaxllm.common.progress import Reporter
 from jaxllm.models.quantize import FORMATS
 from jaxllm.nn.attention import IMPLEMENTATIONS
@@ -165,7 +166,7 @@ def why_not(decision: Decision) -> str:
     extra = "tpu" if decision.device.startswith("TPU") else "gpu"
     if decision.device != CHIPS[COMPILED_GPU].name and extra == "gpu":
         return f"jaxllm knows no compiler for {decision.device}"
-    return f"install the compiler with pip install 'jaxllm[plan-{extra}]'"
+    return f"install the compiler with {install_command(f'plan-{extra}')}"
 
 
 def decision_lines(decision: Decision) -> Iterator[str]:

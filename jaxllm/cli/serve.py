@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from jaxllm.cli.devices import add_mesh_flag, local_mesh
 from jaxllm.cli.options import (
+    POOLINGS,
     add_field_flags,
     add_model,
     add_model_flags,
@@ -52,8 +53,11 @@ _ENGINE_FLAGS: Flags = {
     "--kept-prefixes N": "the number of common beginnings of prompts, such as system prompts, "
     "whose KV cache is kept (4)",
     "--embeddings": {
-        "choices": ("mean", "last"),
-        "help": "also serve /v1/embeddings, as the mean over all tokens or the last token's",
+        "nargs": "?",
+        "const": "auto",
+        "choices": POOLINGS,
+        "help": "also serve /v1/embeddings: the mean over all tokens, the last token's or the "
+        "first one's (default: as the checkpoint states, else the mean)",
     },
 }
 """Options of the engine, for `add_flags`."""
@@ -233,6 +237,7 @@ def _state(arguments: argparse.Namespace, keys: tuple[bytes, ...] | None) -> Ser
     embedder = None
     if arguments.embeddings is not None:
         embedder = Embedder(model, engine.context, arguments.embeddings)
+        reporter.say(f"embeddings: {embedder.pooling} pooling, up to {engine.context} tokens")
     return ServerState(
         engine=engine,
         tokenizer=tokenizer,

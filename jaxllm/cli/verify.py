@@ -195,6 +195,7 @@ def _load_reference(path: Path, class_name: str, transformers: Any) -> Any:
     """Loads the same checkpoint as a torch module, in the dtype that transformers chooses."""
     endings = {
         "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+        "MTModel": "AutoModelForSeq2SeqLM",  # Marian
         "EncoderModel": "AutoModelForTextEncoding",
         "ForSequenceClassification": "AutoModelForSequenceClassification",
     }
@@ -228,7 +229,9 @@ def _prompts(texts: list[str] | None, model: Model[Any], tokenizer: Any) -> list
         raise InputError("--prompt: the checkpoint has no tokenizer; leave it out for random ids")
     rng = np.random.default_rng(0)
     lengths = (1, max(1, limit // 3), limit)
-    return [rng.integers(0, model.config.vocab_size, length).tolist() for length in lengths]
+    # From the padding token, some classes of transformers compute positions or lengths.
+    ids = np.setdiff1d(np.arange(model.config.vocab_size), [model.config.pad_token_id or 0])
+    return [rng.choice(ids, length).tolist() for length in lengths]
 
 
 def _inputs(ids: list[int], model: Model[Any]) -> dict[str, np.ndarray]:

@@ -15,17 +15,19 @@ import jax
 import numpy as np
 import psutil
 
+from jaxllm.common.optional_packages import install_command
+
 ROOT = Path("/")
 GOOGLE_VENDOR = "0x1ae0"
 """PCI vendor of TPUs."""
 KERNELS_GAIN = (
     "they decode 1.1 to 1.8 times as many tokens/s in float32; `make kernels` in a clone, or "
-    "pip install 'jaxllm[cpu]'"
+    + install_command("cpu")
 )
 CURES = {
-    "gpu": "this machine has an NVIDIA GPU that JAX does not see: pip install 'jaxllm[cuda12]', "
+    "gpu": f"this machine has an NVIDIA GPU that JAX does not see: {install_command('cuda12')}, "
     "and look at `nvidia-smi`",
-    "tpu": "this machine has a TPU that JAX does not see: pip install 'jaxllm[tpu]', and check "
+    "tpu": f"this machine has a TPU that JAX does not see: {install_command('tpu')}, and check "
     "that no other process uses it",
 }
 

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 from jaxllm.common.errors import DataError, MissingExtraError
 from jaxllm.common.files import expanded
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an extra: from the folder of a clone, else from the index."""
+    clone = Path(__file__).parents[2]
+    if not (clone / "pyproject.toml").is_file():
+        return f"pip install 'jaxllm[{extra}]'"
+    return f"pip install -e '{'.' if clone == Path.cwd() else clone}[{extra}]'"
 
 
 def require(module: str, *, extra: str, purpose: str) -> Any:
@@ -17,8 +26,7 @@ def require(module: str, *, extra: str, purpose: str) -> Any:
 
     >>> require("no_such_package", extra="plot", purpose="plots")
     Traceback (most recent call last):
-    jaxllm.common.errors.MissingExtraError: plots need the package no_such_package: \
-pip install 'jaxllm[plot]'
+    jaxllm.common.errors.MissingExtraError: plots need the package no_such_package: pip install ...
     """
     try:
         return importlib.import_module(module)
@@ -28,7 +36,7 @@ pip install 'jaxllm[plot]'
         # Installed, but a dependency of its own is missing, or of another version.
         reason = "" if is_missing else f", which cannot be imported ({failure})"
         raise MissingExtraError(
-            f"{purpose} need the package {package}{reason}: pip install 'jaxllm[{extra}]'"
+            f"{purpose} need the package {package}{reason}: {install_command(extra)}"
         ) from failure
 
 

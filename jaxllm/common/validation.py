@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from jaxllm.common.errors import ConfigError, JaxLLMError, quoted
+from jaxllm.common.errors import ConfigError, JaxLLMError, quoted, shortened
 from jaxllm.common.spelling import closest
 
 T = TypeVar("T")
@@ -118,7 +118,10 @@ def _message(cls: Any, raw: Any, errors: Sequence[ErrorDetails]) -> str:
         return f"expected fields, found {quoted(content)}"
     if not where:
         return error["msg"]
-    return f"{where}: expected {_spelled(hint)}, found {quoted(content)}"
+    fields = _fields(hint) if isinstance(content, str) else {}
+    name = next((f"{where}.{name}" for name in ("path", "name") if name in fields), None)
+    instead = f"; write {name} (in a command --{name} {shortened(str(content))})" if name else ""
+    return f"{where}: expected {_spelled(hint)}, found {quoted(content)}{instead}"
 
 
 def _dotted(where: str, name: object) -> str:

@@ -15,7 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.common.arguments import checked_count, checked_iterable, checked_list, checks_flags
+from jaxllm.common.arguments import (
+    checked,
+    checked_count,
+    checked_iterable,
+    checked_list,
+    checks_flags,
+)
 from jaxllm.common.errors import InputError, NonFiniteError, quoted
 from jaxllm.generation.call.prompts import decoder_prompt
 from jaxllm.generation.inputs.arguments import TokenRows
@@ -33,6 +39,7 @@ from jaxllm.models.decoder_only import with_rope_per_row
 from jaxllm.models.input_checks import mask_of, on_host
 from jaxllm.parallel.placement import mesh_of, put_rows
 from jaxllm.parallel.sharding import constrain, use_mesh
+from jaxllm.tokenizers.tokenizer import Tokenizer
 
 MOST_LOGIT_BYTES = 2**26
 """Largest size of a block of logits in bytes; limits the columns that are scored at a time."""
@@ -53,8 +60,9 @@ class ScoreOutput:
 
 def score(
     model: GenerativeModel,
-    prompts: TokenRows,
-    completions: TokenRows,
+    prompts: TokenRows | Sequence[str],
+    completions: TokenRows | Sequence[str],
+    tokenizer: Tokenizer | None = None,
     *,
     attention_mask: Int[Array, "N T"] | None = None,
     completion_mask: Int[Array, "N T"] | None = None,
@@ -67,12 +75,19 @@ def score(
     A causal model reads prompt and completion as one sequence. An encoder-decoder reads the prompt
     with its encoder, and the completion with its decoder, after the start token.
 
+    ::
+
+        model, tokenizer = jaxllm.load("smollm2")
+        out = jaxllm.score(model, ["The sky is"] * 2, [" blue.", " a fish."], tokenizer)
+        out.log_likelihoods.argmax()  # 0
+
     Args:
         model: a causal or encoder-decoder language model.
         prompts: N lists of token ids of any lengths, or an array [N, T] with `attention_mask`. For
             a causal model an empty prompt means its BOS token.
         completions: N lists of token ids, or an array [N, T] with `completion_mask`. Nothing is
             added to them: include the end token of a completion that ends.
+        tokenizer: the model's, if `prompts` and `completions` are texts; see `text_pair`.
         attention_mask: 1 at real tokens of `prompts`, padded on either side; None: all tokens.
         completion_mask: the same for `completions`.
         batch_size: pairs computed at once; with the longest pair it determines the memory needed.
@@ -87,11 +102,19 @@ def score(
             positions, or a call inside jax.jit (pairs are sorted by length on the host).
         NonFiniteError: the model gave NaN or infinite logits; the message names the pair.
     """
+    ids: tuple[Any, Any] = (prompts, completions)
+    if tokenizer is not None:
+        texts = (_texts("prompts", prompts), _texts("completions", completions))
+        is_encoder_decoder = checked_generative(model, "score").is_encoder_decoder
+        if len(texts[0]) != len(texts[1]):
+            raise InputError(f"completions: {len(texts[1])} for {len(texts[0])} prompts")
+        rows = zip(*texts, strict=True)
+        pairs = [text_pair(tokenizer, *row, is_encoder_decoder) for row in rows]
+        ids = ([pair[0] for pair in pairs], [pair[1] for pair in pairs])
     scores = dict(
         stream_scores(
             model,
-            prompts,
-            completions,
+            *ids,
             attention_mask=attention_mask,
             completion_mask=completion_mask,
             batch_size=batch_size,
@@ -103,6 +126,30 @@ def score(
         is_greedy=np.array([scores[i].is_greedy for i in range(len(scores))], bool),
         token_log_probs=token_log_probs,
     )
+
+
+def text_pair(
+    tokenizer: Tokenizer, prompt: str, completion: str, is_encoder_decoder: bool
+) -> tuple[list[int], list[int]]:
+    """The token ids of a prompt and its completion, without an end token of the completion.
+
+    For a causal model both are tokenized as one text: the completion begins where the tokens differ
+    from those of the prompt alone. An encoder reads the prompt with the end token that its
+    tokenizer adds.
+    """
+    if is_encoder_decoder:
+        return tokenizer.encode(prompt), tokenizer.encode(completion, add_special_tokens=False)
+    head, whole = (tokenizer.encode_beginning(text) for text in (prompt, prompt + completion))
+    pairs = enumerate(zip(head, whole, strict=False))
+    start = next((i for i, (a, b) in pairs if a != b), min(len(head), len(whole)))
+    return whole[:start], whole[start:]
+
+
+def _texts(name: str, values: Any) -> list[str]:
+    texts = list(checked_list(values, name))
+    for i, text in enumerate(texts):
+        checked(text, (str,), f"{name}[{i}]", "a text, since there is a tokenizer")
+    return texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +222,8 @@ def read_pairs(
     completion_mask: TokenRows | None,
 ) -> list[Pair]:
     """Checks the arguments of `score` and builds the pairs."""
+    if isinstance(prompts, Sequence) and len(prompts) and isinstance(prompts[0], str):
+        raise InputError("prompts: texts need a tokenizer: score(model, texts, texts, tokenizer)")
     model = checked_generative(model, "score")
     # Inside the caller's jit even a constant is traced.
     if is_traced(jnp.zeros(())) or any_traced(prompts, completions, model):

@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from jaxllm.common.arguments import checked
 from jaxllm.common.compiling import without_compile_cache
 from jaxllm.common.errors import InputError, MissingExtraError, UnsupportedError
+from jaxllm.common.optional_packages import install_command
 from jaxllm.common.precision import chosen_precision
 from jaxllm.models.expert_use import used_shares
 from jaxllm.models.model import Model
@@ -254,8 +255,7 @@ def _described(name: str, platform: str, **options: Any) -> Any:
 def _check_installed(module: str, extra: str, package: str) -> None:
     if not _is_installed(module):
         raise MissingExtraError(
-            f"compiling for this topology needs the package {package}: "
-            f"pip install 'jaxllm[{extra}]'"
+            f"compiling for this topology needs the package {package}: {install_command(extra)}"
         )
 
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxllm.common.arguments import checked
 from jaxllm.common.errors import ConfigError, InputError
 from jaxllm.models.model import Model
 from jaxllm.models.weights import parameters
@@ -277,6 +278,8 @@ def labels(
     >>> parameters(updates)["bias"].tolist(), float(parameters(updates)["weight"].max())
     ([-0.5, -0.5, -0.5], 0.0)
     """
+    example = "a dictionary such as {'lora_': 'train'}, of labels by regexes"
+    checked(patterns, (Mapping,), "labels: patterns", example)
     paths = parameters(model)
 
     def label_of(path: str) -> Hashable:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import jax
 import numpy as np
 import pytest
 import tiny
 from paths import DATA
 from serving_tools import chat_tokenizer
+from small_tokenizers import DATA as SMALL
 from small_tokenizers import small_tokenizer
 
 import jaxllm
 from jaxllm.batch import row_tasks
 from jaxllm.batch.row_tasks import RowEmbedder, RowScorer
 from jaxllm.batch.rows import RawRow
-from jaxllm.common.errors import NonFiniteError
+from jaxllm.cli.main import main
+from jaxllm.common.errors import InputError, NonFiniteError, UnsupportedError
 from jaxllm.tokenizers import LlamaTokenizer
 from jaxllm.tokenizers.settings import TokenizerSettings
 
@@ -79,6 +84,26 @@ def test_scores_are_those_of_score(family):
     assert engine.counts.work == engine.counts.work_done > 0
 
 
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_score_takes_texts_with_a_tokenizer(family):
+    model = tiny.make(family, vocab_size=len(TOKENIZER))
+    prompts, completions = ["Hello there", "Hel", ""], [" my friend", "lo", "Hi"]
+    scores = jaxllm.score(model, prompts, completions, TOKENIZER)
+    rows = [{"prompt": p, "completion": c} for p, c in zip(prompts, completions, strict=True)]
+    expected = [output.log_likelihood for output in answers(RowScorer(model, TOKENIZER), rows)]
+    np.testing.assert_allclose(scores.log_likelihoods, expected, rtol=1e-5)
+    assert len({*expected}) == 3
+    for wrong, message in [
+        ((["a"], ["b", "c"]), "completions: 2 for 1 prompts"),
+        ((["a"], [5]), r"completions\[0\]: expected a text, since there is a tokenizer"),
+        (([[5]], ["b"]), r"prompts\[0\]: expected a text, since there is a tokenizer"),
+        (("a", ["b"]), "prompts: expected a list"),
+        ((["a"], [""]), r"completions\[0\]: empty"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            jaxllm.score(model, *wrong, TOKENIZER)
+
+
 def test_an_end_token_that_the_tokenizer_adds_is_not_scored():
     """A causal model continues the prompt, as in training; an encoder reads the end token."""
     settings = TokenizerSettings(options={"add_eos_token": True})
@@ -111,6 +136,88 @@ def test_embeddings_are_pooled_states_of_length_1():
         np.testing.assert_allclose(output.embedding, expected, atol=1e-5)
     assert outputs[1].to_dict().keys() == {"id", "embedding"}
     assert "expected a list of token ids" in outputs[2].error
+
+
+def states_of(model, ids):
+    return np.asarray(model.encode(np.array([ids]), np.ones((1, len(ids)), bool)).x, np.float32)[0]
+
+
+@pytest.mark.parametrize(
+    ("stated", "asked", "pooled"),
+    [
+        (None, "auto", "mean"),
+        ("none", "auto", "mean"),
+        ("mean", "auto", "mean"),
+        ("last", "auto", "last"),
+        ("cls", "auto", "cls"),
+        ("last", "mean", "mean"),
+        ("rank", "last", "last"),
+    ],
+)
+def test_embed_pools_as_asked_or_as_the_checkpoint_states(tmp_path, stated, asked, pooled):
+    jaxllm.save_hf(tmp_path, tiny.make("t5", vocab_size=len(TOKENIZER)))
+    shutil.copyfile(SMALL / "llama.model", tmp_path / "tokenizer.model")
+    class_name = {"tokenizer_class": "LlamaTokenizer"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(class_name))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"pooling_type": stated}))
+    texts = ["Hello", "Hello there, all of you", "Hi"]
+    model, tokenizer = jaxllm.load(tmp_path)
+    vectors = jaxllm.embed(model, texts, tokenizer, pooling=asked, batch_size=2)
+    assert (vectors.shape, vectors.dtype) == ((3, 32), np.float32)
+    for text, vector in zip(texts, vectors, strict=True):
+        states = states_of(model, tokenizer.encode(text))
+        expected = {"mean": states.mean(0), "last": states[-1], "cls": states[0]}[pooled]
+        np.testing.assert_allclose(vector, expected / np.linalg.norm(expected), atol=1e-5)
+    # The command, the server's embedder, and the call with a path give the same.
+    again = jaxllm.embed(tmp_path, texts, pooling=asked)
+    np.testing.assert_allclose(again, vectors, atol=1e-6)
+    server = row_tasks.Embedder(model, 64, asked)
+    server.warm_up()
+    ids = [tokenizer.encode(text) for text in texts]
+    np.testing.assert_allclose(server.embed(ids), vectors, atol=1e-6)
+    lines = [json.dumps({"prompt": text}) for text in texts]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    words = [
+        "--model",
+        tmp_path,
+        "--input",
+        tmp_path / "in.jsonl",
+        "--output",
+        tmp_path / "out.jsonl",
+    ]
+    flag = ["--embed"] if asked == "auto" else ["--embed", asked]
+    assert main(["generate", *map(str, words), *flag, "--no-compile-cache"]) == 0
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    np.testing.assert_allclose([row["embedding"] for row in written], vectors, atol=1e-6)
+
+
+def test_embed_takes_what_rows_take_and_names_what_is_wrong(capsys):
+    model = tiny.make("llama", vocab_size=len(TOKENIZER))
+    ids, message = TOKENIZER.encode("Hello"), [{"role": "user", "content": "Hi"}]
+    rows = ["Hello", ids, np.array(ids), {"prompt": "Hello"}]
+    vectors = jaxllm.embed(model, rows, TOKENIZER)
+    np.testing.assert_array_equal(vectors, np.stack([vectors[0]] * 4))
+    chats = jaxllm.embed(model, [message, {"messages": message}], TOKENIZER)
+    np.testing.assert_array_equal(chats, jaxllm.embed(model, ["Hi"] * 2, TOKENIZER, chat=True))
+    assert jaxllm.embed(model, [], TOKENIZER).shape == (0, 32)
+    for texts, tokenizer, message in [
+        (["a", "a" * 200], TOKENIZER, r"texts\[1\]: prompt: has \d+ tokens; expected 1 to 64"),
+        (["a", 5], TOKENIZER, r"texts\[1\]: .*expected a list of token ids"),
+        (["a"], None, r"texts\[0\]: prompt: this model has no tokenizer"),
+        ("a", TOKENIZER, "texts: expected a list of texts, found a"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            jaxllm.embed(model, texts, tokenizer)
+    with pytest.raises(UnsupportedError, match="pooling: found 'max'; give mean, last or cls"):
+        jaxllm.embed(model, ["a"], TOKENIZER, pooling="max")
+    capsys.readouterr()
+    jaxllm.set_progress(True, least_seconds=0)
+    try:
+        jaxllm.embed(model, ["a", "b"], TOKENIZER)
+    finally:
+        jaxllm.set_progress(False)
+    assert "embedding: " in capsys.readouterr().err
 
 
 @pytest.mark.ci

@@ -11,9 +11,11 @@ import dataclasses
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
+import tiny
 from paths import DATA
 
 import jaxllm
@@ -59,6 +61,8 @@ class Reference:
     """transformers' interface over a model of ours, whose logits are off by `error`."""
 
     error = 0.0
+    read: ClassVar[list[np.ndarray]] = []
+    """Prompts of all calls."""
 
     def __init__(self, folder: str) -> None:
         self.model, _ = jaxllm.load(folder)
@@ -78,6 +82,7 @@ class Reference:
         return self
 
     def __call__(self, **inputs: np.ndarray):
+        self.read.append(inputs["input_ids"])
         output = self.model(**inputs)
         return dataclasses.replace(output, logits=output.logits.at[0, -1, 0].add(self.error))
 
@@ -97,6 +102,7 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> type[Reference]:
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setitem(sys.modules, "transformers", transformers)
     monkeypatch.setattr(Reference, "error", 0.0)
+    monkeypatch.setattr(Reference, "read", [])
     return Reference
 
 
@@ -163,13 +169,33 @@ def test_nan_fails(
     assert "BEYOND THE TOLERANCE" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("family", "pad"), [("m2m_100", 1), ("marian", 7), ("llama", 0)])
+def test_random_ids_hold_no_padding_and_encoder_decoders_keep_their_encoder(
+    reference: type[Reference],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    family: str,
+    pad: int,
+) -> None:
+    """transformers makes positions of M2M100 from the padding token, and has a decoder-only class
+    for Marian's files too, which reads only a part of them."""
+    layers = {} if family == "llama" else {"encoder_layers": 1, "decoder_layers": 2}
+    if layers:
+        monkeypatch.delattr(sys.modules["transformers"], "AutoModelForCausalLM")
+    model = tiny.make(family, vocab_size=12, pad_token_id=pad, **layers)
+    jaxllm.save_hf(tmp_path, model)
+    assert main(["verify", str(tmp_path)]) == 0
+    ids = np.concatenate([prompt[0] for prompt in reference.read])
+    assert set(ids.tolist()) == set(range(12)) - {pad}
+
+
 def test_missing_torch_or_transformers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["verify", str(MODELS / "s_llama_tok")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "pip install 'jaxllm[verify]'" in line
+    assert "pip install -e '.[verify]'" in line
 
 
 def test_prompt_needs_a_tokenizer(

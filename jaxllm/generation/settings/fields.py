@@ -49,6 +49,12 @@ class _Unset:
 UNSET = _Unset()
 """Value of ``Field.off`` for fields that None leaves unset."""
 
+SEEDS = {
+    "seed": "; generate() takes key=, a number or jax.random.key(number)",
+    "key": "; generate_texts() and BatchGenerator() take seed=, a number",
+}
+"""Hints at the argument that decides the random numbers, which differs between the two calls."""
+
 
 @dataclass(frozen=True)
 class Condition:
@@ -368,6 +374,8 @@ class Settings:
 
     @classmethod
     def _nearest(cls, name: str) -> str:
+        if name in SEEDS:
+            return SEEDS[name]
         close = closest(str(name), cls.fields)
         return f"; did you mean `{close}`?" if close else ""
 

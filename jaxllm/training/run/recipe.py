@@ -331,8 +331,12 @@ class Recipe:
             raise ConfigError("label_smoothing, z_loss: have no effect on DPO; see dpo")
 
 
-def read_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
-    """Reads a recipe; `overrides` replace fields under dotted names (``optimizer.name``).
+def read_recipe(
+    path: Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+) -> Recipe:
+    """Reads a recipe from its file, or from its fields.
+
+    `overrides` replace fields under dotted names (``optimizer.name``).
 
     Paths of data and models in the file are relative to its folder, those in `overrides` and
     `output_dir` to the working directory.
@@ -347,7 +351,8 @@ def read_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recip
         MissingFileError: the file does not exist.
         ConfigError: the file is not YAML, or a field is unknown, missing or wrong.
     """
-    raw = with_paths_from(path.parent, read_yaml(path))
+    is_file = isinstance(path, Path)
+    raw = with_paths_from(path.parent, read_yaml(path)) if is_file else dict(path)
     if overrides is not None and overrides.get("eval_data", raw) is None:
         raw.pop("evaluation", None)
         raw.pop("early_stopping", None)
@@ -377,7 +382,7 @@ def read_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recip
     except ConfigError as error:
         options = ", ".join(f"--{name}" for name in overrides or {})
         source = f"{path} (with {options})" if options else str(path)
-        raise ConfigError(f"{source}: {error}") from None
+        raise ConfigError(f"{source if is_file else 'recipe'}: {error}") from None
 
 
 def with_paths_from(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any]:

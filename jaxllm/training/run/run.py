@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxllm.checkpoint.orbax import RunCheckpoints
 from jaxllm.checkpoint.orbax.leaves import digests
 from jaxllm.checkpoint.orbax.steps import numbered
+from jaxllm.common.arguments import checked
 from jaxllm.common.errors import ConfigError, InputError, RunError, naming_file
 from jaxllm.common.files import expanded
 from jaxllm.common.hardware import device_report
@@ -44,7 +45,14 @@ from jaxllm.training.monitor.report import (
 from jaxllm.training.monitor.run_card import DataFile, RunCard, flat, make_run_card, write_run_card
 from jaxllm.training.run.loop import Loop, patience_of
 from jaxllm.training.run.recipe import CHANGEABLE, DataConfig, Recipe, find_recipe, read_recipe
-from jaxllm.training.run.setup import Setup, measured_on, mesh_for, set_up, with_reference
+from jaxllm.training.run.setup import (
+    Setup,
+    check_metric,
+    measured_on,
+    mesh_for,
+    set_up,
+    with_reference,
+)
 from jaxllm.training.state import TRAINED, Params, TrainState
 
 CHECKPOINTS = "checkpoints"
@@ -69,7 +77,7 @@ class RunResult:
 
 
 def train(
-    recipe: Recipe | str | PathLike[str],
+    recipe: Recipe | Mapping[str, Any] | str | PathLike[str],
     overrides: Mapping[str, Any] | None = None,
     *,
     resume: bool = False,
@@ -85,8 +93,8 @@ def train(
         result = jaxllm.train("smollm2_lora_chat", {"output_dir": "runs/chat", "max_steps": 12})
 
     Args:
-        recipe: a recipe, its YAML file, or the name of one that comes with the package. The run
-            writes to its `output_dir`.
+        recipe: a recipe, its fields as a dictionary, its YAML file, or the name of one that comes
+            with the package. The run writes to its `output_dir`.
         overrides: fields that replace those of the file, under dotted names such as
             ``"optimizer.learning_rate"``.
         resume: resume the run in that folder, or start one if there is none.
@@ -98,12 +106,17 @@ def train(
             consecutive batches have no finite gradient.
         JaxLLMError: as the parts of the recipe raise.
     """
-    if not isinstance(recipe, Recipe):
+    kinds = (Recipe, Mapping, str, PathLike)
+    checked(recipe, kinds, "recipe", "a recipe, its fields, its file or its name")
+    if isinstance(recipe, Mapping):
+        recipe = read_recipe({}, {**recipe, **(overrides or {})})
+    elif not isinstance(recipe, Recipe):
         recipe = read_recipe(find_recipe(os.fspath(recipe)), overrides)
     elif overrides is not None:
         raise InputError("overrides: only for a recipe that is read from a file")
     folder = folder_of(recipe)
-    mesh_for(recipe)  # a wrong one is told before there is a folder
+    check_metric(recipe)  # what is wrong here is told before there is a folder
+    mesh_for(recipe)
     leads = jax.process_index() == 0
     reporter = Reporter(quiet=quiet or not leads)
     say = reporter.say

@@ -317,7 +317,7 @@ def load_data(
         size, progress = eval_batch_size(recipe), rows_progress(say, "evaluation data")
         evaluated = made(recipe.eval_data, batch_size=size, progress=progress)
         eval_batches = evaluated.in_order(size)
-    check_metric(recipe, info)
+    check_metric(recipe, predicted(recipe, info))
     return batches, eval_batches
 
 
@@ -364,15 +364,19 @@ def answer_metrics(evaluation: Evaluation) -> list[str]:
     return [f"eval_{name}" for name in score_texts([("a", "a")], evaluation.metrics)]
 
 
-def check_metric(recipe: Recipe, info: ModelInfo) -> None:
+def check_metric(recipe: Recipe, *kinds: Predicted) -> None:
     """Checks that evaluations measure the metrics of `checkpoints` and `early_stopping`.
+
+    Args:
+        kinds: of the model's predictions; none: any, since the model is not read yet.
 
     Raises:
         ConfigError: no evaluation measures one, or `mode` would keep the worst checkpoint.
     """
     extra = {} if recipe.dpo is None else dict.fromkeys(METRICS, 0.0)
     result = EvalResult(loss=0.0, accuracy=0.0, count=1, extra=extra)
-    metrics = [*result.metrics(predicted(recipe, info))]
+    kinds = kinds or (("tokens", "labels", "values") if recipe.dpo is None else ("preferences",))
+    metrics = [*dict.fromkeys(name for kind in kinds for name in result.metrics(kind))]
     metrics += answer_metrics(recipe.evaluation)
     metric, mode = recipe.checkpoints.metric, recipe.checkpoints.mode
     watched = None if recipe.early_stopping is None else recipe.early_stopping.metric

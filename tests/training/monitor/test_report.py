@@ -138,9 +138,9 @@ def test_without_matplotlib_there_is_a_report(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     said: list[str] = []
     (report,) = finish_report(tmp_path, run(tmp_path), say=said.append)
-    assert said == ["no loss.png: plots need the package matplotlib: pip install 'jaxllm[plot]'"]
+    assert said == ["no loss.png: plots need the package matplotlib: pip install -e '.[plot]'"]
     page = Page(report.read_text(encoding="utf-8"))
-    assert "charts need the package matplotlib: pip install 'jaxllm[plot]'" in page.texts
+    assert "charts need the package matplotlib: pip install -e '.[plot]'" in page.texts
     assert "svg" not in dict(page.tags)
     assert "20,000 (1.00%)" in page.text()
 

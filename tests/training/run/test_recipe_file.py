@@ -14,6 +14,7 @@ from tiny_runs import plain, recipe, write_recipe
 from jaxllm.common.errors import ConfigError, MissingFileError
 from jaxllm.common.validation import from_plain, to_plain
 from jaxllm.training.lora import LoraConfig
+from jaxllm.training.run import train
 from jaxllm.training.run.recipe import Recipe, parse_yaml, read_recipe
 
 
@@ -105,7 +106,7 @@ def test_values_of_the_command_line(text: str, value: Any):
         ({"optimizer": {"learning_rat": 1}}, "learning_rat: unknown; is it optimizer.learning_rat"),
         ({"zzz": 3}, "zzz: unknown; known: model, data"),
         ({"model": None}, "model: expected"),
-        ({"model": "smollm2"}, "model: expected fields, found 'smollm2'"),
+        ({"model": "smollm2"}, "model: expected fields, found 'smollm2'; write model.path"),
         ({"data": {"format": "text", "path": 3}}, "data.path: expected"),
         ({"data": {"path": "a"}}, "data.format: missing"),
         ({"data": {"path": "a", "format": "txt"}}, "data.format: expected 'text', "),
@@ -219,3 +220,32 @@ def test_a_file_that_is_not_there(tmp_path: Path):
         read_recipe(tmp_path)
     with pytest.raises(ConfigError, match="more than 1048576 bytes"):
         read_recipe(Path("/dev/zero"))
+
+
+def test_a_recipe_is_a_dictionary_of_nested_or_dotted_fields(tmp_path: Path):
+    fields: dict[str, Any] = {"model": {"path": "no-model"}, "data.path": "a", "max_steps": 3}
+    fields |= {"data.format": "text", "output_dir": str(tmp_path / "run")}
+    made = read_recipe({}, fields)
+    assert (made.model.path, made.data.path, made.max_steps) == ("no-model", "a", 3)
+    with pytest.raises(ConfigError, match="recipe: learning_rate: unknown; known: "):
+        train({**fields, "learning_rate": 1.0})
+    with pytest.raises(ConfigError, match=r"^recipe: (data|model): missing"):
+        train({"max_steps": 3})
+    with pytest.raises(MissingFileError):
+        train(fields, {"max_steps": 4}, quiet=True)
+
+
+@pytest.mark.parametrize("section", ["checkpoints", "early_stopping"])
+def test_metrics_are_checked_before_model_and_data_are_read(tmp_path: Path, section: str):
+    fields: dict[str, Any] = {"model.path": str(tmp_path / "no-model"), "max_steps": 3}
+    for name in ("data", "eval_data"):
+        fields |= {f"{name}.path": "nowhere.jsonl", f"{name}.format": "text"}
+    fields |= {"evaluation": {"every": 1, "metrics": ["bleu"]}, f"{section}.metric": "bleu"}
+    fields |= {"output_dir": str(tmp_path / "run")}
+    known = "eval_loss, eval_perplexity, eval_accuracy, eval_mse, eval_bleu"
+    with pytest.raises(ConfigError, match=f"{section}.metric: unknown metric 'bleu'; use {known}"):
+        train(fields)
+    assert not (tmp_path / "run").exists()
+    mode = {"checkpoints.mode": "max"} if section == "checkpoints" else {}
+    with pytest.raises(MissingFileError):
+        train({**fields, f"{section}.metric": "eval_bleu", **mode}, quiet=True)

@@ -304,7 +304,7 @@ def test_what_a_vocabulary_cannot_write_is_named(tokenizers):
 
 def test_without_llguidance(tokenizers, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(MissingExtraError, match=re.escape("pip install 'jaxllm[grammar]'")):
+    with pytest.raises(MissingExtraError, match=re.escape("pip install -e '.[grammar]'")):
         grammar.regex("a", tokenizers["t5"])
 
 
