@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from pages import run_python, run_shell, shell_blocks
-from paths import DOCS
+from paths import DOCS, ROOT
 from tiny_runs import MODELS
 
 import jaxllm
@@ -128,3 +128,24 @@ def test_lora_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(".lora_" in name for name in namespace["trained"])
     merged, _ = jaxllm.load(tmp_path / "merged")
     assert type(merged) is type(namespace["base"])
+
+
+def test_the_t5_recipe_of_csv_files_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = code_blocks(RECIPES, "yaml")
+    model = ROOT / "tests" / "data" / "reference" / "tiny-t5"
+    assert "google-t5/t5-small" in block
+    recipe = block.replace("google-t5/t5-small", str(model)).replace("every: 500", "every: 2")
+    (tmp_path / "summaries.yaml").write_text(
+        recipe.replace(": 512", ": 32").replace(": 128", ": 8")
+    )
+    rows = "article,summary\n" + "".join(f"the number {i},it is {i}\n" for i in range(8))
+    for name in ("train.csv", "held_out.csv"):
+        (tmp_path / name).write_text(rows)
+    monkeypatch.chdir(tmp_path)
+    result = jaxllm.train(
+        "summaries.yaml", {"max_steps": 2, "optimizer.warmup_steps": 0}, quiet=True
+    )
+    lines = (result.folder / "metrics.jsonl").read_text().splitlines()
+    last = next(row for row in map(json.loads, reversed(lines)) if "eval_rougeL" in row)
+    assert 0 <= last["eval_rougeL"] <= 1
+    assert 0 <= last["eval_bleu"] <= 100

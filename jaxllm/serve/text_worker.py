@@ -35,8 +35,6 @@ WALL_SECONDS = 60.0
 """Limit for a child on a busy machine."""
 ANSWER_SECONDS = 30.0
 """Time in which the process must begin a request. A process that does not is replaced."""
-POLL_SECONDS = 0.2
-"""Time between two looks at whether the process was stopped by a signal."""
 ATTEMPTS = 2
 """Processes to which one request is sent before it fails."""
 MAX_TEXTS = 64
@@ -53,8 +51,8 @@ class TextWorker:
         tokenizer: the server's. A copy of it is sent to the process.
         cpu_seconds: CPU time of one call, beside 4 microseconds per byte.
         memory_bytes: memory of one call, on Linux.
-        answer_seconds: time in which the process must begin a call. A process that does not, or
-            that a signal has stopped, is replaced.
+        answer_seconds: time in which the process must begin a call. A process that does not, such
+            as one that a signal has stopped, is replaced.
 
     Attributes:
         threads: threads that wait for texts, so that the threads of the event loop stay free.
@@ -99,7 +97,7 @@ class TextWorker:
                 content = pickle.dumps(value)
                 ours.sendall(_header(content) + content)
             if ours.recv(1) == READY:
-                ours.settimeout(POLL_SECONDS)
+                ours.settimeout(self._answer_seconds)
                 return
         self._end()
         from jaxllm.common.errors import TokenizerError
@@ -147,41 +145,20 @@ class TextWorker:
         try:
             try:
                 with self._lock:
-                    assert self._process is not None
-                    assert self._socket is not None
-                    process = self._process
+                    process, connection = self._process, self._socket
+                    assert process is not None
+                    assert connection is not None
                     try:
-                        self._send(request, writer, process, self._socket)
-                    except OSError:
+                        socket.send_fds(connection, [_header(request)], [writer])
+                        connection.sendall(request)
+                    except OSError:  # the process ended, or does not read
                         self._end()  # nothing may follow a part of a request
                         return process, b""
             finally:
                 os.close(writer)
-            return process, _read(reader, process, self._answer_seconds)
+            return process, _read(reader, self._answer_seconds)
         finally:
             os.close(reader)
-
-    def _send(
-        self, request: bytes, writer: int, process: subprocess.Popen[bytes], to: socket.socket
-    ) -> None:
-        """Sends a request and the pipe for its answer to the process.
-
-        Raises:
-            OSError: the process ended, is stopped, or reads nothing for `answer_seconds`.
-        """
-        content, sent = memoryview(_header(request) + request), 0
-        deadline = time.monotonic() + self._answer_seconds
-        while sent < len(content):
-            try:
-                if sent:
-                    sent += to.send(content[sent:])
-                else:
-                    sent += socket.send_fds(to, [content[:HEADER_BYTES]], [writer])
-            except TimeoutError:
-                if _is_stopped(process) or time.monotonic() > deadline:
-                    raise
-            else:
-                deadline = time.monotonic() + self._answer_seconds
 
     def _replace(self, process: subprocess.Popen[bytes] | None) -> None:
         """Starts a process in place of another one, unless another thread did so before.
@@ -212,7 +189,7 @@ def _header(content: bytes) -> bytes:
     return len(content).to_bytes(HEADER_BYTES, "little")
 
 
-def _read(reader: int, process: subprocess.Popen[bytes], answer_seconds: float) -> bytes:
+def _read(reader: int, answer_seconds: float) -> bytes:
     """The number of the child and its answer.
 
     Empty if the process does not begin the request within `answer_seconds`. The number alone if the
@@ -221,34 +198,17 @@ def _read(reader: int, process: subprocess.Popen[bytes], answer_seconds: float) 
     content, deadline = b"", time.monotonic() + answer_seconds
     with selectors.DefaultSelector() as selector:
         selector.register(reader, selectors.EVENT_READ)
-        while True:
-            seconds = max(deadline - time.monotonic(), 0)
-            if selector.select(seconds if content else min(seconds, POLL_SECONDS)):
-                part = os.read(reader, 1 << 20)
-                if not part:
-                    return content
-                if not content:  # the child has begun
-                    deadline = time.monotonic() + WALL_SECONDS
-                content += part
-            elif not content and seconds and not _is_stopped(process):
-                continue
-            else:
-                break
+        while selector.select(max(deadline - time.monotonic(), 0)):
+            part = os.read(reader, 1 << 20)
+            if not part:
+                return content
+            if not content:  # the child has begun
+                deadline = time.monotonic() + WALL_SECONDS
+            content += part
     if content:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int.from_bytes(content[:HEADER_BYTES], "little"), signal.SIGKILL)
     return content[:HEADER_BYTES]
-
-
-def _is_stopped(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a signal has stopped a process. False where the system does not say it."""
-    if not hasattr(os, "waitid"):
-        return False
-    try:
-        state = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # it has ended
-        return False
-    return state is not None
 
 
 def _result(answer: bytes, seconds: float) -> Any:

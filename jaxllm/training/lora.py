@@ -1,6 +1,7 @@
 """LoRA in training: splits parameters into trained and frozen ones.
 
-Re-exports `LoraConfig`, `add_lora` and `merge_lora` of `jaxllm.models.lora`.
+Re-exports `LoraConfig`, `add_lora` and `merge_lora` of `jaxllm.models.lora`, and `with_parameters`
+of `jaxllm.models.weights`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import jax
 
 from jaxllm.models.lora import LoraConfig, add_lora, lora_layers, merge_lora
 from jaxllm.models.model import Model
-from jaxllm.models.weights import parameters
+from jaxllm.models.weights import parameters, with_parameters
 
 
 def is_trainable(path: str, modules_to_save: Iterable[str] = ()) -> bool:
@@ -30,11 +31,22 @@ def is_trainable(path: str, modules_to_save: Iterable[str] = ()) -> bool:
 
 
 def partition(model: Model[Any]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Splits the parameters of a model with LoRA into (trained, frozen), by path."""
+    """Splits the parameters of a model with LoRA into (trained, frozen), by path.
+
+    ``with_parameters(model, trained)`` is the way back: a model with these arrays.
+    """
     saved = model.checked_card("partition").lora_modules("partition")
     params = parameters(model)
     trained = {path: x for path, x in params.items() if is_trainable(path, saved)}
     return trained, {path: x for path, x in params.items() if path not in trained}
 
 
-__all__ = ["LoraConfig", "add_lora", "is_trainable", "lora_layers", "merge_lora", "partition"]
+__all__ = [
+    "LoraConfig",
+    "add_lora",
+    "is_trainable",
+    "lora_layers",
+    "merge_lora",
+    "partition",
+    "with_parameters",
+]

@@ -130,13 +130,7 @@ def call_in_threads(worker: TextWorker, count: int) -> tuple[list[threading.Thre
     return threads, results
 
 
-@pytest.fixture
-def unseen_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that does not say that a process is stopped."""
-    monkeypatch.setattr(text_worker, "_is_stopped", lambda process: False)
-
-
-def test_calls_in_the_socket_of_a_killed_process_go_to_the_next(unseen_stops):
+def test_calls_in_the_socket_of_a_killed_process_go_to_the_next():
     worker = TextWorker(quadratic())
     first = process_of(worker)
     os.kill(first, signal.SIGSTOP)  # so that the calls stay in the socket
@@ -152,11 +146,8 @@ def test_calls_in_the_socket_of_a_killed_process_go_to_the_next(unseen_stops):
 
 
 @pytest.mark.parametrize("text", ["ab", "ab " * 300_000], ids=["short", "more than a socket holds"])
-@pytest.mark.parametrize("is_seen", [True, False])
-def test_a_stopped_process_is_replaced(monkeypatch, is_seen, text):
-    if not is_seen:
-        monkeypatch.setattr(text_worker, "_is_stopped", lambda process: False)
-    worker = TextWorker(quadratic(), answer_seconds=60.0 if is_seen else 1.0)
+def test_a_stopped_process_is_replaced(text):
+    worker = TextWorker(quadratic(), answer_seconds=1.0)
     first = process_of(worker)
     os.kill(first, signal.SIGSTOP)
     start = time.monotonic()
@@ -169,7 +160,7 @@ def test_a_stopped_process_is_replaced(monkeypatch, is_seen, text):
 
 
 def test_a_call_that_two_processes_do_not_begin_is_an_error(monkeypatch):
-    worker = TextWorker(quadratic())
+    worker = TextWorker(quadratic(), answer_seconds=1.0)
     start = worker._start
 
     def start_stopped() -> None:
