@@ -268,10 +268,14 @@ def parameter_sharding(path: str, shape: Sequence[int], mesh: Mesh | AbstractMes
     axes = logical_axes(path)
     if len(axes) != len(shape):
         return NamedSharding(mesh, PartitionSpec())
+    spec = [None if name is None else MESH_AXIS[name] for name in axes]
+    # As XLA writes the shardings of what it returns: of others a training step would compile twice.
     spec = [
-        None if name is None or size % mesh.shape[MESH_AXIS[name]] else MESH_AXIS[name]
-        for name, size in zip(axes, shape, strict=True)
+        None if axis is None or mesh.shape[axis] == 1 or size % mesh.shape[axis] else axis
+        for axis, size in zip(spec, shape, strict=True)
     ]
+    while spec and spec[-1] is None:
+        spec.pop()
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 

@@ -27,14 +27,26 @@ from jaxllm.models.quantize import quantize_model
 from jaxllm.models.weights import parameters
 from jaxllm.parallel.placement import mesh_of, put_tree
 from jaxllm.parallel.sharding import make_mesh
+from jaxllm.training.run import setup
 from jaxllm.training.run.recipe import read_recipe
 from jaxllm.training.run.run import train
+
+steps_made = []
+make = setup.make_train_step
+def remember(*arguments, **options):
+    step = make(*arguments, **options)
+    steps_made.append(step.program)
+    return step
+setup.make_train_step = remember
 
 recipe, programs, sizes = sys.argv[1:]
 enable_compile_cache(programs)
 mesh = {f"mesh.{axis}": size for axis, size in json.loads(sizes).items()}
 for steps in (2, 3):
     result = train(read_recipe(Path(recipe), mesh | {"max_steps": steps}), resume=steps > 2)
+    # The state has the same shardings before and after a step.
+    assert sum(program._cache_size() for program in steps_made) == 1
+    steps_made.clear()
 assert result.step == 3
 assert mesh_of(result.model).size == len(jax.devices())
 
@@ -59,6 +71,7 @@ def recipe_of(folder: Path) -> Path:
         "max_length": 32,
         "prompt_field": "source",
         "completion_field": "target",
+        "bucket": None,  # one shape of all batches
     }
     return write_recipe(
         folder,
