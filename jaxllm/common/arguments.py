@@ -197,7 +197,14 @@ SAVE_PRETRAINED = {
     "safe_serialization": "leave it out; weights are always safetensors",
 }
 """Arguments of `save_pretrained`."""
+NO_HEAD = (
+    "it makes embeddings, as config.json or the caller chose its class; to generate, load a "
+    "checkpoint with a head, by the name of a class that has one: architecture='...ForCausalLM'"
+)
+"""What to do where a model without a head is asked to generate."""
 ATTRIBUTES = {
+    "generate": f"this class has no language-model head: {NO_HEAD}",
+    "init_cache": f"this class has no language-model head: {NO_HEAD}",
     "params": _PARAMETERS,
     "init_weights": "use from_config(config, seed=0), which draws weights",
     "enable_gradient_checkpointing": "give remat=True to from_pretrained",

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.attention_view import Branches
 from jaxllm.cache.kv_cache import Cache
+from jaxllm.common.arguments import NO_HEAD
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.outputs import DecodeOutput
@@ -117,5 +118,6 @@ def checked_generative(model: Any, name: str) -> GenerativeModel:
         name: of the function that needs it, or of the model, for the message.
     """
     if not (hasattr(model, "decode") and hasattr(model, "init_cache")):  # bytes have decode too
-        raise UnsupportedError(f"{name}: {type(model).__name__} has no language-model head")
+        advice = f"; {NO_HEAD}" if hasattr(model, "checked_card") else ""
+        raise UnsupportedError(f"{name}: {type(model).__name__} has no language-model head{advice}")
     return model

@@ -63,8 +63,8 @@ class Family:
     headless_means_tied: bool = False
     """True if a checkpoint without lm_head.weight is tied regardless of its config (T5)."""
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Other class names -> class that reads their checkpoints: headless classes (a tied head needs
-    no extra tensor) and old spellings. A caller who names one of `classes` gets that class."""
+    """Other class names -> class that reads their checkpoints: old spellings, and headless
+    encoder-decoders, whose class is not here and whose head is tied."""
     parts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 
@@ -77,8 +77,6 @@ def _decoder_only(
     """The decoder-only family of a file, whose classes have Hugging Face's names.
 
     The weight table may depend on the config, such as on sizes of fused tensors.
-    A checkpoint whose file names the class without a head is read as a language model.
-
     Args:
         structure: beside the number of layers.
     """
@@ -89,7 +87,7 @@ def _decoder_only(
         classes=classes,
         table=(lambda config: table) if isinstance(table, Table) else table,
         structure=(config.field("layers") or "", *structure, "tie_word_embeddings"),
-        aliases=dict.fromkeys((headless, *old_names), language_model),
+        aliases=dict.fromkeys(old_names, language_model),
         parts={headless: ("lm_head.", "score.")},
     )
 
@@ -236,8 +234,7 @@ def model_spec(raw: Mapping[str, Any], architecture: str | type | None = None) -
     if isinstance(architecture, type):
         return ModelSpec(family, _derived(architecture, raw, family), family.config.from_dict(raw))
     name = architecture if architecture is not None else _listed(raw, family)
-    if architecture is None or name not in family.classes:
-        name = family.aliases.get(name, name)
+    name = family.aliases.get(name, name)
     if name not in family.classes:
         raise UnsupportedError(
             f"architectures: {quoted(name)}; for model_type {quoted(model_type)} jaxllm has "

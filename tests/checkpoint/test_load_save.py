@@ -14,6 +14,7 @@ import pytest
 import tiny
 from parity_data import ROOT, cases
 from paths import DATA
+from safetensors.numpy import load_file, save_file
 
 import jaxllm
 from jaxllm.checkpoint.safetensors import open_safetensors
@@ -26,6 +27,8 @@ from jaxllm.common.errors import (
     UnsupportedError,
 )
 from jaxllm.models.build_options import Options
+from jaxllm.models.decoder_only import DecoderOnlyModel
+from jaxllm.models.registry import FAMILIES
 from jaxllm.models.weights import parameters
 from jaxllm.tokenizers import load_tokenizer
 
@@ -280,16 +283,48 @@ def test_model_without_checkpoint(name, tmp_path):
 
 
 @pytest.mark.parametrize("listed", ["GemmaModel", "GemmaForCausalLM"])
-def test_a_class_without_a_head_by_its_name(listed, tmp_path):
-    """A file that names this class is read as a language model; a caller gets what they name."""
+def test_the_class_that_config_json_names_decides(listed, tmp_path):
+    """Its tied head would make a language model of either; a caller gets what they name."""
     shutil.copytree(ROOT / "gemma_published", tmp_path / "model")
     raw = config_of(tmp_path / "model") | {"architectures": [listed]}
     (tmp_path / "model" / "config.json").write_text(json.dumps(raw))
-    assert type(jaxllm.load(tmp_path / "model")[0]).__name__ == "GemmaForCausalLM"
-    model, _ = jaxllm.load(tmp_path / "model", architecture="GemmaModel")
-    assert type(model).__name__ == "GemmaModel"
-    jaxllm.save_hf(tmp_path / "saved", model)
-    assert config_of(tmp_path / "saved")["architectures"] == ["GemmaModel"]
+    assert type(jaxllm.load(tmp_path / "model")[0]).__name__ == listed
+    for named in ("GemmaModel", "GemmaForCausalLM"):
+        model, _ = jaxllm.load(tmp_path / "model", architecture=named)
+        assert type(model).__name__ == named
+        jaxllm.save_hf(tmp_path / named, model)
+        assert config_of(tmp_path / named)["architectures"] == [named]
+
+
+HEADLESS = {
+    name: list(family.classes)[-1]
+    for name, family in FAMILIES.items()
+    if issubclass(list(family.classes.values())[-1], DecoderOnlyModel)
+}
+"""Each decoder-only family -> its class without a head. The encoder of T5 has a test below."""
+
+
+@pytest.mark.parametrize("family", HEADLESS)
+def test_a_file_without_a_head(family, tmp_path):
+    """An embedding model: config.json names the class without a head, and the head is absent."""
+    name = HEADLESS[family]
+    full = tiny.make(family, tie_word_embeddings=False)
+    jaxllm.save_hf(tmp_path / "model", full)
+    file = tmp_path / "model" / "model.safetensors"
+    save_file({k: x for k, x in load_file(file).items() if not k.startswith("lm_head")}, file)
+    raw = config_of(tmp_path / "model") | {"architectures": [name]}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(raw))
+    model, _ = jaxllm.load(tmp_path / "model")
+    assert type(model).__name__ == name
+    tokens = tiny.ids(2, 5)
+    hidden = full(tokens, output_hidden_states=True).hidden_states[-1]
+    np.testing.assert_allclose(model(tokens).last_hidden_state, hidden, rtol=0, atol=1e-6)
+    check_round_trip(tmp_path / "model", tmp_path / "saved")
+    for act in (jaxllm.generate, jaxllm.BatchGenerator):
+        with pytest.raises(UnsupportedError, match=rf"{name} has no language-model head; it makes"):
+            act(*((model, tokens) if act is jaxllm.generate else (model,)))
+    with pytest.raises(AttributeError, match=r"'generate': this class has no language-model head"):
+        model.generate(tokens)
 
 
 @pytest.mark.ci

@@ -55,7 +55,7 @@ OTHER_LOGITS = {
         "llama_yarn_v5", "llama_yarn_mscale", "llama_longrope_factor", "llama_untied",
         "sharded_bf16", "sharded_f32", "t5_flan_resaved", "t5_tied_unscaled",
     },
-    "5": {"umt5", "own_umt5"},
+    "5": {"umt5", "own_umt5"},  # before 5.24
 }  # fmt: skip
 # Keys that version 4 reports although its own files lack them, too.
 MISSING = {"4": {"t5_tied_unscaled": {"lm_head.weight"}}, "5": {}}
