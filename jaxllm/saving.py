@@ -16,6 +16,7 @@ from jaxllm.checkpoint.save import (
     LazyHostArray,
     check_no_lora,
     check_no_model,
+    check_parameters,
     model_files,
     save_model,
     with_host_arrays,
@@ -85,7 +86,7 @@ def save_hf(
 def _check_saved(name: str, model: Any, tokenizer: object) -> None:
     """Raises InputError unless there is a model with its card, and a tokenizer or None."""
     checked(model, (Model,), "model", "a model")
-    model.checked_card(name)
+    check_parameters(model, name)
     checked(tokenizer, (Tokenizer, type(None)), "tokenizer", "a tokenizer or None")
 
 

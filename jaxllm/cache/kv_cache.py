@@ -335,7 +335,7 @@ class Cache:
         key_columns = jnp.arange(self.capacity, dtype=jnp.int32)
         query_columns = jnp.asarray(self.length)[..., None] + jnp.arange(T, dtype=jnp.int32)
         if branches is None:
-            columns = jax.lax.broadcasted_iota(jnp.int32, (len(mask), T, self.capacity), 2)
+            columns = jax.lax.broadcasted_iota(jnp.int32, (mask.shape[0], T, self.capacity), 2)
             visible = new_mask[:, None, :] & (columns <= query_columns[..., None])
         else:
             visible = new_mask[:, None, :] & branches.seen

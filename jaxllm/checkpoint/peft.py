@@ -26,6 +26,7 @@ import numpy as np
 
 from jaxllm.checkpoint.hub import hub_name
 from jaxllm.checkpoint.safetensors import USE_SAFETENSORS, SafetensorsFile, write_safetensors
+from jaxllm.checkpoint.save import check_parameters
 from jaxllm.checkpoint.source import FLOATS, find_nonfinite
 from jaxllm.common.arguments import checked
 from jaxllm.common.config_keys import describe_keys, unknown_keys
@@ -305,6 +306,7 @@ def save_adapter(
         InputError: the model has no LoRA, or layers of different kinds.
         UnsupportedError: modules_to_save has a tied embedding, which PEFT would untie.
     """
+    check_parameters(model, "save_adapter")
     card = model.checked_card("save_adapter")
     base = base_model or (card.origin.file if card.origin else None)
     folder = expanded(folder)

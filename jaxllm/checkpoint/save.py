@@ -19,12 +19,15 @@ from jax.typing import DTypeLike
 from jaxllm.checkpoint.load import same_bits, tensor_name
 from jaxllm.checkpoint.load_parameters import check_range
 from jaxllm.checkpoint.safetensors import INDEX, OTHER_FORMATS, write_sharded
-from jaxllm.checkpoint.source import float_dtype
-from jaxllm.common.errors import CheckpointError, InputError, UnsupportedError, listed
+from jaxllm.checkpoint.source import FLOATS, float_dtype
+from jaxllm.common.errors import CheckpointError, InputError, UnsupportedError, listed, quoted
 from jaxllm.common.files import make_folder, write_json
-from jaxllm.models.model import Model
+from jaxllm.models.build_options import FLOAT32
+from jaxllm.models.lora import lora_layers
+from jaxllm.models.model import Model, model_shapes
+from jaxllm.models.quantize import formats_of, quantized_shapes
 from jaxllm.models.registry import FAMILIES, architecture_of
-from jaxllm.models.weights import is_quantized, tensors_of
+from jaxllm.models.weights import is_quantized, parameters, tensors_of
 from jaxllm.parallel.processes import in_all_processes
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -75,6 +78,41 @@ def model_files(folder: Path) -> list[str]:
     names = [path.name for path in folder.iterdir()] if os.path.isdir(folder) else []
     weights = (".safetensors", ".gguf", *OTHER_FORMATS)
     return [n for n in names if n in ("config.json", INDEX) or n.lower().endswith(weights)]
+
+
+def check_parameters(model: Model[Any], function: str) -> None:
+    """Checks that the arrays of a model, such as one from `jax.tree.map`, are those of its config.
+
+    Args:
+        function: name of the function that saves the model, for the message.
+
+    Raises:
+        InputError: an array is missing, or has another shape or dtype.
+    """
+    config = model.checked_card(function).config
+    shapes = quantized_shapes(model_shapes(type(model), config, FLOAT32), formats_of(model))
+    expected = {
+        path: (x.shape, x.dtype.name if ".matrix." in path else "float")
+        for path, x in parameters(shapes).items()
+    }
+    found = parameters(model)
+    for path in lora_layers(model):
+        rows, columns = expected[f"{path}.weight"][0]
+        rank = next(iter(getattr(found[f"{path}.lora_a"], "shape", ())), 0)
+        lora = {"a": (rank, columns), "b": (rows, rank), "magnitude": (rows,)}
+        expected |= {f"{path}.lora_{name}": (shape, "float") for name, shape in lora.items()}
+    lacking = [path for path in expected if path not in found and ".lora_" not in path]
+    for path in [*found, *lacking]:
+        (shape, dtype), x = expected[path], found.get(path)
+        is_array = isinstance(x, jax.Array | np.ndarray)
+        fits = is_array and (x.dtype in FLOATS if dtype == "float" else x.dtype.name == dtype)
+        if not fits or x.shape != shape:
+            actual = f"{x.dtype}{list(x.shape)}" if is_array else quoted(x)
+            raise InputError(
+                f"{function}: {path}: expected {dtype}{list(shape)}, as config and class imply, "
+                f"found {actual}; save the models of a stack one by one, and cast weights to "
+                "float32, bfloat16 or float16"
+            )
 
 
 def check_no_lora(parameters: Iterable[str], function: str) -> None:
@@ -201,7 +239,7 @@ class LazyHostArray:
 
 
 def with_host_arrays(
-    arrays: Mapping[str, jax.Array], act: Callable[[dict[str, LazyHostArray]], None]
+    arrays: Mapping[str, jax.Array | np.ndarray], act: Callable[[dict[str, LazyHostArray]], None]
 ) -> None:
     """Calls ``act`` with the arrays, readable in any order and repeatedly.
 
@@ -211,7 +249,8 @@ def with_host_arrays(
     Raises:
         CheckpointError: ``act`` failed in process 0, where its own error is raised.
     """
-    if all(x.is_fully_addressable for x in arrays.values()):
+    # Copies on the host, as from `jax.device_get`, are NumPy arrays.
+    if all(isinstance(x, np.ndarray) or x.is_fully_addressable for x in arrays.values()):
         act({n: LazyHostArray(x.shape, x.dtype, lambda x=x: local(x)) for n, x in arrays.items()})
         return
     ordered = list(arrays.values())
@@ -243,12 +282,12 @@ def all_gather(x: jax.Array) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
-def local(x: jax.Array) -> np.ndarray:
+def local(x: jax.Array | np.ndarray) -> np.ndarray:
     """Full array on the host, if all its shards are in this process.
 
     Copied shard by shard: `np.asarray` of a sharded array is cached by JAX.
     """
-    if len(x.sharding.device_set) == 1:
+    if isinstance(x, np.ndarray) or len(x.sharding.device_set) == 1:
         return np.asarray(x)
     result = np.empty(x.shape, x.dtype)
     for shard in x.addressable_shards:

@@ -104,7 +104,7 @@ class DecoderOnly(Model[DecoderOnlyConfig]):
         head_mask = check.head_mask("head_mask", head_mask, len(blocks), blocks[0].attn.heads)
         dropout_key, cross_key = split_key(dropout_key, 2)
         cross_kv, cross_mask = self._cross_inputs(
-            encoder_hidden_states, encoder_attention_mask, cache, len(inputs.mask), cross_key
+            encoder_hidden_states, encoder_attention_mask, cache, inputs.mask.shape[0], cross_key
         )
         backbone = with_rope_length(self, rope_length).backbone
         out = backbone.run(
@@ -151,9 +151,9 @@ class DecoderOnly(Model[DecoderOnlyConfig]):
         """Keys and values of the call's encoder output with its mask, or those of the cache."""
         if states is not None:
             cross_kv, cross_mask = self.cross_kv(states, mask, key)
-            if len(cross_mask) != rows:
+            if cross_mask.shape[0] != rows:
                 raise InputError(
-                    f"encoder_hidden_states: {len(cross_mask)} rows, but the call has {rows}"
+                    f"encoder_hidden_states: {cross_mask.shape[0]} rows, but the call has {rows}"
                 )
             return cross_kv, cross_mask
         if mask is not None:
@@ -391,7 +391,7 @@ class SequenceClassifier(DecoderOnly):
             real = jnp.asarray(attention_mask).astype(bool)
         elif input_ids is not None and self.config.pad_token_id is not None:
             real = jnp.asarray(input_ids) != self.config.pad_token_id
-        elif input_ids is not None and x.shape[0] > 1:
+        elif input_ids is not None and x.shape[0] != 1:
             raise InputError(
                 "attention_mask: needed for a batch, since the config has no pad_token_id"
             )

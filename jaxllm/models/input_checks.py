@@ -29,6 +29,11 @@ def is_traced(x: object) -> bool:
     return isinstance(x, Tracer)
 
 
+def has_known_sizes(shape: tuple[Any, ...]) -> bool:
+    """False if a size is a symbol, as `jax.export` makes of a size that it leaves open."""
+    return all(isinstance(size, int) for size in shape)
+
+
 def on_host(name: str, x: object) -> Any:
     """Converts x to a numpy array; tracers are returned unchanged."""
     if is_traced(x):
@@ -139,8 +144,8 @@ def mask_of(name: str, mask: Any, shape: tuple[int, ...]) -> Any:
 
     The result is a numpy array unless traced, so that no program is compiled for its shape.
     """
-    if mask is None:
-        return np.ones(shape, bool)
+    if mask is None:  # sizes are symbols where `jax.export` leaves them open
+        return np.ones(shape, bool) if has_known_sizes(shape) else jnp.ones(shape, bool)
     mask = on_host(name, mask)
     if mask.shape != shape:
         raise InputError(f"{name}: expected shape {shape}, found {mask.shape}")
@@ -223,9 +228,9 @@ def check_capacity(mask: Any, cache: Cache | None, limit: int | None, segments: 
                 f"cache: {cache.capacity} columns, of which {int(cache.length)} are in use; {T} "
                 "more do not fit"
             )
-    if limit is None:
-        return
-    before = np.zeros(B, np.int32) if cache is None else cache.next_position
+    if limit is None or not has_known_sizes((T,)):
+        return  # a text that is too long for an exported program is up to the caller
+    before = 0 if cache is None else cache.next_position
     needed = T
     if not is_traced(mask) and not is_traced(before):
         needed = int((np.asarray(before) + np.asarray(mask).sum(axis=-1)).max())

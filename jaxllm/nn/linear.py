@@ -102,7 +102,7 @@ def product(
         axes: logical axes of the weight.
     """
     axis = fsdp_axis(w.shape, axes)
-    many = x.ndim == 3 and x.shape[1] > 1 and len(x) % row_shards(context_mesh()) == 0
+    many = x.ndim == 3 and x.shape[1] != 1 and x.shape[0] % row_shards(context_mesh()) == 0
     return times_gathered(x, w, axis) if many and axis is not None else times_transposed(x, w)
 
 

@@ -235,7 +235,7 @@ class QuantizedEmbedding(Embedding):
         return self.matrix.shape[1]
 
     def __call__(self, ids: Int[Array, ...]) -> Float[Array, "... D"]:
-        if ids.ndim != 2 or ids.shape[1] > 1:
+        if ids.ndim != 2 or ids.shape[1] != 1:
             return self.scaled(self.matrix.rows(ids, self.dtype))
         # PERF(tpu): a lookup of one row needs another layout, into which XLA copies the matrix in
         # every step.

@@ -22,7 +22,9 @@ from jaxllm.common.errors import ConfigError, InputError
 from jaxllm.models.build_options import Options
 from jaxllm.models.lora import LoraConfig
 from jaxllm.models.model import Card, model_shapes
+from jaxllm.models.quantize import quantize_model
 from jaxllm.models.registry import model_spec
+from jaxllm.models.weights import parameters
 from jaxllm.nn.rope import ROPE_TYPES
 from jaxllm.training.lora import add_lora
 
@@ -193,6 +195,49 @@ def test_what_loses_the_card_and_what_keeps_it(two):
     kept = (copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model)))
     assert all(each.card == model.card for each in kept)
     assert all(each.with_card(model.card).card is model.card for each in lost)
+
+
+CHANGES = {
+    "stacked": (lambda x: jnp.stack([x, x]), r"expected float.* found float32\[2, \d"),
+    "integers": (lambda x: x.astype(jnp.int32), r"expected float.* found int32\[\d"),
+    "comparison": (lambda x: x > 0, r"found bool\[\d"),
+    "rows": (lambda x: x[:1], r"found float32\[1"),
+    "shapes": (lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), r"found ShapeDtypeStruct"),
+    "numbers": (lambda x: x.size, r"found \d"),
+    "nothing": (lambda x: None, r"found None"),
+}
+
+
+@pytest.mark.parametrize("kind", ["plain", "lora", "quantized"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_arrays_that_are_not_those_of_the_config_are_not_saved(change, kind, two, tmp_path):
+    made = {"plain": two[0], "lora": add_lora(two[0]), "quantized": quantize_model(two[0], "int8")}
+    function, message = CHANGES[change]
+    model = made[kind]
+    changed = jax.tree.map(function, model).with_card(model.card)
+    if kind == "quantized":
+        message = r"expected (u?int8|float)"
+    save = {"hf": jaxllm.save_hf, "orbax": jaxllm.save_orbax, "adapter": save_adapter}
+    for name in ("hf", "orbax") if kind != "lora" else ("adapter",):
+        with pytest.raises(InputError, match=rf"^save_{name}: [\w.]+: .*{message}"):
+            save[name](tmp_path / name, changed)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_array_of_lora_that_is_stacked(two, tmp_path):
+    model = add_lora(two[0])
+    layer = model.backbone.stack.blocks[0].attn.q
+    layer.lora_b = nnx.Param(jnp.stack([layer.lora_b[...]] * 2))
+    with pytest.raises(InputError, match=r"blocks\.0\.attn\.q\.lora_b: expected float\[64, 8\]"):
+        save_adapter(tmp_path, model)
+
+
+def test_arrays_on_the_host_are_saved(two, tmp_path):
+    """`jax.device_get` makes NumPy arrays of a model."""
+    jaxllm.save_hf(tmp_path, jax.device_get(two[0]).with_card(two[0].card))
+    again = parameters(jaxllm.load(tmp_path)[0])
+    for path, x in parameters(two[0]).items():
+        np.testing.assert_array_equal(again[path], x)
 
 
 def test_what_needs_the_card_says_so_before_it_acts(two, tmp_path):

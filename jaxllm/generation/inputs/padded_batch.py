@@ -91,6 +91,11 @@ def check_positions(
 def checked_ids(name: str, ids: object, vocab_size: int) -> HostArray:
     """Checks token ids; returns int32 [batch, length], a NumPy array unless traced."""
     checked = check.checked_token_ids(name, ids, vocab_size)
+    if not check.has_known_sizes(checked.shape):
+        raise InputError(
+            f"{name}: generate needs the numbers of rows and columns, found {checked.shape}; "
+            "export it for each size of a batch"
+        )
     return checked.astype(jnp.int32) if is_traced(checked) else checked
 
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.kv_cache import KV
 from jaxllm.common.precision import float32_einsum
-from jaxllm.nn.platform.products import kernel_attention, kernel_usable
+from jaxllm.nn.platform.products import at_most, kernel_attention, kernel_usable
 from jaxllm.parallel.sharding import (
     context_mesh,
     heads_are_sharded,
@@ -61,7 +61,7 @@ def attend_cache(
         used_slots: number of the cache's first slots that hold tokens; None: any slot may.
         scores: the `jaxllm.nn.attention.Scores` of `attend`.
     """
-    splits = kv.capacity >= MIN_SPLIT_SLOTS and q.shape[1] <= MAX_SPLIT_QUERIES
+    splits = at_most(q.shape[1], MAX_SPLIT_QUERIES) and kv.capacity >= MIN_SPLIT_SLOTS
     tuned: dict[str, Callable[..., Array]] = {}
     if scores.softcap is None and attends_in_kernel(q, kv, bias):
         # PERF(cpu): all cores, and the visible slots only; docs/decisions/cpu-kernels.md.
@@ -104,8 +104,8 @@ def attend_one_query(
 
 def fills_tiles(q: Float[Array, "B 1 N H"], kv: KV) -> bool:
     """True if a TPU attends with as many queries for each head of the cache as a tile has."""
-    group = q.shape[2] * len(q) // math.prod(kv.leading_shape)
-    if rows_of_device(q) <= MAX_ROWS_OF_PART_TILES or multiplies_across_heads(kv, group):
+    group = q.shape[2] * q.shape[0] // math.prod(kv.leading_shape)
+    if at_most(rows_of_device(q), MAX_ROWS_OF_PART_TILES) or multiplies_across_heads(kv, group):
         return False
     return 1 < group < QUERY_TILE
 
@@ -195,7 +195,7 @@ def head_products(kv: KV, queries: int) -> KV | HeadProducts:
             functools.partial(scores_across_heads, k=kv.k),
             functools.partial(values_across_heads, v=kv.v),
         )
-    if queries > 1:
+    if queries != 1:
         return kv
     # PERF(tpu): XLA computes the product of a single query, as in a decode step of GPT-2 or T5, in
     # float32 on the vector unit, in a layout that copies the whole cache before and after the loop.
@@ -300,7 +300,7 @@ def _with_gradient_in_token_order_jvp(
     primals: tuple[Array], tangents: tuple[Array]
 ) -> tuple[Array, Array]:
     (of_x,) = tangents
-    if of_x.shape[1] > 1:
+    if of_x.shape[1] != 1:
         of_x = jax.lax.platform_dependent(of_x, tpu=parts_in_token_order, default=lambda x: x)
     return with_gradient_in_token_order(*primals), of_x
 
@@ -328,7 +328,7 @@ def in_token_order(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
 
 def rows_of_device(x: Float[Array, "B ..."]) -> int:
     """Number of rows of a batch that one device has."""
-    return len(x) // row_shards(context_mesh())
+    return x.shape[0] // row_shards(context_mesh())
 
 
 def largest_scores(scores: Float[Array, "B N T S"]) -> Float[Array, "B N T 1"]:
@@ -337,7 +337,7 @@ def largest_scores(scores: Float[Array, "B N T S"]) -> Float[Array, "B N T 1"]:
     # PERF(tpu): without the barrier XLA computes the softmax of a decode step within one operation,
     # in which every entry of a row searches the row for its largest. With many rows that is still
     # faster than an operation more; docs/decisions/tpu-decode-step.md.
-    if scores.shape[2] == 1 and rows_of_device(scores) <= MAX_ROWS_APART:
+    if scores.shape[2] == 1 and at_most(rows_of_device(scores), MAX_ROWS_APART):
         barrier = jax.lax.optimization_barrier
         largest = jax.lax.platform_dependent(largest, tpu=barrier, default=lambda x: x)
     return largest

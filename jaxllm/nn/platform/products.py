@@ -40,6 +40,11 @@ def kernels_registered() -> bool:
     return True
 
 
+def at_most(size: int, limit: int) -> bool:
+    """True if a size of a shape is known and at most `limit`; `jax.export` may leave it open."""
+    return isinstance(size, int) and size <= limit
+
+
 def kernel_usable(*arrays: Array) -> bool:
     """True if a kernel can compute with these float arrays: float32, and not sharded."""
     all_float32 = all(x.dtype == jnp.float32 for x in arrays)
@@ -102,7 +107,7 @@ def apply_to_rows(
     product: Callable[..., Array], x: Shaped[Array, "B I"], *weights: Array | None
 ) -> Float[Array, "B ..."]:
     """``product(x, *weights)``. On a TPU, if a device has one row, it is beside rows of zeros."""
-    if len(x) not in (1, row_shards(context_mesh())):
+    if x.shape[0] not in (1, row_shards(context_mesh())):
         return product(x, *weights)
     # PERF(tpu): XLA multiplies one row on the vector unit, which takes three times as long as eight
     # rows, and six times as long with quantized weights; docs/decisions/tpu-decode-step.md.
@@ -116,7 +121,7 @@ def beside_zeros(
     """``product(x, *weights)`` of 8 rows for each row of x, of which 7 are zeros."""
     rows = jnp.pad(x[:, None], ((0, 0), (0, SUBLANES - 1), (0, 0)))
     y = product(rows.reshape(-1, x.shape[1]), *weights)
-    return y.reshape(len(x), SUBLANES, *y.shape[1:])[:, 0]
+    return y.reshape(x.shape[0], SUBLANES, *y.shape[1:])[:, 0]
 
 
 FEW_COLUMNS = 16
@@ -128,7 +133,7 @@ MAX_INNER_WIDTH = 4096
 def before_product(x: Float[Array, "*rest F"]) -> Float[Array, "*rest F"]:
     """x, which is about to be multiplied. On a TPU, more than `MAX_INNER_WIDTH` features of a few
     columns are computed before the product that reads them."""
-    if x.ndim != 3 or x.shape[1] > FEW_COLUMNS or x.shape[2] <= MAX_INNER_WIDTH:
+    if x.ndim != 3 or not at_most(x.shape[1], FEW_COLUMNS) or x.shape[2] <= MAX_INNER_WIDTH:
         return x
     # PERF(tpu): XLA computes the features of few rows, themselves a product, within the product
     # that reads them, which takes up to twice as long; docs/decisions/tpu-decode-step.md.
@@ -141,7 +146,7 @@ def times_transposed(x: Float[Array, "*rest I"], w: Float[Array, "O I"]) -> Floa
     # PERF(cpu): x is flattened to a matrix; with a 3-axis x gradients take 1.5 times as long;
     # benchmarks/train.py.
     rows = x.reshape(-1, x.shape[-1])
-    few = len(rows) <= MAX_ROWS and kernel_usable(x, w)
+    few = at_most(rows.shape[0], MAX_ROWS) and kernel_usable(x, w)
     y = few_times_transposed(rows, w) if few else in_xla(rows, w)
     return y.reshape(*x.shape[:-1], w.shape[0])
 
@@ -211,7 +216,7 @@ def times_int8_transposed(
     # within the product, so that int8 is what they read; docs/decisions/quantized-products.md.
     rows = x.reshape(-1, x.shape[-1])
     on_cpu = times_converted
-    if len(rows) <= MAX_INT8_ROWS:
+    if at_most(rows.shape[0], MAX_INT8_ROWS):
         on_cpu = kernel_int8_product if kernel_usable(rows, scale) else times_as_int8
     default = functools.partial(apply_to_rows, times_converted)
     y = jax.lax.platform_dependent(rows, values, scale, cpu=on_cpu, default=default)
@@ -283,11 +288,11 @@ def times_int4_transposed(
 
     # TPU and GPU read int4 in the product of each group, and then scale the groups' sums. For more
     # rows the sums would take more memory than a copy of the weights.
-    in_groups = sum_of_groups if len(rows) <= groups.shape[2] // 2 else as_one_matrix
+    in_groups = sum_of_groups if at_most(rows.shape[0], groups.shape[2] // 2) else as_one_matrix
     # PERF(cpu): a kernel reads int4; XLA's product of int8 by int8 is the fastest that it has;
     # docs/decisions/quantized-products.md.
     on_cpu = as_one_matrix
-    few = len(rows) <= MAX_ROWS and groups.shape[2] == INT4_GROUP
+    few = at_most(rows.shape[0], MAX_ROWS) and groups.shape[2] == INT4_GROUP
     if few and kernel_usable(rows, scale):
         on_cpu = kernel_int4_product
     default = functools.partial(apply_to_rows, in_groups)
@@ -339,7 +344,7 @@ def times_blocks_transposed(
 
     # PERF(cpu): products of single groups are many times slower than a float32 copy;
     # docs/decisions/quantized-products.md.
-    in_groups = sum_of_blocks if len(rows) <= size // 2 else as_one_matrix
+    in_groups = sum_of_blocks if at_most(rows.shape[0], size // 2) else as_one_matrix
     default = functools.partial(apply_to_rows, in_groups)
     y = jax.lax.platform_dependent(
         rows, groups, scales, offsets, cpu=as_one_matrix, default=default
@@ -400,7 +405,7 @@ def over_rms(x: Float[Array, "*rest D"], eps: float) -> Float[Array, "*rest D"]:
     def by_mean(x: Array) -> Array:
         return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
-    if x.ndim != 3 or x.shape[1] > 1:
+    if x.ndim != 3 or x.shape[1] != 1:
         return by_mean(x)
     return jax.lax.platform_dependent(
         x, tpu=functools.partial(over_rms_within_products, eps=eps), default=by_mean
