@@ -118,7 +118,7 @@ $(VENV)/pyvenv.cfg:
 
 $(PACKAGE): pyproject.toml | $(VENV)/pyvenv.cfg
 	$(PIP) install --upgrade "pip>=25.1"  # the first with --group
-	$(PIP) install --editable '.[serve]'  # all that the README runs
+	$(PIP) install --editable '.[serve,train]'  # all that the README runs
 	touch $@
 
 $(DEV): $(PACKAGE)
@@ -130,7 +130,7 @@ $(FUZZ): $(DEV)
 	touch $@
 
 $(TRAIN): $(PACKAGE)
-	$(PIP) install --editable '.[plot,metrics]'
+	$(PIP) install --editable '.[train,plot,metrics]'
 	touch $@
 
 $(DOCS): $(PACKAGE)

@@ -12,6 +12,7 @@ from jaxtyping import Int, Shaped
 
 from jaxllm.batch.constraints import RowConstraint
 from jaxllm.common.errors import InputError, JaxLLMError, quoted
+from jaxllm.common.validation import check_types
 from jaxllm.generation.inputs.padded_batch import checked_ids
 from jaxllm.generation.inputs.values import is_integer, to_scalar
 from jaxllm.generation.settings.config import GenerationConfig
@@ -252,8 +253,6 @@ def checked_row(row_class: type[R], raw: Mapping[str, Any]) -> R:
     Raises:
         InputError: a value is of the wrong type.
     """
-    from jaxllm.common.validation import check_types  # imports pydantic, which is slow
-
     names = {field.name for field in dataclasses.fields(row_class)}
     values = {name: value for name, value in raw.items() if name in names}
     values |= {name: to_scalar(values[name]) for name in ("id", "seed") if name in values}

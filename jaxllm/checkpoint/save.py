@@ -104,10 +104,13 @@ def check_parameters(model: Model[Any], function: str) -> None:
     lacking = [path for path in expected if path not in found and ".lora_" not in path]
     for path in [*found, *lacking]:
         (shape, dtype), x = expected[path], found.get(path)
-        is_array = isinstance(x, jax.Array | np.ndarray)
-        fits = is_array and (x.dtype in FLOATS if dtype == "float" else x.dtype.name == dtype)
-        if not fits or x.shape != shape:
-            actual = f"{x.dtype}{list(x.shape)}" if is_array else quoted(x)
+        actual, fits = quoted(x), False
+        if isinstance(x, jax.Array | np.ndarray):
+            actual = f"{x.dtype}{list(x.shape)}"
+            fits = x.shape == shape and (
+                x.dtype in FLOATS if dtype == "float" else x.dtype == dtype
+            )
+        if not fits:
             raise InputError(
                 f"{function}: {path}: expected {dtype}{list(shape)}, as config and class imply, "
                 f"found {actual}; save the models of a stack one by one, and cast weights to "
@@ -253,7 +256,7 @@ def with_host_arrays(
     if all(isinstance(x, np.ndarray) or x.is_fully_addressable for x in arrays.values()):
         act({n: LazyHostArray(x.shape, x.dtype, lambda x=x: local(x)) for n, x in arrays.items()})
         return
-    ordered = list(arrays.values())
+    ordered = [jnp.asarray(x) for x in arrays.values()]
 
     def gather(number: int) -> np.ndarray:
         multihost_utils.broadcast_one_to_all(np.int32(number))

@@ -19,6 +19,7 @@ from jaxllm.common.optional_packages import install_command
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers")
 EXTRAS = {
+    "train": ("grain", "jaxllm train"),
     "grammar": ("llguidance", "answers that match a JSON schema, a regex or a grammar"),
     "parquet": ("pyarrow", "Parquet files and data frames"),
     "datasets": ("datasets", "rows of Hugging Face data sets"),

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-import psutil
 
 from jaxllm.common.optional_packages import install_command
 
@@ -108,6 +107,10 @@ def own_memory(device: Any) -> int | None:
 
 def host_memory() -> int:
     """Bytes of memory of this machine."""
+    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    import psutil  # for Windows
+
     return psutil.virtual_memory().total
 
 

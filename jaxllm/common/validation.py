@@ -13,13 +13,14 @@ import json
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
-
-from pydantic import TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from jaxllm.common.errors import ConfigError, JaxLLMError, quoted, shortened
 from jaxllm.common.spelling import closest
+
+if TYPE_CHECKING:  # slow; the functions below import it
+    from pydantic import TypeAdapter
+    from pydantic_core import ErrorDetails
 
 T = TypeVar("T")
 NAMES = {
@@ -34,6 +35,8 @@ NAMES = {
 @functools.cache
 def adapter(cls: type[T]) -> TypeAdapter[T]:
     """Returns the cached validator of a type."""
+    from pydantic import TypeAdapter
+
     return TypeAdapter(cls)
 
 
@@ -50,6 +53,8 @@ def from_plain(cls: type[T], raw: object) -> T:
         ...
     jaxllm.common.errors.ConfigError: learning_rat: unknown; is it learning_rate?
     """
+    from pydantic import ValidationError
+
     try:
         content = json.dumps(raw)
     except TypeError as error:
@@ -73,10 +78,28 @@ def check_types(value: object, error: type[JaxLLMError] = ConfigError) -> None:
     """
     for name, hint in _hints(type(value)).items():
         content = getattr(value, name)
+        if _is_plainly(content, hint):
+            continue  # what most fields hold needs no pydantic
+        from pydantic import ValidationError
+
         try:
             adapter(hint).validate_python(content, strict=True)
         except ValidationError:
             raise error(f"{name}: expected {_spelled(hint)}, found {quoted(content)}") from None
+
+
+def _is_plainly(content: object, hint: Any) -> bool:
+    """True if a type admits a value by the value's class alone; False says nothing.
+
+    >>> _is_plainly([1], list[Any] | None), _is_plainly(True, int)
+    (True, False)
+    """
+    if typing.get_origin(hint) is typing.Annotated:
+        return _is_plainly(content, typing.get_args(hint)[0])
+    if len(options := _options(hint)) > 1:
+        return any(_is_plainly(content, option) for option in options)
+    is_of_any = set(typing.get_args(hint)) == {Any} and typing.get_origin(hint) is type(content)
+    return hint is Any or hint is type(content) or is_of_any
 
 
 def admits_null(cls: type, name: str) -> bool:

@@ -25,8 +25,6 @@ from enum import IntEnum
 from functools import cached_property
 from typing import Any
 
-import sentencepiece
-
 from jaxllm.common.errors import JaxLLMError, TokenizerError, UnsupportedError
 from jaxllm.tokenizers.stream_decoder import Stage
 from jaxllm.tokenizers.tokenizer_json_check import (
@@ -93,6 +91,8 @@ class SentencePieceModel:
                 f"{source}: the normalizer can make a text more than {MAX_NORMALIZER_GROWTH} times"
                 " longer, which no known tokenizer does"
             )
+        import sentencepiece  # only where a model is read
+
         self._processor = processor = sentencepiece.SentencePieceProcessor()
         with self._library():
             processor.LoadFromSerializedProto(model)

@@ -30,8 +30,7 @@ def forward(model, ids, mask=None):
     [
         pytest.param(name, marks=() if name in ("llama", "gpt2", "t5") else pytest.mark.ci)
         for name in tiny.CONFIGS
-        if name
-        not in ("mixtral", "qwen3_moe")  # tokens are sorted by expert in tiles of known sizes
+        if name not in ("mixtral", "qwen3_moe")  # tiles of their tokens have known sizes
     ],
 )
 def test_a_forward_pass_with_open_sizes(family, shape):

@@ -19,8 +19,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from gguf.constants import MODEL_ARCH_NAMES
-from gguf.tensor_mapping import get_tensor_name_map
 
 from jaxllm.checkpoint.gguf.config import ROPE_FACTORS, hf_config_from_gguf
 from jaxllm.checkpoint.gguf.generation import generation_settings
@@ -89,6 +87,9 @@ _BLOCK = re.compile(r"(?<=blk\.)[0-9]+(?=\.)")
 @functools.cache
 def _hf_names(architecture: str) -> dict[str, str]:
     """Hugging Face's names by llama.cpp's, both with the layer's number left out."""
+    from gguf.constants import MODEL_ARCH_NAMES  # slow
+    from gguf.tensor_mapping import get_tensor_name_map
+
     known = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
     names = get_tensor_name_map(known, 1)
     found = {names.get_name(x.format(0).replace(".{e}", "")): x for x in _NAMES[architecture]}

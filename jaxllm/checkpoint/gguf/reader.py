@@ -18,11 +18,9 @@ import struct
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import Q4_K, dequantize
 
 from jaxllm.checkpoint.source import (
     BFLOAT16,
@@ -34,6 +32,9 @@ from jaxllm.checkpoint.source import (
 )
 from jaxllm.common.errors import CheckpointError, UnsupportedError, quoted
 from jaxllm.models.quantize import BLOCK_FORMATS
+
+if TYPE_CHECKING:
+    from gguf.constants import GGMLQuantizationType  # slow; the functions below import it
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -59,10 +60,10 @@ _SCALARS: dict[int, np.dtype[Any]] = {
     12: np.dtype("<f8"),
 }
 
-_STORED: dict[GGMLQuantizationType, np.dtype[Any]] = {
-    GGMLQuantizationType.F32: np.dtype("<f4"),
-    GGMLQuantizationType.F16: np.dtype("<f2"),
-    GGMLQuantizationType.BF16: BFLOAT16,
+_STORED: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": BFLOAT16,
 }
 _OTHER_TYPES = (
     *("Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4"),
@@ -108,10 +109,10 @@ class GGUFFile(MappedFile):
         blocks. A tensor of another quantized type raises UnsupportedError.
         """
         entry: GGUFTensor = find_tensor(self.tensors, name, self.path)
-        if entry.type in _STORED:
+        if entry.type.name in _STORED:
             return self.array(entry.dtype, entry.begin, entry.shape, index)
         if entry.type.name not in (*BLOCK_FORMATS, *_OTHER_TYPES):
-            readable = ", ".join((*(t.name for t in _STORED), *BLOCK_FORMATS, *_OTHER_TYPES))
+            readable = ", ".join((*_STORED, *BLOCK_FORMATS, *_OTHER_TYPES))
             raise UnsupportedError(
                 f"{self.path}: tensor {quoted(name)} has the type {entry.type.name}; jaxllm reads "
                 f"{readable}: use a file with one of these types"
@@ -132,6 +133,8 @@ class GGUFFile(MappedFile):
 
         With `index` of a slice, whose columns are whole groups: only the blocks in it are read.
         """
+        from gguf.constants import GGML_QUANT_SIZES
+
         entry: GGUFTensor = find_tensor(self.tensors, name, self.path)
         form = BLOCK_FORMATS.get(entry.type.name)
         if form is None or len(entry.shape) < 2:
@@ -156,6 +159,9 @@ def _dequantize(
 ) -> np.ndarray:
     """Dequantizes blocks into a float32 array of this shape, as many as fit into the CPU's cache
     at a time."""
+    from gguf.constants import GGML_QUANT_SIZES
+    from gguf.quants import dequantize
+
     block, block_bytes = GGML_QUANT_SIZES[ggml_type]
     blocks = data.reshape(-1, block_bytes)
     result = aligned_empty(shape, np.dtype(np.float32))
@@ -172,7 +178,7 @@ def _dequantize(
     groups = result.reshape(len(blocks) * per_block, size)
     with np.errstate(all="ignore"):  # the loader reports NaN and infinite scales
         for start in range(0, len(blocks), _CHUNK):
-            values, scales, offsets = _PARTS[ggml_type](blocks[start : start + _CHUNK])
+            values, scales, offsets = _PARTS[ggml_type.name](blocks[start : start + _CHUNK])
             part = groups[start * per_block : (start + _CHUNK) * per_block]
             values = values.reshape(part.shape)
             np.multiply(values, scales.astype(np.float32).reshape(-1, 1), out=part)
@@ -228,6 +234,8 @@ def parse_header(
 def _entry(
     where: str, type_id: int, shape: tuple[int, ...], begin: int, file_bytes: int
 ) -> GGUFTensor:
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
     if type_id not in GGML_QUANT_SIZES:
         raise CheckpointError(f"{where} has the unknown ggml type {type_id}")
     ggml_type = GGMLQuantizationType(type_id)
@@ -243,7 +251,7 @@ def _entry(
         raise CheckpointError(
             f"{where} ends at byte {end} of a file of {file_bytes} (an incomplete download?)"
         )
-    dtype = _STORED.get(ggml_type, np.dtype(np.float32))
+    dtype = _STORED.get(ggml_type.name, np.dtype(np.float32))
     return GGUFTensor(shape, dtype, begin, end, ggml_type)
 
 
@@ -382,7 +390,7 @@ def unpack(data: np.ndarray, ggml_type: GGMLQuantizationType) -> Blocks:
         ggml_type: one of `BLOCK_FORMATS`.
     """
     *leading, _, block_bytes = data.shape
-    values, scales, offsets = _PARTS[ggml_type](data.reshape(-1, block_bytes))
+    values, scales, offsets = _PARTS[ggml_type.name](data.reshape(-1, block_bytes))
     name = ggml_type.name
     form = BLOCK_FORMATS[name]
 
@@ -427,6 +435,8 @@ def _q4_1(blocks: np.ndarray) -> Parts:
 
 
 def _q4_k(blocks: np.ndarray) -> Parts:
+    from gguf.quants import Q4_K
+
     scales, minima = Q4_K.get_scale_min(np.ascontiguousarray(blocks[:, 4:16]))
     d, dmin = (_half(blocks, begin).astype(np.float32) for begin in (0, 2))
     return _nibbles(blocks[:, 16:], 32), d * scales, -(dmin * minima)
@@ -442,9 +452,9 @@ def _q6_k(blocks: np.ndarray) -> Parts:
 
 
 _PARTS = {
-    GGMLQuantizationType.Q8_0: _q8_0,
-    GGMLQuantizationType.Q4_0: _q4_0,
-    GGMLQuantizationType.Q4_1: _q4_1,
-    GGMLQuantizationType.Q4_K: _q4_k,
-    GGMLQuantizationType.Q6_K: _q6_k,
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q4_K": _q4_k,
+    "Q6_K": _q6_k,
 }

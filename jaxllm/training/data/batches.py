@@ -12,14 +12,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
-import grain
 import numpy as np
 from jaxtyping import Int64
 
 from jaxllm.common.errors import ConfigError, DataError
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.training.data.config import ModelInfo
-from jaxllm.training.data.examples import Counts, Example, Examples, PreferenceExample
+from jaxllm.training.data.examples import (
+    Counts,
+    Example,
+    Examples,
+    PreferenceExample,
+    require_grain,
+)
 from jaxllm.training.data.plan import EpochPlan, Planner
 from jaxllm.training.data.stream import Stream
 
@@ -107,6 +112,7 @@ class Epoch:
 
     def iterate(self, start: int = 0) -> Iterator[HostBatch]:
         """Batches from number `start` on; a thread prefetches the next ones."""
+        grain = require_grain()
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCHED_BATCHES)
         batches = grain.MapDataset.source(self)[start:]
         return iter(batches.to_iter_dataset(options)) if len(batches) else iter(())

@@ -11,13 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import grain
 import numpy as np
 from jaxtyping import Float32, Int32, Int64
 
 from jaxllm.common.errors import DataError, JaxLLMError
+from jaxllm.common.optional_packages import require
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.training.data.config import ModelInfo, OnTooLong
 from jaxllm.training.data.plan import EpochPlan, Planner
@@ -29,6 +29,11 @@ THREADS = 4
 CHUNK_ROWS = 32
 """Rows that a thread encodes at a time, since handing one over takes as long as encoding it."""
 PREFETCHED_CHUNKS = 8
+
+
+def require_grain() -> Any:
+    """The package `grain`, whose threads read ahead; it comes with the extra `train`."""
+    return require("grain", extra="train", purpose="training runs")
 
 
 @dataclass(frozen=True)
@@ -321,6 +326,7 @@ class RowEncoder:
         starts = range(0, len(indices), CHUNK_ROWS)
         if not starts:
             return iter(())
+        grain = require_grain()
         chunks = grain.MapDataset.source(starts).map(
             lambda start: [self(index) for index in indices[start : start + CHUNK_ROWS]]
         )

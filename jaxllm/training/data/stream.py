@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-import grain
 import numpy as np
 from jaxtyping import Float32, Int32, Int64
 
@@ -34,6 +33,7 @@ from jaxllm.training.data.examples import (
     PreferenceExample,
     RowEncoder,
     digest_arrays,
+    require_grain,
 )
 from jaxllm.training.data.large_files import LARGE_BYTES
 from jaxllm.training.data.plan import EpochPlan, Planner
@@ -99,7 +99,7 @@ def filled_rows(sample: Examples, planner: Planner) -> float:
 
 def shuffled(positions: range, total: int, seed: int) -> list[int]:
     """Rows at some positions of a permutation of `total` rows."""
-    shuffle = grain.experimental.index_shuffle
+    shuffle = require_grain().experimental.index_shuffle
     return [shuffle(n, max_index=total - 1, seed=seed, rounds=4) for n in positions]
 
 
@@ -182,6 +182,7 @@ class Stream:
             DataError: as `RowEncoder`; or the rows lack an example of `carried`.
         """
         numbers, ended = range(start, self.windows), threading.Event()
+        grain = require_grain()
         shares = grain.MapDataset.source(numbers).map(lambda n: self._share(epoch, n, ended))
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
         iterator = iter(shares.to_iter_dataset(options))

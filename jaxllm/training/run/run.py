@@ -32,6 +32,7 @@ from jaxllm.parallel.processes import in_all_processes
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.settings import OTHER_IDS, TOKEN_IDS
 from jaxllm.training.data import Source
+from jaxllm.training.data.examples import require_grain
 from jaxllm.training.data.rows import find_files
 from jaxllm.training.monitor.flops import peak_flops
 from jaxllm.training.monitor.metrics_log import MetricsLog, Sink, TensorBoardSink, WandbSink
@@ -114,6 +115,7 @@ def train(
         recipe = read_recipe(find_recipe(os.fspath(recipe)), overrides)
     elif overrides is not None:
         raise InputError("overrides: only for a recipe that is read from a file")
+    require_grain()
     folder = folder_of(recipe)
     check_metric(recipe)  # what is wrong here is told before there is a folder
     mesh_for(recipe)
