@@ -61,8 +61,10 @@ M = TypeVar("M", bound=Model[Any])
 CONFIG = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+BASE, DELTA = "token_adapter.base_layer.weight", "token_adapter.trainable_tokens_delta"
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 MAX_CONFIG_BYTES = 4 * 2**20
+EMBEDDING_NAMES = ("embed_tokens", "wte", "shared", "word_embeddings", "lm_head", "embed_out")
 CLASSIFIER_NAMES = ("classifier", "score")  # PEFT adds both to each classifier's modules_to_save
 
 # Fields of initialisation and training that do not change the adapter's output, in addition to the
@@ -79,7 +81,7 @@ INERT_ADAPTER_KEYS = frozenset({
 OFF_ADAPTER_KEYS = frozenset({
     "alora_invocation_tokens", "arrow_config", "enable_lora", "ensure_weight_tying", "kasa_config",
     "layer_replication", "loftq_config", "lora_bias", "megatron_config", "monteclora_config",
-    "target_parameters", "trainable_token_indices", "use_bdlora", "use_merged_linear",
+    "target_parameters", "use_bdlora", "use_merged_linear",
     "use_qa_lora", "use_qalora", "velora_config",
 })
 """Fields that change no result while they are false or empty."""
@@ -98,10 +100,12 @@ def load_adapter(
     """Adds a PEFT adapter to a model; returns a new model that shares its arrays.
 
     Every tensor of the file must belong to the model, and every layer that target_modules names
-    must be in the file, with the config's rank. New parameters are float32.
+    must be in the file, with the config's rank. New parameters are float32. Embeddings that the
+    file holds as a whole, or rows of (`trainable_token_indices`), count as `modules_to_save`.
 
     Args:
-        model: the base model, without LoRA.
+        model: the base model, without LoRA. For an adapter of a resized vocabulary, a model from
+            `resize_token_embeddings`.
         folder: holds adapter_config.json and adapter_model.safetensors.
         config: fields that override adapter_config.json's; None: as if the file had none.
 
@@ -162,6 +166,7 @@ def with_adapter(model: M, config: PeftConfig, tensors: Mapping[str, np.ndarray]
         unexpected = next(name for name in tensors if not name.startswith(PREFIX))
         raise CheckpointError(f"unexpected {quoted(unexpected)}: names begin with {PREFIX}")
     layers: dict[str, LoraLinear] = {}
+    embeddings = take_embeddings(model, config, unused)
     for name, entry in weight_entries(model).items():
         linear = isinstance(module_at(model, entry.modules[0]), Linear)
         present = any(f"{name}.{part}" in unused for part in (A, B, MAGNITUDE))
@@ -196,8 +201,64 @@ def with_adapter(model: M, config: PeftConfig, tensors: Mapping[str, np.ndarray]
     if not layers:
         raise CheckpointError("no tensor belongs to LoRA")
     check_tied(model, saved)
+    saved = embeddings | saved
     modules = dict.fromkeys(path.rpartition(".")[0] for path in saved)
     return with_lora(with_parameters(model, saved), layers, modules)
+
+
+def take_embeddings(
+    model: Model[Any], config: PeftConfig, unused: dict[str, np.ndarray]
+) -> dict[str, jax.Array]:
+    """Token embeddings and LM heads that an adapter holds as a whole, or rows of them.
+
+    PEFT writes whole matrices after the vocabulary was resized, beside those of `modules_to_save`,
+    and rows for `trainable_token_indices`. Removes the tensors from `unused`.
+    """
+    size, saved = model.config.vocab_size, dict[str, jax.Array]()
+    for name, entry in weight_entries(model).items():
+        if name.rpartition(".")[2] not in EMBEDDING_NAMES:
+            continue
+        for part in (f"{name}.{x}" for x in ("weight", BASE, "modules_to_save.weight")):
+            if part in unused and (rows := len(unused[part])) != size:
+                raise CheckpointError(
+                    f"{part} has {rows} tokens, but the model has {size}; call "
+                    f"model = model.resize_token_embeddings({rows}), then load_adapter"
+                )
+        if getattr(model, "lm_head", True) is None:
+            drop_tied_head(model, name, unused)
+        unused.pop(f"{name}.original_module.weight", None)  # what is used without the adapter
+        trained = unused.pop(f"{name}.modules_to_save.weight", None)
+        if trained is not None and not np.array_equal(trained, unused.get(entry.tensor, trained)):
+            raise CheckpointError(f"{name}.modules_to_save.weight differs from {entry.tensor}")
+        if trained is not None:
+            unused[entry.tensor] = trained
+        if f"{name}.{BASE}" in unused:
+            unused[entry.tensor] = unused.pop(f"{name}.{BASE}")
+        delta = unused.pop(f"{name}.{DELTA}", None)
+        if entry.tensor in unused and not name.endswith(config.modules_to_save or (" ",)):
+            saved |= take_saved(model, entry, unused)
+        if delta is not None:
+            (path,) = entry.parameters
+            weight = saved.get(path, parameters(model)[path])
+            rows = config.token_rows(name)
+            if delta.shape != (len(rows), weight.shape[1]) or max(rows) >= size:
+                raise CheckpointError(
+                    f"{name}.{DELTA} has shape {list(delta.shape)}, but trainable_token_indices "
+                    f"names {len(rows)} of {size} tokens, each of {weight.shape[1]} values"
+                )
+            saved[path] = weight.at[np.asarray(rows)].set(delta.astype(weight.dtype))
+    return saved
+
+
+def drop_tied_head(model: Model[Any], name: str, unused: dict[str, np.ndarray]) -> None:
+    """Removes the tensors of a tied LM head, which must equal those of the embedding `name`."""
+    for part in ("weight", "modules_to_save.weight", "original_module.weight", BASE, DELTA):
+        head = unused.pop(f"lm_head.{part}", None)
+        if head is not None and not np.array_equal(head, unused.get(f"{name}.{part}", 0)):
+            raise UnsupportedError(
+                f"lm_head.{part} differs from {name}.{part}, but the model's head is tied to its "
+                "embedding; merge the adapter with PEFT (merge_and_unload), and load the result"
+            )
 
 
 def split_layers(
@@ -478,6 +539,9 @@ class PeftConfig:
     rank_pattern: Mapping[str, int] = dataclasses.field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict)
     layers_to_transform: int | tuple[int, ...] | None = None
+    trainable_token_indices: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    """Rows of embeddings that the adapter replaces, by the end of the module's name; "" stands for
+    the token embedding."""
     base: str | None = None
     """base_model_name_or_path, for messages."""
     narrowed: bool = False
@@ -496,6 +560,17 @@ class PeftConfig:
             return True
         layers = self.layers_to_transform
         return int(number[1]) in ((layers,) if isinstance(layers, int) else layers)
+
+    def token_rows(self, module: str) -> tuple[int, ...]:
+        """Rows of an embedding (by its Hugging Face name) that the adapter replaces.
+
+        Raises:
+            CheckpointError: trainable_token_indices does not name the module.
+        """
+        for name, rows in self.trainable_token_indices.items():
+            if name == "" or module == name or module.endswith(f".{name}"):
+                return rows
+        raise CheckpointError(f"{module}.{DELTA}: trainable_token_indices does not name its module")
 
     def targets(self, module: str) -> bool:
         """True if target_modules, a list, names this module (by its Hugging Face name)."""
@@ -539,6 +614,8 @@ def parse_peft_config(raw: Mapping[str, Any]) -> PeftConfig:
     values: dict[str, Any] = {
         name: check_patterns(name, value)
         if name in ("rank_pattern", "alpha_pattern")
+        else check_token_rows(value)
+        if name == "trainable_token_indices"
         else coerce(name, value, hints[name])
         for name, value in present.items()
     }
@@ -576,6 +653,18 @@ def check_kind(raw: Mapping[str, Any]) -> None:
             "the training; convert the adapter to plain LoRA with PEFT "
             "(save_pretrained(..., path_initial_model_for_weight_conversion=...))"
         )
+
+
+def check_token_rows(value: Any) -> dict[str, tuple[int, ...]]:
+    """Checks trainable_token_indices: a list of tokens, or such a list for each module."""
+    named = value if isinstance(value, dict) else {"": value} if value else {}
+    for rows in named.values():
+        is_list = isinstance(rows, list) and bool(rows)
+        if not is_list or not all(type(x) is int and x >= 0 for x in rows):
+            raise ConfigError(
+                f"trainable_token_indices: expected lists of token ids, found {quoted(value)}"
+            )
+    return {name: tuple(rows) for name, rows in named.items()}
 
 
 def check_patterns(name: str, value: object) -> dict[str, Any]:

@@ -57,8 +57,10 @@ def test_values_and_products(name, tmp_path):
 def test_only_the_blocks_of_a_slice_are_unpacked(name, tmp_path, monkeypatch):
     kind, size = Q[name], BLOCK_FORMATS[name].size
     seen = []
-    parts = reader._PARTS[kind]
-    monkeypatch.setitem(reader._PARTS, kind, lambda data: seen.append(len(data)) or parts(data))
+    parts = reader._PARTS[kind.name]
+    monkeypatch.setitem(
+        reader._PARTS, kind.name, lambda data: seen.append(len(data)) or parts(data)
+    )
     data = random_blocks(kind, 6, 1024)
     with write_gguf(tmp_path / "a.gguf", {"w": (data, kind)}) as file:
         whole = file.blocks("w")
