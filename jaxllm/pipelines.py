@@ -16,6 +16,7 @@ from jaxllm.loading import load
 from jaxllm.models.model import Model
 from jaxllm.pipeline_tasks import TASKS, Chat, TaskModel, with_task_settings
 from jaxllm.tokenizers import Tokenizer
+from jaxllm.tokenizers.messages import plain_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ class Pipeline(TaskModel):
         _check_options(self.task, options)
         pipe = self if batch_size is None else replace(self, batch_size=batch_size)
         single = isinstance(inputs, str) or _is_chat(inputs)
-        rows: list[Any] = [inputs] if single else checked_list(inputs, "inputs")
+        rows: list[Any] = [inputs] if single else checked_list(plain_rows(inputs), "inputs")
         if not rows:
             return []
         for i, row in enumerate(rows):

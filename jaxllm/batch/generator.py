@@ -49,6 +49,7 @@ from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.models.decoder_only import with_rope_per_row
 from jaxllm.parallel.placement import mesh_of
 from jaxllm.parallel.sharding import row_shards
+from jaxllm.tokenizers.messages import plain_rows
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 DEFAULT_SLOTS = {"cpu": 16}
@@ -156,7 +157,7 @@ class BatchGenerator:
         Raises:
             InputError: `rows` is a single row, or no list.
         """
-        rows = list(checked_iterable(rows, "rows", "a list of rows"))
+        rows = list(plain_rows(checked_iterable(rows, "rows", "a list of rows")))
         raw_rows = (RawRow(index, index, raw) for index, raw in enumerate(rows))
         return self._generate(raw_rows, len(rows))
 
@@ -252,7 +253,7 @@ class BatchGenerator:
 
     def stream(self, rows: Iterable[Any]) -> Iterator[BatchOutput]:
         """Outputs in the order in which rows end; raises as `generate`."""
-        rows = checked_iterable(rows, "rows", "a list of rows")
+        rows = plain_rows(checked_iterable(rows, "rows", "a list of rows"))
         return self.answer(RawRow(index, index, raw) for index, raw in enumerate(rows))
 
     def answer(self, rows: Iterable[RawRow]) -> Iterator[BatchOutput]:
@@ -432,7 +433,7 @@ def generate_texts(
         InputError: there is no tokenizer, or a prompt cannot be answered; the message has its
             number, from 0 on.
     """
-    prompts = list(checked_iterable(prompts, "prompts", "a list of prompts"))
+    prompts = list(plain_rows(checked_iterable(prompts, "prompts", "a list of prompts")))
     if isinstance(model, str | PathLike):
         loaded, own = load(model)
         tokenizer = own if tokenizer is None else tokenizer

@@ -16,6 +16,7 @@ from jaxllm.common.validation import check_types
 from jaxllm.generation.inputs.padded_batch import checked_ids
 from jaxllm.generation.inputs.values import is_integer, to_scalar
 from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.tokenizers.messages import read_tools
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 R = TypeVar("R", bound="RowPrompt")
@@ -172,7 +173,10 @@ class RowPrompt:
 
     id: str | int | None = None
     prompt: str | None = None
-    messages: Annotated[list[Any], "a list of messages"] | None = None
+    messages: Annotated[list[Any] | str, "a list of messages"] | None = None
+    """A list of messages, or JSON text of one."""
+    tools: Any = None
+    """Tools for the chat template: a list of JSON schemas, or JSON text of one."""
     input_ids: Any = None
     """Token ids; any sequence of integers."""
     src_lang: str | None = None
@@ -225,6 +229,9 @@ class PromptReader:
             raise InputError(
                 f"src_lang: has no effect on {key}, which is not encoded as a text; leave it out"
             )
+        tools = read_tools(row.tools)
+        if tools is not None and (row.input_ids is not None or self.is_text(row)):
+            raise InputError(f"tools: have no effect on {key}; give messages, or use chat")
         if row.input_ids is not None:
             return checked_ids(key, _id_array(row.input_ids)[None], self._vocab_size)[0]
         if self._tokenizer is None:
@@ -241,7 +248,7 @@ class PromptReader:
             encode = tokenizer.encode if ends else tokenizer.encode_beginning
             ids = [encode(text)]
         else:
-            ids = [self._tokenizer.apply_chat_template(messages)]
+            ids = [self._tokenizer.apply_chat_template(messages, tools=tools)]
         if len(ids[0]) == 0:
             raise InputError(f"{key}: is empty, and the tokenizer adds no token to it")
         return checked_ids(key, np.asarray(ids), self._vocab_size)[0]

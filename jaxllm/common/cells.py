@@ -68,6 +68,7 @@ def plain_value(value: Any, *, drops_nulls: bool = False) -> Any:
 
     Args:
         drops_nulls: leave out null keys, as for Arrow, which gives structs all keys of a column.
+            The content of a message stays, since a null has a meaning there.
 
     Raises:
         CellError: the bytes are not UTF-8, or Python has no such date.
@@ -90,9 +91,11 @@ def plain_value(value: Any, *, drops_nulls: bool = False) -> Any:
     if hasattr(value, "as_py"):  # before Mapping, as which Arrow registers its structs
         return plain_value(_python_value(value), drops_nulls=True)
     if isinstance(value, Mapping):
-        items = value.items()
-        kept = ((key, item) for key, item in items if item is not None or not drops_nulls)
-        return {key: plain_value(item, drops_nulls=drops_nulls) for key, item in kept}
+        return {
+            key: plain_value(item, drops_nulls=drops_nulls)
+            for key, item in value.items()
+            if item is not None or not drops_nulls or (key == "content" and "role" in value)
+        }
     if isinstance(value, Sequence):
         return [plain_value(item, drops_nulls=drops_nulls) for item in value]
     if isinstance(value, np.floating):

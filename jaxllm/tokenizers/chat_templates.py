@@ -34,42 +34,17 @@ from jaxllm.common.cells import as_text
 from jaxllm.common.errors import InputError, TemplateError, shortened
 from jaxllm.tokenizers.added_tokens import AddedToken, TokenFinder
 
-REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning; templates read the first, a few the second."""
 TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 CALLED = "_jinja_"
 """Prefix of the names of functions and methods that a template over columns calls."""
 MAX_TEMPLATE_BYTES = 64 * 2**10
 MAX_OUTPUT_CHARACTERS = 2**20
 _PLACEHOLDERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode noncharacters
+MARKS = "\U0001fffe\U0001ffff"
+"""Characters before and after the text that a template marks; Unicode noncharacters too."""
 _ATTEMPTS = 6
 _MAX_DEPTH = 100
 _MAX_VALUES = 2**18
-
-
-def normalized_messages(messages: object) -> list[dict[str, Any]]:
-    """Messages without keys that are None, and with their reasoning under its usual names.
-
-    OpenAI's interface gives ``content=None`` beside tool calls, which many templates write as
-    "None"; all of them know missing keys.
-
-    >>> normalized_messages([{"role": "assistant", "content": None, "reasoning": "2 + 2"}])
-    [{'thinking': '2 + 2', 'role': 'assistant', 'reasoning': '2 + 2', 'reasoning_content': '2 + 2'}]
-    """
-    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
-        raise InputError(f"messages: expected a list of dicts, found {type(messages).__name__}")
-    result = []
-    for message in messages:
-        if not isinstance(message, Mapping):
-            raise InputError(
-                f"messages: expected a list of dicts, found a {type(message).__name__} in it"
-            )
-        given = {key: value for key, value in message.items() if value is not None}
-        reasoning = next((given[key] for key in REASONING if key in given), None)
-        if reasoning is not None:
-            given = {"thinking": reasoning, **given, "reasoning_content": reasoning}
-        result.append(given)
-    return result
 
 
 def tagged(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -114,9 +89,21 @@ def cut_parts(parts: str | Sequence[str | AddedToken]) -> str | list[str | Added
     return [cut("")]
 
 
-def render(template: str, variables: Mapping[str, Any]) -> str:
-    """Renders a chat template."""
-    return _check_unicode(render_in_sandbox(template, _json_values(variables, {}), time.time()))
+def render(template: str, variables: Mapping[str, Any], *, with_marks: bool = False) -> str:
+    """Renders a chat template.
+
+    Args:
+        with_marks: put the two characters of `MARKS` around the text that the template marks with
+            ``{% generation %}``.
+
+    Raises:
+        InputError: a message holds one of these characters.
+    """
+    strings: list[str] = []
+    values = _json_values(variables, {}, strings)
+    if with_marks and any(mark in text for text in strings for mark in MARKS):
+        raise InputError("the conversation holds a Unicode noncharacter (U+1FFFE or U+1FFFF)")
+    return _check_unicode(render_in_sandbox(template, values, time.time(), with_marks=with_marks))
 
 
 def render_parts(
@@ -287,16 +274,19 @@ def _check_unicode(text: str) -> str:
     return text
 
 
-def render_in_sandbox(template: str, variables: Mapping[str, Any], now: float) -> str:
+def render_in_sandbox(
+    template: str, variables: Mapping[str, Any], now: float, *, with_marks: bool = False
+) -> str:
     """Renders a chat template.
 
     Args:
         template: Jinja source, at most 64 KiB.
         variables: JSON values.
         now: time for ``strftime_now``, in seconds since 1970.
+        with_marks: as `render`.
     """
-    clock = {"strftime_now": datetime.fromtimestamp(now).strftime}
-    return _render(template, {**clock, **variables}, "the chat template")
+    values = {"strftime_now": datetime.fromtimestamp(now).strftime, **variables}
+    return _render(template, values, "the chat template", with_marks=with_marks)
 
 
 def render_row_template(template: Any, variables: Mapping[str, Any]) -> str:
@@ -313,26 +303,43 @@ def compile_row_template(tree: Any) -> Any:
     return _environment(strict=True).from_string(tree)
 
 
+def parse_chat_template(template: str) -> Any:
+    """The syntax tree of a chat template.
+
+    Raises:
+        TemplateError: its syntax is wrong, or it is too long.
+    """
+    return _parse(template, "the chat template", strict=False)
+
+
 def parse_row_template(template: str) -> tuple[Any, frozenset[str]]:
     """The syntax tree of a template over columns, and the names that every template has."""
+    tree = _parse(template, "the template", strict=True)
+    names = _environment(strict=True).globals
+    return tree, frozenset(name for name in names if not name.startswith(CALLED))
+
+
+def _parse(template: str, what: str, *, strict: bool) -> Any:
     import jinja2
 
-    _check_size(template, "the template")
-    environment = _environment(strict=True)
+    _check_size(template, what)
+    environment = _environment(strict=strict)
     try:
         environment.compile(template)  # also finds unknown filters and tests
-        names = (name for name in environment.globals if not name.startswith(CALLED))
-        return environment.parse(template), frozenset(names)
+        return environment.parse(template)
     except jinja2.TemplateSyntaxError as error:
         message = shortened(str(error.message), 300)
-        raise TemplateError(f"the template is wrong in line {error.lineno}: {message}") from None
+        raise TemplateError(f"{what} is wrong in line {error.lineno}: {message}") from None
 
 
-def _render(template: Any, variables: Mapping[str, Any], what: str) -> str:
-    if isinstance(template, str):
+def _render(
+    template: Any, variables: Mapping[str, Any], what: str, *, with_marks: bool = False
+) -> str:
+    is_source = isinstance(template, str)
+    if is_source:
         _check_size(template, what)
     try:
-        return _collect(_compiled(template) if isinstance(template, str) else template, variables)
+        return _collect(_compiled(template, with_marks) if is_source else template, variables)
     except Exception as error:  # of the template, Jinja or the limits
         message = shortened(f"{type(error).__name__}: {error}", 300)
         raise TemplateError(f"{what} failed: {message}") from None
@@ -355,8 +362,8 @@ def _collect(template: Any, variables: Mapping[str, Any]) -> str:
 
 
 @lru_cache(maxsize=16)
-def _compiled(template: str) -> Any:
-    return _environment(strict=False).from_string(template)
+def _compiled(template: str, with_marks: bool) -> Any:
+    return _environment(strict=False, with_marks=with_marks).from_string(template)
 
 
 def _raise_exception(message: str) -> None:
@@ -383,13 +390,14 @@ def _tojson(
 
 
 @cache
-def _environment(*, strict: bool) -> Any:
+def _environment(*, strict: bool, with_marks: bool = False) -> Any:
     """The Jinja environment in which transformers renders chat templates.
 
     Args:
         strict: the environment of templates over columns. A missing variable and a method that is
             not called are errors where they are used, and values are printed as cells are. In chat
             templates a missing variable is an empty text.
+        with_marks: as `render`.
     """
     import jinja2
     from jinja2 import nodes
@@ -398,13 +406,16 @@ def _environment(*, strict: bool) -> Any:
     from jinja2.utils import Namespace
 
     class Generation(Extension):
-        """``{% generation %}`` marks the assistant's text for training; here its body is output."""
+        """``{% generation %}`` marks the assistant's text for training."""
 
         tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Any) -> nodes.Node:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            if with_marks:
+                start, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in MARKS)
+                body = [start, *body, end]
             return nodes.Scope(body).set_lineno(line)
 
     class SafeNamespace(Namespace):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import re
+import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,13 +14,10 @@ import numpy as np
 from jaxllm.common.arguments import checked, checks_flags, is_satisfied
 from jaxllm.common.errors import (
     InputError,
-    TemplateError,
     TokenizerError,
     UnsupportedError,
-    listed,
     quoted,
 )
-from jaxllm.tokenizers import chat_templates
 from jaxllm.tokenizers.batch import (
     FILLERS,
     BatchEncoding,
@@ -39,6 +36,8 @@ from jaxllm.tokenizers.batch import (
     truncate,
     unpadded_rows,
 )
+from jaxllm.tokenizers.chats import Chat, Parts, cut_at, shared_length
+from jaxllm.tokenizers.messages import plain_rows
 from jaxllm.tokenizers.settings import TokenizerSettings, drop_template_files, template_option
 from jaxllm.tokenizers.text_encoder import TextEncoder, TextOptions
 from jaxllm.tokenizers.vocabulary import MAX_TEXT_BYTES, check_text
@@ -425,7 +424,7 @@ class Tokenizer(TextEncoder):
     @checks_flags
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]] | str,
         *,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
@@ -435,7 +434,7 @@ class Tokenizer(TextEncoder):
         padding: Padding = False,
         truncation: Truncation = False,
         max_length: int | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any]] | str | None = None,
         chat_template: str | None = None,
         max_bytes: int = MAX_TEXT_BYTES,
         **kwargs: Any,
@@ -447,7 +446,8 @@ class Tokenizer(TextEncoder):
 
         Args:
             messages: ``{"role": ..., "content": ...}``, and other keys that the template reads; or
-                a list of such conversations.
+                a list of such conversations. A content is a text or a list of parts
+                ``{"type": "text", "text": ...}``.
             add_generation_prompt: append the start of the assistant's turn; None: unless
                 `continue_final_message` (transformers: not).
             continue_final_message: end inside the last message, so that the model goes on with it.
@@ -456,7 +456,7 @@ class Tokenizer(TextEncoder):
             return_dict: return ids and mask, as a call of the tokenizer does (transformers 5: the
                 default).
             padding, truncation, max_length: as for ``__call__``.
-            tools: JSON schemas of functions, for templates with tools.
+            tools: JSON schemas of functions, for templates with tools; a list, or JSON text.
             chat_template: a template, or the name of one of the tokenizer's.
             max_bytes: maximum length of the text that is tokenized, in bytes of UTF-8.
             **kwargs: further variables for the template.
@@ -468,8 +468,6 @@ class Tokenizer(TextEncoder):
         unsupported = _UNSUPPORTED_CHAT_OPTIONS.intersection(kwargs)
         if unsupported:
             raise UnsupportedError(f"apply_chat_template does not take {sorted(unsupported)}")
-        single = not _are_conversations(messages)
-        template = self._select_template(chat_template, tools is not None)
         if continue_final_message and add_generation_prompt:
             raise InputError(
                 "add_generation_prompt cannot be combined with continue_final_message; give one"
@@ -477,16 +475,26 @@ class Tokenizer(TextEncoder):
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         variables = {"add_generation_prompt": add_generation_prompt, "tools": tools, **kwargs}
-        chats: Any = [messages] if single else messages
-        if not tokenize:
-            texts = [
-                self._render(template, each, variables, continue_final_message) for each in chats
-            ]
-            return texts[0] if single else texts
-        rows = [
-            self._chat_ids(template, each, variables, continue_final_message, max_bytes)
-            for each in chats
+        given: Any = messages if isinstance(messages, Sequence) else plain_rows(messages)
+        single = not _are_conversations(given)
+        conversations: dict[str, Any] = {"messages": given}
+        if not single:
+            conversations = {f"messages[{n}]": each for n, each in enumerate(plain_rows(given))}
+        chats = [
+            Chat.of(
+                self.settings,
+                chat_template,
+                each,
+                variables,
+                name=name,
+                continues=continue_final_message,
+            )
+            for name, each in conversations.items()
         ]
+        if not tokenize:
+            texts = [chat.text() for chat in chats]
+            return texts[0] if single else texts
+        rows = [self._encode_chat(chat.parts(self.special_tokens), max_bytes) for chat in chats]
         limit = self._truncation_length(truncation, max_length)
         if limit is not None:
             side = self.truncation_side
@@ -498,71 +506,42 @@ class Tokenizer(TextEncoder):
             batch = ListEncoding(batch.input_ids[0], batch.attention_mask[0])  # pyright: ignore
         return batch if return_dict else batch.input_ids
 
-    def _template_variables(
-        self, messages: Any, variables: Mapping[str, Any], continue_final: bool
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Variables of a template: user input, and all others."""
-        messages = chat_templates.normalized_messages(messages)
-        own: dict[str, Any] = {name: token.content for name, token in self.settings.named.items()}
-        if self.settings.extra:
-            own["additional_special_tokens"] = [t.content for t in self.settings.extra]
-        trusted = {**own, **variables}
-        if continue_final:
-            messages = chat_templates.tagged(messages)
-        untrusted = {"messages": messages, "tools": trusted.pop("tools")}
-        if "documents" in trusted:
-            untrusted["documents"] = trusted.pop("documents")
-        return untrusted, trusted
-
-    def _render(
-        self, template: str, messages: Any, variables: Mapping[str, Any], continue_final: bool
-    ) -> str:
-        untrusted, trusted = self._template_variables(messages, variables, continue_final)
-        text = chat_templates.render(template, {**untrusted, **trusted})
-        return chat_templates.cut(text) if continue_final else text
-
-    def _chat_ids(
+    def marked_tokens(
         self,
-        template: str,
-        messages: Any,
-        variables: Mapping[str, Any],
-        continue_final: bool,
-        max_bytes: int,
-    ) -> list[int]:
-        """Token ids of one conversation."""
-        untrusted, trusted = self._template_variables(messages, variables, continue_final)
-        rendered = chat_templates.render_parts(template, untrusted, trusted, self.special_tokens)
-        if continue_final:
-            rendered = chat_templates.cut_parts(rendered)
-        parts = [rendered] if isinstance(rendered, str) else rendered
-        check_text("".join(p if isinstance(p, str) else p.content for p in parts), max_bytes)
-        if isinstance(rendered, str):
-            return self._encode_texts([rendered])[0]
-        return self._encode_parts(parts)
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Any = None,
+        chat_template: str | None = None,
+    ) -> list[tuple[int, int]]:
+        """The tokens that a chat template marks with ``{% generation %}``, for training.
 
-    def _select_template(self, chat_template: str | None, has_tools: bool) -> str:
-        """The template for a call; what looks like a name has to be one, unlike in transformers."""
-        templates = self.settings.chat_templates
-        if chat_template is not None:
-            if not isinstance(chat_template, str):
-                raise InputError(
-                    f"chat_template: expected a str, found {type(chat_template).__name__}"
-                )
-            if chat_template not in templates and re.fullmatch(r"[\w.-]{1,100}", chat_template):
-                raise InputError(
-                    f"chat_template: {quoted(chat_template)} is no template, which would write the "
-                    "messages, nor the name of one of this tokenizer's: "
-                    + (listed(sorted(templates)) or "it has none")
-                )
-            return templates.get(chat_template, chat_template)
-        if has_tools and "tool_use" in templates:
-            return templates["tool_use"]
-        if "default" not in templates:
-            raise TemplateError(
-                "this tokenizer has no default chat template: pass chat_template="
-                + (f", for example the name of one of {sorted(templates)}" if templates else "...")
-            )
-        return templates["default"]
+        Args:
+            messages, tools, chat_template: as for `apply_chat_template`.
+
+        Returns:
+            For each mark its first token, and the token after its last, among the ids of
+            `apply_chat_template` without a generation prompt. As in transformers, a token that is
+            marked in part belongs to the mark.
+        """
+        variables = {"add_generation_prompt": False, "tools": tools}
+        chat = Chat.of(self.settings, chat_template, messages, variables)
+        parts = chat.parts(self.special_tokens)
+        ids = self._encode_chat(parts)
+        result: list[tuple[int, int]] = []
+        for span in chat.marked_spans():
+            before, until = (self._encode_chat(cut_at(parts, position)) for position in span)
+            shared = shared_length(ids, until)
+            end = shared if shared == len(until) else shared + 1
+            result.append((shared_length(ids, before), end))
+        return result
+
+    def _encode_chat(self, parts: Parts, max_bytes: int = sys.maxsize) -> list[int]:
+        """Token ids of a rendered chat."""
+        if isinstance(parts, str):
+            check_text(parts, max_bytes)
+            return self._encode_texts([parts])[0]
+        check_text("".join(p if isinstance(p, str) else p.content for p in parts), max_bytes)
+        return self._encode_parts(parts)
 
 
 def _text_list(texts: object) -> list[Any]:

@@ -16,7 +16,7 @@ from small_tokenizers import check_streams
 
 import jaxllm
 from jaxllm.tokenizers import AddedToken, FastTokenizer, LlamaTokenizer, Tokenizer, load_tokenizer
-from jaxllm.training.data.formats import ChatFormat
+from jaxllm.training.data.chat_formats import ChatFormat
 
 MASKS = json.loads((DATA / "folder_cases_4.json").read_text())["masks"]
 CHATS = [name for name, case in CASES.items() if "chats" in case]

@@ -333,17 +333,19 @@ def test_a_chat_template_can_be_set(load_fast, tmp_path):
 def test_named_chat_templates_are_kept(load_fast, tmp_path):
     """By name in one file as transformers 4 writes them, or in a folder as 5 does."""
     tokenizer, chat = load_fast("llama2"), [{"role": "user", "content": "hi"}]
-    tokenizer.chat_template = {"default": "plain", "tool_use": "tools"}
+    tools = [{"name": "clock"}]
+    tokenizer.chat_template = {"default": "plain", "tool_use": "{{ tools[0].name }}"}
     tokenizer.add_tokens("<new>")
     tokenizer.save_pretrained(tmp_path)
     templates = tmp_path / "additional_chat_templates"
-    for default, tool in (("plain", "tools"), ("of a file", "of a folder")):
+    for default, tool in (("plain", "clock"), ("of a file", "of a folder: clock")):
         again = load_tokenizer(tmp_path)
         assert again is not None
         assert again.apply_chat_template(chat, tokenize=False) == default
-        assert again.apply_chat_template(chat, tokenize=False, tools=[]) == tool
+        assert again.apply_chat_template(chat, tokenize=False, tools=tools) == tool
+        assert again.apply_chat_template(chat, tokenize=False, tools=[]) == default
         templates.mkdir(exist_ok=True)
-        (templates / "tool_use.jinja").write_text("of a folder")
+        (templates / "tool_use.jinja").write_text("of a folder: {{ tools[0].name }}")
         (tmp_path / "chat_template.jinja").write_text("of a file")
     again.save_pretrained(tmp_path / "saved")
     names = {path.name for path in (tmp_path / "saved").rglob("*.jinja")}

@@ -25,10 +25,10 @@ from jaxllm.serve.http.tool_calls import (
     START,
     ToolCall,
     split_tool_calls,
-    template_messages,
     tool_names,
 )
 from jaxllm.serve.live_run import TokenLogprob
+from jaxllm.tokenizers.messages import read_tools
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 _LOG = logging.getLogger("jaxllm.serve")
@@ -317,7 +317,7 @@ class ChatAnswer(Answer):
     def __init__(self, state: ServerState, request: ChatRequest, usage: Usage) -> None:
         super().__init__(state, request, usage)
         has_tools = request.tools is not None and request.tool_choice != "none"
-        self._tools = tool_names(request.tools or ()) if has_tools else []
+        self._tools = tool_names(read_tools(request.tools) or ()) if has_tools else []
         self._held: dict[int, str] = {}
         if request.max_completion_tokens is not None:
             self.limit_field = "max_completion_tokens"
@@ -409,10 +409,10 @@ def chat_ids(state: ServerState, request: Any, with_tools: bool) -> list[int]:
     """
     options = dict(getattr(request, "chat_template_kwargs", None) or {})
     if with_tools:
-        options["tools"] = list(request.tools)
+        options["tools"] = request.tools
     ids = state.tokenize(
         "apply_chat_template",
-        template_messages(request.messages),
+        request.messages,
         max_bytes=state.limits.body_bytes,
         **options,
     )

@@ -169,7 +169,8 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = 0
-    tools: Annotated[tuple[dict[str, Any], ...] | None, "a list of tools"] = None
+    tools: Annotated[str | tuple[Any, ...] | dict[str, Any] | None, "a list of tools"] = None
+    """A list of tools, or JSON text of one."""
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: bool = True
     """False: the answer has at most one call, the first."""
@@ -254,11 +255,14 @@ class TokenizeRequest:
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[tuple[dict[str, Any], ...] | None, "a list of messages"] = None
+    tools: Annotated[str | tuple[Any, ...] | dict[str, Any] | None, "a list of tools"] = None
     add_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("prompt: give prompt or messages")
+        if self.tools is not None and self.messages is None:
+            raise ValueError("tools: have no effect without messages")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -270,7 +270,7 @@ async def tokenize(call: HttpCall) -> Response:
     state = call.state
     state.check_model(request.model)
     if request.messages is not None:
-        ids = await state.in_thread(chat_ids, state, request, False)
+        ids = await state.in_thread(chat_ids, state, request, request.tools is not None)
     else:
         encode = functools.partial(
             state.tokenize,

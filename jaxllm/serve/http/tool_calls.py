@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from jaxllm.common.errors import InputError, quoted
+from jaxllm.common.errors import InputError
 
 START = "<tool_call>"
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
@@ -86,53 +86,3 @@ def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
             raise InputError(f"tools[{number}]: expected a function with a name")
         names.append(name)
     return names
-
-
-def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat templates read them: content as a string, arguments of calls as objects.
-
-    Raises:
-        InputError: content is neither text nor parts of text, or missing in another message than
-            the assistant's.
-    """
-    return [_template_message(number, message) for number, message in enumerate(messages)]
-
-
-def _template_message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    result = dict(message)
-    content = message.get("content")
-    if not isinstance(message.get("role"), str):
-        raise InputError(f"messages[{number}].role: expected a string")
-    if isinstance(content, list):
-        for part in content:
-            if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-                raise InputError(
-                    f"messages[{number}].content: expected parts of type text; this server takes "
-                    "no images, audio or files"
-                )
-        result["content"] = "".join(part["text"] for part in content)
-    elif content is None and message["role"] == "assistant":  # it may have nothing but calls
-        result["content"] = ""
-    elif not isinstance(content, str):
-        found = "none" if content is None else quoted(content)
-        raise InputError(f"messages[{number}].content: expected a string, found {found}")
-    calls = message.get("tool_calls")
-    if calls is not None:
-        if not isinstance(calls, list):
-            raise InputError(f"messages[{number}].tool_calls: expected a list of calls")
-        result["tool_calls"] = [_template_call(number, call) for call in calls]
-    return result
-
-
-def _template_call(number: int, call: Any) -> dict[str, Any]:
-    where = f"messages[{number}].tool_calls"
-    try:
-        function = dict(call["function"])
-        if isinstance(function["arguments"], str):
-            function["arguments"] = json.loads(function["arguments"])
-    except (KeyError, TypeError, ValueError, RecursionError):
-        raise InputError(
-            f"{where}: expected calls with function.name and function.arguments, a JSON object as "
-            "text"
-        ) from None
-    return {**call, "function": function}

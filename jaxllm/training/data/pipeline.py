@@ -23,6 +23,7 @@ from jaxllm.parallel.sharding import constrain, use_mesh
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.translation_tokenizers import WithLanguages
 from jaxllm.training.data.batches import Batches, EpochBatches, rows_of_process
+from jaxllm.training.data.chat_formats import ChatFormat, GeneratedFormat, preference_format
 from jaxllm.training.data.config import (
     DataConfig,
     ModelInfo,
@@ -37,14 +38,11 @@ from jaxllm.training.data.examples import (
     encode_rows,
 )
 from jaxllm.training.data.formats import (
-    ChatFormat,
     ClassificationFormat,
-    GeneratedFormat,
     PromptCompletionFormat,
     Seq2SeqFormat,
     TextFormat,
     labels_of,
-    preference_format,
 )
 from jaxllm.training.data.plan import Planner
 from jaxllm.training.data.rows import (

@@ -8,10 +8,10 @@ import paths
 import pytest
 
 from jaxllm.checkpoint.gguf.reader import GGUFFile
-from jaxllm.common.errors import DataError, TemplateError
+from jaxllm.common.errors import ConfigError, DataError, InputError, TemplateError
 from jaxllm.tokenizers import FastTokenizer, tokenizer_from_gguf
 from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
-from jaxllm.training.data.formats import ChatFormat
+from jaxllm.training.data.chat_formats import ChatFormat
 
 DATA = paths.DATA / "tokenizers"
 TEMPLATES = json.loads((DATA / "chat_templates.json").read_text(encoding="utf-8"))
@@ -84,7 +84,6 @@ def test_what_stands_before_an_answer_is_the_prompt_of_generation(smollm2):
         ("llama2", "</s>"),
         ("zephyr", "</s>"),
         ("phi", "</s>"),
-        ("reasoning", "<|im_end|>"),
     ],
 )
 def test_templates(name, end):
@@ -155,13 +154,13 @@ def test_failing_template():
     [
         ({"messages": turns("a")}, "no message of the assistant"),
         ({"messages": []}, "no message of the assistant"),
-        ({"messages": "hi"}, "messages: expected list"),
-        ({"messages": [{"content": "a"}]}, r"messages\[0\]: expected an object with a role"),
+        ({"messages": "hi"}, "messages: not JSON"),
+        ({"messages": [{"content": "a"}]}, r"messages\[0\].role: expected the name of a role"),
         ({"chat": []}, "messages: no such field"),
     ],
 )
 def test_wrong_conversations(row, message):
-    with pytest.raises(DataError, match=message):
+    with pytest.raises((DataError, InputError), match=message):
         ChatFormat(tokenizer_with("smollm2"), (), "messages")(row)
 
 
@@ -171,3 +170,80 @@ def test_tools_reach_the_template():
     example = encode({"messages": turns("a", "b"), "tools": [{"name": "clock"}]})
     assert "clock" in encode.tokenizer.decode(example.input_ids)
     assert learnt_texts(encode.tokenizer, example) == ["b<|im_end|>"]
+
+
+MESSAGES = json.loads((DATA / "message_cases.json").read_text(encoding="utf-8"))
+MARKS = MESSAGES["templates"]["phi"]
+
+
+def test_marks_say_what_is_learned():
+    """A template whose prefixes end otherwise than the whole, so that no answer can be searched."""
+    for case in MESSAGES["cases"]:
+        if case["style"] == "phi":
+            tokenizer, example = chat_with(MARKS, case["messages"])
+            assert example.input_ids.tolist() == case["ids"]
+            learned = (example.labels != -100).astype(int).tolist()
+            assert learned == case["assistant_mask"]
+    chat = turns("a", "b", "c", "d")
+    tokenizer, example = chat_with(MARKS, chat, train_on="last")
+    assert learnt_texts(tokenizer, example) == ["d</s>"]
+    with pytest.raises(DataError, match="writes the messages before this one"):
+        chat_with(MARKS.replace("{% generation %}", "").replace("{% endgeneration %}", ""), chat)
+
+
+@pytest.mark.parametrize("template", [MARKS, TEMPLATES["chatml"]["template"]])
+def test_weights(template):
+    end = "</s>" if template == MARKS else "<|im_end|>"
+
+    def learned(*weights: object, train_on="all") -> list[str]:
+        chat = turns("a", "b", "c", "d", "e", "f")
+        for message, weight in zip(chat[1::2], weights, strict=True):
+            message["weight"] = weight
+        return [
+            text.removesuffix(end)
+            for text in learnt_texts(*chat_with(template, chat, train_on=train_on))
+        ]
+
+    assert learned(1, 1, None) == ["b", "d", "f"]
+    assert learned(0, 1, 0) == ["d"]
+    assert learned(1.0, 0.0, 1) == ["b", "f"]
+    assert learned(1, 0, 0) == ["b"]
+    assert learned(1, 1, 0, train_on="last") == []
+    assert learned(0, 0, 1, train_on="last") == ["f"]
+    for wrong in (2, 0.5, -1, "0", True, [0]):
+        with pytest.raises(DataError, match=r"messages\[5\].weight: expected 0 or 1, found"):
+            learned(1, 1, wrong)
+
+
+@pytest.mark.parametrize("mark", ["train", "loss_mask", "trainable"])
+def test_other_marks_name_the_weight(mark):
+    chat = turns("a", "b")
+    chat[1][mark] = False
+    with pytest.raises(DataError, match=rf"messages\[1\].{mark}: is not read; write weight: 0"):
+        chat_with(TEMPLATES["chatml"]["template"], chat)
+
+
+def test_the_weight_does_not_reach_the_template():
+    template = "{% for m in messages %}{{ m | tojson }}<|im_end|>{% endfor %}"
+    chat = turns("a", "b")
+    chat[1]["weight"] = 1
+    tokenizer, example = chat_with(template, chat)
+    assert "weight" not in tokenizer.decode(example.input_ids)
+
+
+def test_marks_without_the_end_are_named_before_the_run():
+    """Its model would never learn to stop."""
+    with pytest.raises(ConfigError, match="leave out the token that ends a message"):
+        ChatFormat(tokenizer_with("reasoning"), (), "messages")
+
+
+def test_the_answer_to_evaluate_is_one_that_is_learned():
+    encode = ChatFormat(tokenizer_with("chatml"), (), "messages")
+    chat = turns("a", "b", "c", "d")
+    chat[3]["weight"] = 0
+    ids, reference = encode.prompt_of({"messages": chat})
+    assert (ids, reference) == (encode.tokenizer.apply_chat_template(chat[:1]), "b")
+    with pytest.raises(DataError, match="no message of the assistant, or all have weight 0"):
+        encode.prompt_of({"messages": chat[2:]})
+    parts = [{"type": "text", "text": "d"}, {"type": "text", "text": "e"}]
+    assert encode.prompt_of({"messages": [*turns("a"), {**chat[1], "content": parts}]})[1] == "de"

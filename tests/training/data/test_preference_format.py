@@ -40,6 +40,8 @@ def learnt(sequence: Any) -> str:
 TEXTS = {"prompt": "2+2=", "chosen": "4", "rejected": "five"}
 EXPLICIT = {"prompt": [user("2+2")], "chosen": [assistant("4")], "rejected": [assistant("five")]}
 IMPLICIT = {name: [user("2+2"), *EXPLICIT[name]] for name in ("chosen", "rejected")}
+TEXT_PROMPT = {**EXPLICIT, "prompt": "2+2"}
+REPEATED = {**IMPLICIT, "prompt": "2+2"}  # as in ultrafeedback_binarized
 
 
 @pytest.mark.parametrize(
@@ -48,8 +50,10 @@ IMPLICIT = {name: [user("2+2"), *EXPLICIT[name]] for name in ("chosen", "rejecte
         (TEXTS, {}, "2+2="),
         (EXPLICIT, {"chat_template": TEMPLATE}, "u:2+2<|endoftext|>a:"),
         (IMPLICIT, {"chat_template": TEMPLATE}, "u:2+2<|endoftext|>a:"),
+        (TEXT_PROMPT, {"chat_template": TEMPLATE}, "u:2+2<|endoftext|>a:"),
+        (REPEATED, {"chat_template": TEMPLATE}, "u:2+2<|endoftext|>a:"),
     ],
-    ids=["texts", "messages", "messages without a prompt"],
+    ids=["texts", "messages", "messages without a prompt", "text and messages", "repeated text"],
 )
 def test_only_the_answers_are_learnt(row: dict[str, Any], fields: dict[str, Any], begins: str):
     results = examples(row, **fields)
@@ -103,9 +107,10 @@ def test_equal_answers_are_left_out():
     [
         ({"chosen": "a", "rejected": "b"}, "prompt: no such field"),
         ({**TEXTS, "rejected": 4}, "rejected: expected str, found '4'"),
-        ({**EXPLICIT, "rejected": "five"}, "rejected: expected list, found 'five'"),
+        ({**EXPLICIT, "rejected": "five"}, "rejected: not JSON"),
         ({"chosen": [user("a")], "rejected": [user("b")]}, "there is no common prompt"),
         ({**EXPLICIT, "chosen": [user("a")]}, "prompt and answer: no message of the assistant"),
+        ({**REPEATED, "prompt": "3+3"}, "begins with another message of the user"),
     ],
 )
 def test_rows_that_are_no_preferences(row: dict[str, Any], message: str):

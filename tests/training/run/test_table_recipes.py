@@ -14,7 +14,7 @@ import jaxllm
 from jaxllm.common.errors import ConfigError, DataError, RunError
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.data import DataConfig, ModelInfo
-from jaxllm.training.data.formats import messages_of
+from jaxllm.training.data.chat_formats import messages_of
 from jaxllm.training.data.pipeline import check_fields, read_examples, rows_of
 from jaxllm.training.monitor.report import Curve, svg_chart
 from jaxllm.training.run.recipe import Evaluation, ModelSource, read_recipe
