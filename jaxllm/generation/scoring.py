@@ -222,7 +222,8 @@ def read_pairs(
     completion_mask: TokenRows | None,
 ) -> list[Pair]:
     """Checks the arguments of `score` and builds the pairs."""
-    if isinstance(prompts, Sequence) and len(prompts) and isinstance(prompts[0], str):
+    is_list = isinstance(prompts, Sequence) and not isinstance(prompts, str)
+    if is_list and len(prompts) and isinstance(prompts[0], str):
         raise InputError("prompts: texts need a tokenizer: score(model, texts, texts, tokenizer)")
     model = checked_generative(model, "score")
     # Inside the caller's jit even a constant is traced.

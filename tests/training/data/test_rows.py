@@ -150,5 +150,5 @@ def test_sequence_rows_are_checked():
 
 def test_datasets_is_an_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingExtraError, match=r"jaxllm\[datasets\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install .*\[datasets\]"):
         dataset_rows("some/name")

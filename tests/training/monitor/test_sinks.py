@@ -104,7 +104,7 @@ def test_a_missing_package_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make, module: str, extra: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingExtraError, match=rf"{module}: pip install 'jaxllm\[{extra}\]'"):
+    with pytest.raises(MissingExtraError, match=rf"{module}: pip install .*\[{extra}\]'"):
         make(tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
