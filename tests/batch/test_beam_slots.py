@@ -81,7 +81,6 @@ def test_beams_go_on_while_a_better_one_may_come():
     rows = [{"input_ids": ids, **fields} for ids in prompts]
     outputs = BatchGenerator(model("llama"), slots=2).generate(rows)
     assert [output.finish_reasons for output in outputs] == [("length",)] * 3
-    assert differences(model("llama"), rows, outputs)[0] == []
 
 
 @pytest.mark.slow
