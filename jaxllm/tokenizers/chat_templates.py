@@ -25,7 +25,7 @@ import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cache, lru_cache
 from typing import Any
@@ -87,6 +87,17 @@ def cut_parts(parts: str | Sequence[str | AddedToken]) -> str | list[str | Added
         if isinstance(part, str) and TAG.strip() in part:
             return [*parts[:number], cut(part)]
     return [cut("")]
+
+
+def prepare(template: str, special: Iterable[str]) -> None:
+    """Compiles a chat template and what finds special tokens, for processes that are forked later.
+
+    Raises:
+        TemplateError: the template's syntax is wrong, or it is too long.
+    """
+    parse_chat_template(template)
+    _compiled(template, False)
+    _token_finder(tuple(special))
 
 
 def render(template: str, variables: Mapping[str, Any], *, with_marks: bool = False) -> str:
@@ -362,7 +373,7 @@ def _collect(template: Any, variables: Mapping[str, Any]) -> str:
 
 
 @lru_cache(maxsize=16)
-def _compiled(template: str, with_marks: bool) -> Any:
+def _compiled(template: str, with_marks: bool, /) -> Any:
     return _environment(strict=False, with_marks=with_marks).from_string(template)
 
 

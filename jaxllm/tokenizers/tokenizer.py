@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal, Self, TypedDict, Unpack, cast, overload
 
@@ -14,6 +14,7 @@ import numpy as np
 from jaxllm.common.arguments import checked, checks_flags, is_satisfied
 from jaxllm.common.errors import (
     InputError,
+    TemplateError,
     TokenizerError,
     UnsupportedError,
     quoted,
@@ -36,9 +37,11 @@ from jaxllm.tokenizers.batch import (
     truncate,
     unpadded_rows,
 )
+from jaxllm.tokenizers.chat_templates import prepare
 from jaxllm.tokenizers.chats import Chat, Parts, cut_at, shared_length
 from jaxllm.tokenizers.messages import plain_rows
 from jaxllm.tokenizers.settings import TokenizerSettings, drop_template_files, template_option
+from jaxllm.tokenizers.template_analysis import template_reads
 from jaxllm.tokenizers.text_encoder import TextEncoder, TextOptions
 from jaxllm.tokenizers.vocabulary import MAX_TEXT_BYTES, check_text
 
@@ -534,6 +537,13 @@ class Tokenizer(TextEncoder):
             end = shared if shared == len(until) else shared + 1
             result.append((shared_length(ids, before), end))
         return result
+
+    def prepare_chats(self) -> None:
+        """Compiles the chat templates, so that processes which are forked later need not."""
+        for template in self.settings.chat_templates.values():
+            with suppress(TemplateError):
+                prepare(template, self.special_tokens)
+                template_reads(template)
 
     def _encode_chat(self, parts: Parts, max_bytes: int = sys.maxsize) -> list[int]:
         """Token ids of a rendered chat."""
