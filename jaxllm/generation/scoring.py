@@ -327,11 +327,11 @@ def token_rows(
     """The real tokens of each row, as int32."""
     checked_iterable(rows, name, "a list of rows of token ids")
     masks = None if mask is None else checked_list(mask, mask_name)
-    rows = list(rows)
-    if masks is not None and len(masks) != len(rows):
-        raise InputError(f"{mask_name}: {len(masks)} rows, but {name} has {len(rows)}")
+    given_rows = list(rows)
+    if masks is not None and len(masks) != len(given_rows):
+        raise InputError(f"{mask_name}: {len(masks)} rows, but {name} has {len(given_rows)}")
     token_ids = []
-    for i, row in enumerate(rows):
+    for i, row in enumerate(given_rows):
         ids = on_host(f"{name}[{i}]", row)
         if ids.size == 0:
             ids = ids.astype(np.int32)

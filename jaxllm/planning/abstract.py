@@ -249,7 +249,7 @@ def operand_shares(eqn: core.JaxprEqn) -> list[float]:
     if eqn.primitive.name == "cond":
         branches = [_all_shares(branch) for branch in parameters["branches"]]
         return [1.0, *(max(shares) for shares in zip(*branches, strict=True))]
-    inner = [x for x in parameters.values() if isinstance(x, core.Jaxpr | core.ClosedJaxpr)]
+    inner = [x for x in parameters.values() if isinstance(_open(x), core.Jaxpr)]
     if len(inner) == 1 and len(_open(inner[0]).invars) == count:
         return _all_shares(inner[0])
     return [1.0] * count
@@ -260,4 +260,5 @@ def _all_shares(jaxpr: Any) -> list[float]:
 
 
 def _open(jaxpr: Any) -> Any:
-    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+    """The jaxpr of a closed one. JAX 0.12 has one class for both."""
+    return getattr(jaxpr, "jaxpr", jaxpr)

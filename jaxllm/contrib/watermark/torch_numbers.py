@@ -179,7 +179,7 @@ def _ends_on_host(parent: np.ndarray) -> np.ndarray:
 def _outputs_on_host(seed: int, count: int) -> np.ndarray:
     # NumPy's RandomState is frozen and seeds the same generator in the same way.
     generator = np.random.RandomState(seed % 2**32)
-    return generator.randint(0, 2**32, count, np.uint32).astype(np.int64)
+    return generator.randint(0, 2**32, count, dtype=np.uint32).astype(np.int64)
 
 
 def _outputs(seed: UInt32[Array, ""], count: int) -> UInt32[Array, " count"]:

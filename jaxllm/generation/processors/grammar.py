@@ -183,7 +183,8 @@ def _processor(
             f"{name}: `eos_token_id` must name tokens of the tokenizer, since a text ends with one,"
             f" but is {eos!r}"
         )
-    wrapped, vocabulary = _wrapped_tokenizer(tokenizer, tuple(map(int, ends)))
+    end_ids = tuple(map(int, ends))
+    wrapped, vocabulary = _wrapped_tokenizer(tokenizer, end_ids)
     several = isinstance(sources, Sequence) and not isinstance(sources, str)
     grammars = []
     for source in sources if several else [sources]:
@@ -194,7 +195,7 @@ def _processor(
         failed, messages = matcher.validate_grammar_with_warnings(text, wrapped)
         if failed:
             raise InputError(f"{name}: {messages[0].strip()}")
-        grammars.append(Grammar(matcher(wrapped, text), frozenset(ends), vocabulary))
+        grammars.append(Grammar(matcher(wrapped, text), frozenset(end_ids), vocabulary))
     if not grammars:
         raise InputError(f"{name}: the list of grammars is empty: give one for each prompt")
     return GrammarLogitsProcessor(grammars, tokenizer, prompt_len)
