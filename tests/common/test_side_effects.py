@@ -65,5 +65,5 @@ def test_text_in_place_of_ids_names_the_tokenizer(text):
 
 
 def test_text_in_place_of_ids_in_scores():
-    with pytest.raises(InputError, match=r"^prompts\[0\]: .*; encode it with tokenizer.encode"):
+    with pytest.raises(InputError, match=r"^prompts: texts need a tokenizer: score\(model"):
         jaxllm.score(tiny.cached("llama"), ["Once"], [[5]])

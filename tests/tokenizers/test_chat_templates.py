@@ -275,7 +275,7 @@ def nested(levels: int, copies: int) -> list:
     return value
 
 
-@pytest.mark.in_ci("messages4-more than 262144 values")
+@pytest.mark.in_ci("messages5-more than 262144 values")
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
