@@ -117,7 +117,12 @@ def _text_generation(
     def text_of(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)
 
-    prompts = [_prompt_ids(tokenizer, each, pipe.prefix) for each in inputs]
+    prompts: list[list[int]] = []
+    for number, each in enumerate(inputs):
+        try:
+            prompts.append(_prompt_ids(tokenizer, each, pipe.prefix))
+        except InputError as error:
+            raise InputError(f"inputs[{number}]: {error}") from None
     sequences = _generate(pipe, prompts, key, fields)
     for prompt, ids_of_prompt, rows in zip(inputs, prompts, sequences, strict=True):
         # The answer begins with a space that decoding it alone would lose.

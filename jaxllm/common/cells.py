@@ -25,6 +25,7 @@ class Cells(Mapping[str, Any]):
 
     Args:
         raw: Python values or Arrow scalars.
+        drops_nulls: as `plain_value`.
 
     Raises:
         CellError: raised by access to a cell that cannot be read; names the column.
@@ -33,13 +34,13 @@ class Cells(Mapping[str, Any]):
     'Why?'
     """
 
-    def __init__(self, raw: Mapping[str, Any]) -> None:
-        self.raw = raw
+    def __init__(self, raw: Mapping[str, Any], *, drops_nulls: bool = False) -> None:
+        self.raw, self._drops_nulls = raw, drops_nulls
 
     def __getitem__(self, name: str) -> Any:
         value = self.raw[name]
         try:
-            return plain_value(value)
+            return plain_value(value, drops_nulls=self._drops_nulls)
         except CellError as error:
             raise CellError(f"column {name!r}: {error}") from None
 

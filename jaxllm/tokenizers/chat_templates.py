@@ -315,26 +315,25 @@ def compile_row_template(tree: Any) -> Any:
 
 
 def parse_chat_template(template: str) -> Any:
-    """The syntax tree of a chat template.
+    """The syntax tree of a chat template, with `MARKS` as texts.
 
     Raises:
         TemplateError: its syntax is wrong, or it is too long.
     """
-    return _parse(template, "the chat template", strict=False)
+    return _parse(template, "the chat template", _environment(strict=False, with_marks=True))
 
 
 def parse_row_template(template: str) -> tuple[Any, frozenset[str]]:
     """The syntax tree of a template over columns, and the names that every template has."""
-    tree = _parse(template, "the template", strict=True)
-    names = _environment(strict=True).globals
-    return tree, frozenset(name for name in names if not name.startswith(CALLED))
+    environment = _environment(strict=True)
+    names = frozenset(name for name in environment.globals if not name.startswith(CALLED))
+    return _parse(template, "the template", environment), names
 
 
-def _parse(template: str, what: str, *, strict: bool) -> Any:
+def _parse(template: str, what: str, environment: Any) -> Any:
     import jinja2
 
     _check_size(template, what)
-    environment = _environment(strict=strict)
     try:
         environment.compile(template)  # also finds unknown filters and tests
         return environment.parse(template)

@@ -11,7 +11,7 @@ from typing import Any
 from jaxllm.common.errors import InputError, TemplateError, listed, quoted
 from jaxllm.tokenizers import chat_templates
 from jaxllm.tokenizers.added_tokens import AddedToken
-from jaxllm.tokenizers.messages import read_messages, read_tools, shows_parts, template_forms
+from jaxllm.tokenizers.messages import is_whole, read_messages, read_tools, template_forms
 from jaxllm.tokenizers.settings import TokenizerSettings
 from jaxllm.tokenizers.template_analysis import template_reads
 
@@ -74,6 +74,7 @@ class Chat:
         own: dict[str, Any] = {key: token.content for key, token in settings.named.items()}
         if settings.extra:
             own["additional_special_tokens"] = [token.content for token in settings.extra]
+        read = read_messages(messages, name)
         chats = [
             cls(
                 source,
@@ -81,17 +82,17 @@ class Chat:
                 {**own, **variables},
                 continues,
             )
-            for form in template_forms(read_messages(messages, name), reads, name)
+            for form in template_forms(read, reads, name)
         ]
         if len(chats) == 1:
             return chats[0]
-        return next((each for each in chats if each._is_whole()), chats[0])
+        return next((each for each in chats if each._shows(read)), chats[0])
 
-    def _is_whole(self) -> bool:
-        """True if the template takes the messages in this form, and writes all their texts."""
+    def _shows(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """True if the template takes this form of the messages, and writes all their texts."""
         with contextlib.suppress(TemplateError):
             text = chat_templates.render(self.template, {**self.untrusted, **self.trusted})
-            return shows_parts(text, self.untrusted["messages"])
+            return is_whole(text, messages, self.untrusted["messages"])
         return False
 
     def text(self) -> str:

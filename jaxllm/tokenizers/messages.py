@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
+
+import numpy as np
 
 from jaxllm.common.cells import plain_value
 from jaxllm.common.errors import InputError, quoted
@@ -98,8 +100,8 @@ def template_forms(
 
     There are further forms, since templates treat their messages differently: they loop over the
     parts of the user's messages but write a system message as it is, fail on a null that they test
-    for elsewhere, or write arguments as they are. Then parts are joined, null is removed or an
-    empty text, and arguments are JSON text.
+    for elsewhere, or write arguments as they are. Then parts are joined, in the system message or
+    in all, null is removed or an empty text, and arguments are JSON text.
 
     Args:
         messages: from `read_messages`.
@@ -115,7 +117,9 @@ def template_forms(
             "does, or leave them out"
         )
     has_parts = any(isinstance(content, list) for content in contents)
-    joins = [False, True] if has_parts and reads.parts and reads.text else [not reads.parts]
+    joins: list[Collection[str] | None] = [() if reads.parts else None]  # None: of all roles
+    if has_parts and reads.parts and reads.text:
+        joins = [(), ("system", "developer"), None]
     nulls = [*([None] if reads.null_content else ()), _LEFT_OUT, ""] if None in contents else [None]
     texts = [False, True] if calls else [False]
     for null, as_text, joined in itertools.product(nulls, texts, joins):
@@ -123,11 +127,12 @@ def template_forms(
         for message, content in zip(messages, contents, strict=True):
             if content is None:
                 content = null
-            elif isinstance(content, list) and joined:
+            elif isinstance(content, list) and (joined is None or message["role"] in joined):
                 content = text_content(message)
             elif isinstance(content, str) and not reads.text:
                 content = [{"type": "text", "text": content}]
             formed = {**message, "content": content}
+            formed.pop("weight", None)  # for training alone
             if content is _LEFT_OUT:
                 del formed["content"]
             if "tool_calls" in message:
@@ -147,11 +152,19 @@ def _formed(call: Message, as_text: bool) -> dict[str, Any]:
     return {**call, "function": function} if "function" in call else function
 
 
-def shows_parts(text: str, messages: Sequence[Message]) -> bool:
-    """True if a rendered conversation has the texts of all parts, and none as Python writes it."""
-    parts = [p for message in messages for p in message.get("content") or () if isinstance(p, dict)]
-    is_whole = all(part["text"].strip() in text for part in parts)
-    return is_whole and not any(str(part) in text for part in parts)
+def is_whole(text: str, messages: Sequence[Message], form: Sequence[Message]) -> bool:
+    """True if a rendered conversation has the texts of all parts, and no object as Python shows it.
+
+    Args:
+        messages: the conversation from `read_messages`.
+        form: the form of it that was rendered.
+    """
+    parts = [part for each in messages for part in each.get("content") or () if part is not None]
+    texts = [part["text"].strip() for part in parts if isinstance(part, dict)]
+    calls = [call.get("function", call) for each in form for call in each.get("tool_calls", ())]
+    shown = [*parts, *(call["arguments"] for call in calls)]
+    as_python = [str(each) for each in shown if isinstance(each, dict) and each]
+    return all(each in text for each in texts) and not any(each in text for each in as_python)
 
 
 def text_content(message: Message) -> str | None:
@@ -166,9 +179,14 @@ def text_content(message: Message) -> str | None:
     return "".join(part["text"] for part in content)
 
 
+def is_arrow_data(rows: object) -> bool:
+    """True for a data set of `datasets`, and for a column of one."""
+    return type(rows).__module__.partition(".")[0] == "datasets"
+
+
 def plain_rows(rows: Iterable[T]) -> Iterable[T | Any]:
     """Rows or conversations; those of a data set or its column without the null keys of Arrow."""
-    if type(rows).__module__.partition(".")[0] != "datasets":
+    if not is_arrow_data(rows):
         return rows
     return (
         {name: plain_value(cell, drops_nulls=True) for name, cell in row.items()}
@@ -215,13 +233,13 @@ def _read_content(content: object, where: str) -> str | list[dict[str, Any]]:
         raise InputError(f"{where}: expected a text or a list of parts, found {_kind(content)}")
     parts: list[dict[str, Any]] = []
     for number, part in enumerate(items):
-        given: dict[str, Any] = dict(part) if isinstance(part, Mapping) else {}
+        items_given = part.items() if isinstance(part, Mapping) else ()
+        given = {key: value for key, value in items_given if value is not None}
         if given.get("type", "text") not in _TEXT_PARTS or not isinstance(given.get("text"), str):
             raise InputError(
                 f"{where}[{number}]: expected a part of type text, found {_kind(part)}; images, "
                 "audio and files are not supported"
             )
-        given = {key: value for key, value in given.items() if value is not None}
         parts.append({**given, "type": "text"})
     return parts
 
@@ -277,7 +295,9 @@ def _kind(value: object) -> str:
 
 
 def _listed(value: object) -> Sequence[Any] | None:
-    """The value, if it is a list or another sequence that is no text; else None."""
+    """The value, if it is a list, an array, or another sequence that is no text; else None."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
         return value
     return None

@@ -8,17 +8,17 @@ tools. The findings decide in which form `messages.py` passes a conversation to 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from jaxllm.tokenizers.chat_templates import parse_chat_template
+from jaxllm.tokenizers.chat_templates import MARKS, parse_chat_template
 
-_MARK = re.compile(r"\{%[-+]?\s*generation\b")
 _DEFAULT_FILTERS = ("default", "d")
-_LIST_FILTERS = ("selectattr", "rejectattr", "map", "groupby")
-"""Filters over the items of a list of objects."""
+_LIST_FILTERS = frozenset(
+    ("selectattr", "rejectattr", "map", "groupby", "list", "reverse", "sort", "first", "last")
+)
+"""Filters over the items of a list."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class TemplateReads:
         text: it takes a content that is a text; true for all templates that do not read parts.
         null_content: it tests whether a content is none.
         tools: it reads the variable `tools`.
-        calls: it reads the calls of a message, or writes whole messages as JSON.
+        calls: it reads `tool_calls`, or writes whole messages as JSON.
         marks: it marks what the assistant says with ``{% generation %}``.
     """
 
@@ -63,15 +63,32 @@ def template_reads(template: str) -> TemplateReads:
     while known < len(search.aliases):  # until no further variable is found that holds a content
         known = len(search.aliases)
         search.visit(tree, frozenset(search.aliases))
-    loaded = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "load"}
     return TemplateReads(
         parts="parts" in search.uses,
         text="parts" not in search.uses or "text" in search.uses,
         null_content="none" in search.uses,
-        tools="tools" in loaded,
-        calls="tool_calls" in template or "tojson" in template,
-        marks=_MARK.search(template) is not None,
+        tools="tools" in _loaded(tree),
+        calls="tool_calls" in template or _writes_messages(tree),
+        marks=any(each.data == MARKS[0] for each in tree.find_all(nodes.TemplateData)),
     )
+
+
+def _writes_messages(tree: Any) -> bool:
+    """True if a template makes JSON of whole messages."""
+    from jinja2 import nodes
+
+    loops = (loop for loop in tree.find_all(nodes.For) if "messages" in _loaded(loop.iter))
+    names = {"messages", *(name for loop in loops for name in _stored(loop.target))}
+    filters = (each for each in tree.find_all(nodes.Filter) if each.name == "tojson")
+    return any(isinstance(each.node, nodes.Name) and each.node.name in names for each in filters)
+
+
+def _loaded(node: Any) -> set[str]:
+    """The names that an expression or a template reads."""
+    from jinja2 import nodes
+
+    own = [node] if isinstance(node, nodes.Name) else []
+    return {each.name for each in (*own, *node.find_all(nodes.Name)) if each.ctx == "load"}
 
 
 class _ContentSearch:
@@ -96,7 +113,8 @@ class _ContentSearch:
         held = [child for child in node.iter_child_nodes() if self._holds(child, names)]
         match node:
             case nodes.For():
-                if node.iter in held:
+                sliced = isinstance(node.iter, nodes.Getitem) and node.iter.node
+                if node.iter in held or (sliced and self._holds(sliced, names)):
                     self.uses.add("parts")
                 self.visit(node.iter, names)
                 inner = names.difference(_stored(node.target))
@@ -105,6 +123,11 @@ class _ContentSearch:
                 return
             case nodes.Macro():
                 self._macros[node.name] = [each.name for each in node.args]
+                pairs = zip(node.args[::-1], node.defaults[::-1], strict=False)
+                self.aliases.update(key.name for key, value in pairs if value in held)
+            case nodes.With():
+                pairs = zip(node.targets, node.values, strict=True)
+                self.aliases.update(*(_stored(key) for key, value in pairs if value in held))
             case nodes.Assign() if held:
                 self.aliases.update(_stored(node.target))
             case nodes.Call(node=nodes.Name(name=name)) if name in self._macros:
@@ -139,11 +162,7 @@ class _ContentSearch:
         """True for ``content[0]`` and the like."""
         from jinja2 import nodes
 
-        match node:
-            case nodes.Getitem(node=content, arg=nodes.Const(value=int())):
-                return self._holds(content, names)
-            case _:
-                return False
+        return isinstance(node, nodes.Getitem) and self._holds(node.node, names)
 
     def _holds(self, node: Any, names: frozenset[str]) -> bool:
         """True if the value of an expression may be the content of a message."""

@@ -63,7 +63,7 @@ def test_parts_that_a_template_would_lose():
     system = {"role": "system", "content": [{"type": "text", "text": "Be"}]}
     user = {"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "b")]}
     assert text_of(PARTS_OF_USER, user) == "a+b+"
-    assert text_of(PARTS_OF_USER, system, user) == "Be|ab"
+    assert text_of(PARTS_OF_USER, system, user) == "Be|a+b+"
     first = "{{ messages[0].content[0].text }}{% if messages[0].content is string %}!{% endif %}"
     assert template_reads(first).parts
     assert text_of("{{ messages[0].content if messages[0].content is string else "
@@ -101,6 +101,14 @@ def test_null_content(template, expected):
         ("{% for content in messages[0].other %}{{ content }}{% endfor %}"
          "{{ messages[0].content }}", (False, True)),
         ("{{ messages | tojson }}", (False, True)),
+        ("{{ (messages[0].content | first).text }}", (True, False)),
+        ("{{ messages[0].content[-1].text }}", (True, False)),
+        ("{% for p in messages[0].content[1:] %}{{ p.text }}{% endfor %}", (True, False)),
+        ("{% for p in messages[0].content | reverse %}{% endfor %}", (True, False)),
+        ("{% with c = messages[0].content %}{% for p in c %}{% endfor %}{% endwith %}",
+         (True, False)),
+        ("{% macro f(x=messages[0].content) %}{% for p in x %}{% endfor %}{% endmacro %}{{ f() }}",
+         (True, False)),
     ],
 )  # fmt: skip
 def test_what_templates_read(template, expected):
@@ -169,6 +177,28 @@ def test_tools_and_calls_need_a_place_in_the_template():
         tokenizer.apply_chat_template([USER], tools=t, tokenize=False) for t in ("[]", "[{}]")
     ]
     assert chosen == ["a", "1"]
+
+
+def test_calls_that_a_template_does_not_write():
+    """It makes JSON of tools or contents, and never reads the calls."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": "{}"}]}
+    template = "{{ tools | tojson }}{% for m in messages %}{{ m.content | tojson }}{% endfor %}"
+    with pytest.raises(InputError, match=r"messages\[0\].tool_calls: the chat template does not"):
+        text_of(template, call, tools=[{"name": "f"}])
+    assert '"f"' in text_of("{% for m in messages %}{{ m | tojson }}{% endfor %}", call)
+
+
+def test_arguments_are_never_written_as_python_shows_them():
+    arguments = '{"x": null, "ok": true}'
+    template = "{% for c in messages[0].tool_calls %}{{ c.arguments }}{% endfor %}"
+    for given in (arguments, json.loads(arguments)):
+        call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": given}]}
+        assert text_of(template, call) == arguments
+
+
+def test_weights_are_for_training_alone():
+    message = {"role": "assistant", "content": "a", "weight": 0}
+    assert "weight" not in text_of("{{ messages | tojson }}", message)
 
 
 def test_nulls_with_a_meaning_stay_unless_they_come_from_arrow():

@@ -35,6 +35,10 @@ from jaxllm.training.data.rows import Row
 
 _OTHER_MARKS = ("train", "loss_mask", "trainable", "loss", "train_detail")
 """Keys of a message by which other programs leave it out of the loss."""
+_NO_END = (
+    "its {% generation %} marks leave out the token that ends a message, so the model would not "
+    "learn to stop; move {% endgeneration %} behind that token"
+)
 
 
 @dataclass(frozen=True)
@@ -62,14 +66,10 @@ class ChatFormat:
                 spans = self.tokenizer.marked_tokens(probe, chat_template=self.chat_template)
                 ids = self._ids(probe, None)
                 if spans and self._end(ids[slice(*spans[-1])]) is None:
-                    raise ConfigError(
-                        "chat_template: its {% generation %} marks leave out the token that ends a "
-                        "message, so the model would not learn to stop; move {% endgeneration %} "
-                        "behind that token"
-                    )
+                    raise ConfigError(f"chat_template: {_NO_END}")
 
     def __call__(self, row: Row) -> CausalExample:
-        return self.encode(messages_of(row, self.field), read_tools(row.get("tools")))
+        return self.encode(messages_of(row, self.field), row.get("tools"))
 
     def encode(self, messages: Sequence[Message], tools: Any, first: int = 0) -> CausalExample:
         """Encodes a conversation; labels are the assistant's messages from number `first` on.
@@ -83,7 +83,6 @@ class ChatFormat:
         if self.train_on == "last":
             answers = answers[-1:]
         learned = [n for n in answers if messages[n].get("weight", 1)]
-        messages = [{k: v for k, v in each.items() if k != "weight"} for each in messages]
         ids = int32(self._ids(messages, tools))
         labels = np.full_like(ids, IGNORED)
         find = self._marked if self._marks(tools) else self._answers
@@ -115,7 +114,7 @@ class ChatFormat:
             )
         ids = self.tokenizer.apply_chat_template(
             messages[: answers[-1]],
-            tools=read_tools(row.get("tools")),
+            tools=row.get("tools"),
             chat_template=self.chat_template,
         )
         return ids, reference
@@ -123,24 +122,46 @@ class ChatFormat:
     def _marks(self, tools: Any) -> bool:
         """True if the template marks what is learned."""
         templates = self.tokenizer.settings.chat_templates
-        return template_reads(select_template(templates, self.chat_template, bool(tools))).marks
+        has_tools = read_tools(tools) is not None
+        return template_reads(select_template(templates, self.chat_template, has_tools)).marks
 
     def _marked(
         self, messages: Sequence[Message], tools: Any, learned: Sequence[int]
     ) -> list[tuple[int, int]]:
-        """First and last position of the marks of the messages that are learned."""
+        """First and last position of the marks of the messages that are learned.
+
+        A message has the marks that are added when the conversation goes on to it.
+
+        Raises:
+            DataError: the marks of the messages before one change when it follows, or leave out
+                the token that ends a message.
+        """
         spans = self.tokenizer.marked_tokens(
             messages, tools=tools, chat_template=self.chat_template
         )
 
-        def count(number: int) -> int:
-            """Number of marks of the first messages."""
+        def marked(count: int) -> list[str]:
+            """The marked texts of the first messages."""
+            if count == 0:
+                return []
             variables = {"add_generation_prompt": False, "tools": tools}
             settings = self.tokenizer.settings
-            chat = Chat.of(settings, self.chat_template, messages[:number], variables)
-            return len(chat.marked_spans()) if number else 0
+            chat = Chat.of(settings, self.chat_template, messages[:count], variables)
+            text = chat.text()
+            return [text[start:stop] for start, stop in chat.marked_spans()]
 
-        return [span for n in learned for span in spans[count(n) : count(n + 1)]]
+        whole, result = marked(len(messages)), list[tuple[int, int]]()
+        for number in learned:
+            before, after = marked(number), marked(number + 1)
+            if whole[: len(after)] != after or after[: len(before)] != before:
+                if [*learned] == [n for n, x in enumerate(messages) if x["role"] == "assistant"]:
+                    return spans
+                raise changed_error(self.field, number)
+            own = spans[len(before) : len(after)]
+            if own and self._end(self._ids(messages, tools)[slice(*own[-1])]) is None:
+                raise DataError(f"{self.field}[{number}]: chat_template: {_NO_END}")
+            result += own
+        return result
 
     def _answers(
         self, messages: Sequence[Message], tools: Any, learned: Sequence[int]
@@ -201,12 +222,7 @@ class _Conversation:
         text = self._render(number, prompt=before_answer, tokenize=False)
         whole = self._render(len(self.messages), prompt=False, tokenize=False)
         if not whole.startswith(text):
-            raise DataError(
-                f"{self.field}[{number}]: the chat template writes the messages before this one "
-                "differently when it follows, so the assistant's tokens cannot be told from the "
-                "others; end each row with an answer and set train_on to 'last', or give another "
-                "chat_template"
-            )
+            raise changed_error(self.field, number)
         # A token that spans the boundary belongs to the part after it.
         return shared_length(ids, self.ids)
 
@@ -218,6 +234,15 @@ class _Conversation:
             tools=self.tools,
             chat_template=self.template,
         )
+
+
+def changed_error(field: str, number: int) -> DataError:
+    """The error for a conversation of which no prefix is rendered as the beginning of the whole."""
+    return DataError(
+        f"{field}[{number}]: the chat template writes the messages before this one differently "
+        "when it follows, so the assistant's tokens cannot be told from the others; end each row "
+        "with an answer and set train_on to 'last', or give another chat_template"
+    )
 
 
 def messages_of(row: Row, field: str) -> list[dict[str, Any]]:
@@ -264,7 +289,7 @@ class PreferenceFormat:
         if chat is None:
             chosen, rejected = (encode(row) for encode in self.texts)
         else:
-            tools = read_tools(row.get("tools"))
+            tools = row.get("tools")
             prompt, *answers = conversations_of(row, self.prompt, self.chosen, self.rejected)
             chosen, rejected = (
                 chat.encode([*prompt, *answer], tools, first=len(prompt)) for answer in answers
@@ -316,12 +341,16 @@ def conversations_of(
                 "the user"
             )
     elif given is not None:
-        return messages_of(row, prompt), first, second
+        asked = messages_of(row, prompt)
+        size = len(asked)
+        repeated = all(len(x) > size and x[:size] == asked for x in (first, second))
+        return asked, *((first[size:], second[size:]) if repeated else (first, second))
     shared = shared_length(first, second)
     if shared == 0:
+        found = "no such field" if given is None else "is a text"
         raise DataError(
-            f"{prompt}: no such field, and {chosen} and {rejected} begin with different messages, "
-            "so there is no common prompt"
+            f"{prompt}: {found}, and {chosen} and {rejected} begin with different messages, so "
+            "there is no common prompt"
         )
     # Equal conversations have no preference; the last message still is the answer.
     shared = min(shared, len(first) - 1, len(second) - 1)

@@ -25,6 +25,7 @@ from jaxllm.common.cells import Cells
 from jaxllm.common.errors import DataError, MissingFileError, naming_file
 from jaxllm.common.files import expanded, parse_json
 from jaxllm.common.optional_packages import load_dataset
+from jaxllm.tokenizers.messages import is_arrow_data
 from jaxllm.training.data.large_files import (
     ArrowCopy,
     Places,
@@ -396,7 +397,8 @@ class SequenceRows(Rows):
     def read(self, index: int) -> Row:
         if self._cells is not None:
             return self._cells(index)
-        return Cells(as_row(self._rows[index], self.where(index)))
+        row = as_row(self._rows[index], self.where(index))
+        return Cells(row, drops_nulls=is_arrow_data(self._rows))
 
     def where(self, index: int) -> str:
         return f"{self.name}[{index}]"

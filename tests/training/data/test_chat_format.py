@@ -247,3 +247,36 @@ def test_the_answer_to_evaluate_is_one_that_is_learned():
         encode.prompt_of({"messages": chat[2:]})
     parts = [{"type": "text", "text": "d"}, {"type": "text", "text": "e"}]
     assert encode.prompt_of({"messages": [*turns("a"), {**chat[1], "content": parts}]})[1] == "de"
+
+
+THOUGHTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% if loop.last %}"
+    "{% generation %}<think>hm</think>{% endgeneration %}{% endif %}{% generation %}"
+    "{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}"
+    "\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_marks_that_change_with_what_follows():
+    """A thought is marked in the last message alone, so marks cannot be counted by prefixes."""
+    chat = turns("a", "b", "c", "d")
+    tokenizer, example = chat_with(THOUGHTS, chat)
+    assert learnt_texts(tokenizer, example) == ["b<|im_end|>", "<think>hm</think>d<|im_end|>"]
+    tokenizer, example = chat_with(THOUGHTS, chat, train_on="last")
+    assert learnt_texts(tokenizer, example) == ["<think>hm</think>d<|im_end|>"]
+    chat[3]["weight"] = 0
+    with pytest.raises(DataError, match=r"messages\[1\]: the chat template writes the messages"):
+        chat_with(THOUGHTS, chat)
+
+
+def test_marks_without_the_end_are_found_in_rows_too():
+    """The conversation that is tried before the run may be one that a template refuses."""
+    template = (
+        "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{% for m in messages %}<|im_start|>{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+    )
+    with pytest.raises(
+        DataError, match=r"messages\[2\]: chat_template: its .* leave out the token"
+    ):
+        chat_with(template, turns("a", "b", system="c"))

@@ -52,8 +52,20 @@ REPEATED = {**IMPLICIT, "prompt": "2+2"}  # as in ultrafeedback_binarized
         (IMPLICIT, {"chat_template": TEMPLATE}, "u:2+2<|endoftext|>a:"),
         (TEXT_PROMPT, {"chat_template": TEMPLATE}, "u:2+2<|endoftext|>a:"),
         (REPEATED, {"chat_template": TEMPLATE}, "u:2+2<|endoftext|>a:"),
+        (
+            {**IMPLICIT, "prompt": [user("2+2")]},
+            {"chat_template": TEMPLATE},
+            "u:2+2<|endoftext|>a:",
+        ),
     ],
-    ids=["texts", "messages", "messages without a prompt", "text and messages", "repeated text"],
+    ids=[
+        "texts",
+        "messages",
+        "messages without a prompt",
+        "text and messages",
+        "repeated text",
+        "repeated",
+    ],
 )
 def test_only_the_answers_are_learnt(row: dict[str, Any], fields: dict[str, Any], begins: str):
     results = examples(row, **fields)
