@@ -250,10 +250,10 @@ def test_the_answer_to_evaluate_is_one_that_is_learned():
 
 
 THOUGHTS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% if loop.last %}"
-    "{% generation %}<think>hm</think>{% endgeneration %}{% endif %}{% generation %}"
-    "{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}"
-    "\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% if loop.last %}{% generation %}<think>hm</think>{% endgeneration %}{% endif %}{% generation %}"
+    "{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content }}<|im_end|>"
+    "{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
@@ -274,7 +274,8 @@ def test_marks_without_the_end_are_found_in_rows_too():
     template = (
         "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
         "{% for m in messages %}<|im_start|>{% if m.role == 'assistant' %}{% generation %}"
-        "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+        "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>"
+        "{% endfor %}"
     )
     with pytest.raises(
         DataError, match=r"messages\[2\]: chat_template: its .* leave out the token"
