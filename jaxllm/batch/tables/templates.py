@@ -72,7 +72,7 @@ class RowTemplate:
             self.names[name] = self.names.get(name, False) or is_optional
             if not isinstance(node, nodes.Name):
                 self._of_row.add(name)
-        if not self.names.keys() - global_names:
+        if not self.names:
             raise InputError(
                 f"{field}: {source!r:.60} names no column; write one as in "
                 "'Question: {{ question }}', or name a file that holds a template"
