@@ -252,8 +252,8 @@ def test_the_answer_to_evaluate_is_one_that_is_learned():
 THOUGHTS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
     "{% if loop.last %}{% generation %}<think>hm</think>{% endgeneration %}{% endif %}"
-    "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content }}<|im_end|>"
-    "{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}"
+    "{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
