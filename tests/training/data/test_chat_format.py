@@ -253,7 +253,8 @@ THOUGHTS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
     "{% if loop.last %}{% generation %}<think>hm</think>{% endgeneration %}{% endif %}"
     "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}"
-    "{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
