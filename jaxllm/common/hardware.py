@@ -107,7 +107,7 @@ def own_memory(device: Any) -> int | None:
 
 def host_memory() -> int:
     """Bytes of memory of this machine."""
-    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()):
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     import psutil  # for Windows
 

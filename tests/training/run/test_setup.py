@@ -135,7 +135,9 @@ def test_patterns_and_batches_are_checked_before_the_first_step(tmp_path: Path):
         check_rows(replace(spec, batch_size=6), mesh)
 
 
-@pytest.mark.parametrize("answer", [{}, {"content": None}, {"content": [{"text": "a"}]}])
+@pytest.mark.parametrize(
+    "answer", [{"tool_calls": [{"name": "f"}]}, {"content": None, "reasoning": "b"}]
+)
 def test_answers_that_are_no_text(tmp_path: Path, answer: dict[str, Any]):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", **answer}]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
