@@ -378,7 +378,6 @@ CHECKED = {
     "DPOLoss": dpo,
     "Seq2SeqLoss": evaluation,
     "embed": embed,
-    "embed": embed,
     "generate": generate,
     "generate_texts": batch_engine,  # which it calls
     "loss_for": evaluation,
