@@ -237,8 +237,8 @@ def _read_content(content: object, where: str) -> str | list[dict[str, Any]]:
         given = {key: value for key, value in items_given if value is not None}
         if given.get("type", "text") not in _TEXT_PARTS or not isinstance(given.get("text"), str):
             raise InputError(
-                f"{where}[{number}]: expected a part of type text, found {_kind(part)}; images, "
-                "audio and files are not supported"
+                f"{where}[{number}]: expected a part of type text with its text, found "
+                f"{_kind(part)}; images, audio and files are not supported"
             )
         parts.append({**given, "type": "text"})
     return parts
