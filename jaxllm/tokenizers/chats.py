@@ -59,7 +59,7 @@ class Chat:
             InputError: a message or a tool is wrong, or the template has no place for it.
             TemplateError: there is no such template, or its syntax is wrong.
         """
-        variables = dict(variables)
+        variables, read = dict(variables), read_messages(messages, name)
         tools = read_tools(variables.pop("tools", None))
         source = select_template(settings.chat_templates, template, tools is not None)
         reads = template_reads(source)
@@ -74,7 +74,6 @@ class Chat:
         own: dict[str, Any] = {key: token.content for key, token in settings.named.items()}
         if settings.extra:
             own["additional_special_tokens"] = [token.content for token in settings.extra]
-        read = read_messages(messages, name)
         chats = [
             cls(
                 source,

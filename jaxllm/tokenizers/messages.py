@@ -51,7 +51,10 @@ def read_messages(messages: object, name: str = "messages") -> list[dict[str, An
     [{'thinking': '2 + 2', 'role': 'assistant', 'content': '4', 'reasoning': '2 + 2', \
 'reasoning_content': '2 + 2'}]
     """
-    items = _listed(_parsed(messages, name))
+    try:
+        items = _listed(_parsed(messages, name))
+    except InputError as error:
+        raise InputError(f"{error}; give a list of messages, or JSON text of one") from None
     if items is None:
         raise InputError(f"{name}: expected a list of messages, found {_kind(messages)}")
     return [_read_message(each, f"{name}[{number}]") for number, each in enumerate(items)]
