@@ -115,6 +115,11 @@ def in_texts(setting: Setting) -> list[list[int]]:
     return setting.seen
 
 
+def in_vectors(setting: Setting) -> list[list[int]]:
+    jaxllm.embed(setting.model, setting.rows(), setting.tokenizer)
+    return setting.seen
+
+
 def in_a_pipeline(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """It takes no tools: only conversations without them are compared."""
     generate = pipeline_tasks._generate
@@ -271,6 +276,7 @@ ENTRANCES: dict[str, Callable[..., list[list[int]]]] = {
     "apply_chat_template": in_python,
     "BatchGenerator": in_a_batch,
     "generate_texts": in_texts,
+    "embed": in_vectors,
     "pipeline": in_a_pipeline,
     "generate": in_a_job,
     "generate --input .csv": lambda setting: in_a_job(setting, suffix=".csv"),
@@ -302,17 +308,17 @@ TEXT_ONLY = {
     "names": {
         *("GenerationConfig", "JaxLLMError", "enable_compile_cache", "generate", "load"),
         *("load_orbax", "make_mesh", "plan", "push_to_hub", "save_hf", "save_orbax", "score"),
-        *("set_progress", "stream", "train", "embed"),
+        *("set_progress", "stream", "train"),
     },
 }
-"""What takes no messages. `generate` and `stream` take ids, `score` and `embed` texts."""
+"""What takes no messages. `generate` and `stream` take ids, `score` takes texts."""
 
 
 def test_all_entrances_of_the_package_are_listed():
     assert set(COMMANDS) - set(TEXT_ONLY["commands"]) == {"generate", "serve", "train"}
     formats = typing.get_args(typing.get_type_hints(DataConfig)["format"])
     assert set(formats) - TEXT_ONLY["formats"] == {"chat", "preference"}
-    names = {"BatchGenerator", "generate_texts", "pipeline"}
+    names = {"BatchGenerator", "embed", "generate_texts", "pipeline"}
     assert set(jaxllm.__all__) - TEXT_ONLY["names"] == names
     with running_server(context=16) as server:
         paths = {route.path for route in make_app(server.state).routes}

@@ -211,8 +211,9 @@ def take_embeddings(
 ) -> dict[str, jax.Array]:
     """Token embeddings and LM heads that an adapter holds as a whole, or rows of them.
 
-    PEFT writes whole matrices after the vocabulary was resized, beside those of `modules_to_save`,
-    and rows for `trainable_token_indices`. Removes the tensors from `unused`.
+    After the vocabulary was resized, PEFT writes whole embedding matrices in addition to the
+    matrices of `modules_to_save`. For `trainable_token_indices` PEFT writes single rows. The
+    tensors are removed from `unused`.
     """
     size, saved = model.config.vocab_size, dict[str, jax.Array]()
     for name, entry in weight_entries(model).items():
@@ -251,7 +252,7 @@ def take_embeddings(
 
 
 def drop_tied_head(model: Model[Any], name: str, unused: dict[str, np.ndarray]) -> None:
-    """Removes the tensors of a tied LM head, which must equal those of the embedding `name`."""
+    """Removes the tensors of a tied LM head, which must equal the embedding's, called `name`."""
     for part in ("weight", "modules_to_save.weight", "original_module.weight", BASE, DELTA):
         head = unused.pop(f"lm_head.{part}", None)
         if head is not None and not np.array_equal(head, unused.get(f"{name}.{part}", 0)):

@@ -151,10 +151,10 @@ def printable(value: Any) -> Any:
     return [printable(item) for item in value] if isinstance(value, list) else value
 
 
-def as_text(value: Any) -> str:
+def cell_text(value: Any) -> str:
     """The text of a value. Decimals are written without an exponent.
 
-    >>> as_text(5.0), as_text(decimal.Decimal("0E-8"))
+    >>> cell_text(5.0), cell_text(decimal.Decimal("0E-8"))
     ('5', '0.00000000')
     """
     return format(value, "f") if isinstance(value, decimal.Decimal) else str(printable(value))

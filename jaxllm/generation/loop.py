@@ -15,7 +15,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxllm.cache.kv_cache import Cache
-from jaxllm.generation.strategies.ends import finish_reasons
 from jaxllm.generation.strategies.strategy import (
     AnyStrategy,
     DecodeSettings,
@@ -23,6 +22,7 @@ from jaxllm.generation.strategies.strategy import (
     Result,
     S,
     Strategy,
+    finish_reasons,
     unfinished_rows,
 )
 from jaxllm.models.decoder import Decoder

@@ -39,6 +39,7 @@ from jaxllm.models.decoder_only import with_rope_per_row
 from jaxllm.models.input_checks import mask_of, on_host
 from jaxllm.parallel.placement import mesh_of, put_rows
 from jaxllm.parallel.sharding import constrain, use_mesh
+from jaxllm.tokenizers.chats import shared_length
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 MOST_LOGIT_BYTES = 2**26
@@ -140,8 +141,7 @@ def text_pair(
     if is_encoder_decoder:
         return tokenizer.encode(prompt), tokenizer.encode(completion, add_special_tokens=False)
     head, whole = (tokenizer.encode_beginning(text) for text in (prompt, prompt + completion))
-    pairs = enumerate(zip(head, whole, strict=False))
-    start = next((i for i, (a, b) in pairs if a != b), min(len(head), len(whole)))
+    start = shared_length(head, whole)
     return whole[:start], whole[start:]
 
 

@@ -235,8 +235,7 @@ def serve(connection: socket.socket) -> None:
         _receive(connection, connection.recv(HEADER_BYTES, socket.MSG_WAITALL))
     )
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # of children that exceed their limits
-    if hasattr(tokenizer, "prepare_chats"):
-        tokenizer.prepare_chats()
+    tokenizer.prepare_chats()
     connection.sendall(READY)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for
     while True:

@@ -30,7 +30,7 @@ from datetime import datetime
 from functools import cache, lru_cache
 from typing import Any
 
-from jaxllm.common.cells import as_text
+from jaxllm.common.cells import cell_text
 from jaxllm.common.errors import InputError, TemplateError, shortened
 from jaxllm.tokenizers.added_tokens import AddedToken, TokenFinder
 
@@ -463,7 +463,7 @@ def _environment(*, strict: bool, with_marks: bool = False) -> Any:
         return value
 
     def printed(value: Any) -> Any:
-        return value if isinstance(checked(value), jinja2.Undefined) else as_text(value)
+        return value if isinstance(checked(value), jinja2.Undefined) else cell_text(value)
 
     result = (RowSandbox if strict else ImmutableSandboxedEnvironment)(
         trim_blocks=True,

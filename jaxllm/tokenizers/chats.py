@@ -54,6 +54,7 @@ class Chat:
                 or the template for tools if there are tools.
             variables: variables of the template; `tools` and `documents` are user input.
             name: name of the conversation, for errors.
+            continues: the chat ends inside its last message.
 
         Raises:
             InputError: a message or a tool is wrong, or the template has no place for it.
@@ -90,13 +91,16 @@ class Chat:
     def _shows(self, messages: Sequence[Mapping[str, Any]]) -> bool:
         """True if the template takes this form of the messages, and writes all their texts."""
         with contextlib.suppress(TemplateError):
-            text = chat_templates.render(self.template, {**self.untrusted, **self.trusted})
-            return is_whole(text, messages, self.untrusted["messages"])
+            return is_whole(self._render(), messages, self.untrusted["messages"])
         return False
+
+    def _render(self, *, with_marks: bool = False) -> str:
+        variables = {**self.untrusted, **self.trusted}
+        return chat_templates.render(self.template, variables, with_marks=with_marks)
 
     def text(self) -> str:
         """The rendered chat."""
-        text = chat_templates.render(self.template, {**self.untrusted, **self.trusted})
+        text = self._render()
         return chat_templates.cut(text) if self.continues else text
 
     def parts(self, special: Mapping[str, AddedToken]) -> Parts:
@@ -111,11 +115,9 @@ class Chat:
     def marked_spans(self) -> list[tuple[int, int]]:
         """Start and end of each text between ``{% generation %}`` and ``{% endgeneration %}``, in
         characters of `text`."""
-        marked = chat_templates.render(
-            self.template, {**self.untrusted, **self.trusted}, with_marks=True
-        )
+        pieces = re.split(f"[{chat_templates.MARKS}]", self._render(with_marks=True))
         positions: list[int] = []
-        for number, piece in enumerate(re.split(f"[{chat_templates.MARKS}]", marked)):
+        for number, piece in enumerate(pieces):
             before = positions[-1] if number else 0
             positions.append(before + len(piece))
         return list(zip(positions[:-1:2], positions[1:-1:2], strict=True))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import typing
 from pathlib import Path
 
 import pytest
 
 import jaxllm
+from jaxllm.batch.row_tasks import Pooling
 from jaxllm.cli.main import COMMANDS, main
-from jaxllm.cli.options import add_field_flags, generation_fields
+from jaxllm.cli.options import POOLINGS, add_field_flags, generation_fields
 from jaxllm.cli.process import run_command
 from jaxllm.common.compiling import default_folder
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
@@ -29,6 +31,11 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit, match="0"):
         main([name, "--help"])
     assert f"usage: jaxllm {name}" in capsys.readouterr().out
+
+
+def test_commands_know_every_kind_of_pooling():
+    """They list the kinds without importing the engine, which is slow."""
+    assert typing.get_args(Pooling) == POOLINGS
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from jaxllm.common.cells import as_text, printable
+from jaxllm.common.cells import cell_text, printable
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.common.optional_packages import require
 
@@ -39,9 +39,9 @@ def encoded(line: Line) -> bytes:
     """One line of JSON. Lone surrogates, which UTF-8 cannot encode, are written as escapes, and
     values that JSON lacks, such as dates, as texts."""
     try:
-        return (json.dumps(line, ensure_ascii=False, default=as_text) + "\n").encode("utf-8")
+        return (json.dumps(line, ensure_ascii=False, default=cell_text) + "\n").encode("utf-8")
     except UnicodeEncodeError:
-        return (json.dumps(line, default=as_text) + "\n").encode("ascii")
+        return (json.dumps(line, default=cell_text) + "\n").encode("ascii")
 
 
 def has_types(output: Path | None) -> bool:
@@ -144,5 +144,5 @@ def _text(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, bool | int | float | list | Mapping):
-        return json.dumps(printable(value), ensure_ascii=False, default=as_text)
-    return as_text(value)
+        return json.dumps(printable(value), ensure_ascii=False, default=cell_text)
+    return cell_text(value)

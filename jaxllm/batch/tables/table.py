@@ -269,7 +269,7 @@ def csv_delimiter(name: str, kind: str, given: str | None, lines: Iterable[bytes
 
 
 def checked_delimiter(delimiter: Any) -> str | None:
-    """A delimiter that a user gives, of which a backslash with a t is a tab.
+    """Checks a delimiter that a user gives. A backslash followed by t stands for a tab.
 
     Raises:
         InputError: it is not one character, or is a quote or a line end.
@@ -444,8 +444,8 @@ class DatasetTable(Table):
 def dataset_cells(dataset: Any) -> Callable[[int], Cells]:
     """A function that gives the cells of a row of a `datasets.Dataset`.
 
-    They are Arrow's, as those of a Parquet file, except in columns of types that only `datasets`
-    can decode, such as `Json`.
+    The cells are Arrow scalars, as in a Parquet file. Only in columns of types that Arrow lacks,
+    such as `Json`, the cells are the values that `datasets` decodes.
     """
     features = require("datasets.features.features", extra="datasets", purpose="data sets")
     kinds = dataset.features.items()

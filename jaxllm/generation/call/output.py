@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.generation.call.past_key_values import PastKeyValues
 from jaxllm.generation.call.prepare import Request
-from jaxllm.generation.strategies.ends import FINISH_REASONS
 from jaxllm.generation.strategies.records import RecordColumns, as_tuples
 from jaxllm.generation.strategies.strategy import (
+    FINISH_REASONS,
     AssistedCounts,
     DecodeState,
     Result,

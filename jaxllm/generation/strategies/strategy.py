@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.cache.variants import PLAIN, CacheKind
 from jaxllm.common.errors import NonFiniteError
-from jaxllm.generation.processors import LogitsProcessorList
+from jaxllm.generation.processors import ForcedEOSTokenLogitsProcessor, LogitsProcessorList
 from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.generation.strategies.records import Records
 from jaxllm.models.decoder import Decoder
@@ -118,6 +118,13 @@ class AssistedCounts:
     """int32. Last value of the schedule; passed to the next call, it continues the schedule."""
 
 
+EOS, LENGTH, STOP = range(3)
+FINISH_REASONS = ("eos", "length", "stop")
+"""Names of the codes `EOS`, `LENGTH` and `STOP`, in this order. "eos": an end token. "length": the
+limit, also where `forced_eos_token_id` wrote an end token at it. "stop": a stop string, a stopping
+criterion or `max_time`."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SequenceEnds:
@@ -152,7 +159,7 @@ class Result:
     lengths: Int[Array, " R"] | None = None
     """New tokens of each row, from `Strategy.ends`. Set in `loop.finish`."""
     finish_reasons: Int[Array, " R"] | None = None
-    """Indices of `ends.FINISH_REASONS`. Set in `loop.finish`."""
+    """Indices of `FINISH_REASONS`. Set in `loop.finish`."""
     scores: Float[Array, "N Bn V"] | None = None
     """Processed scores of every step (`output_scores`)."""
     logits: Float[Array, "N Bn V"] | None = None
@@ -335,6 +342,25 @@ def is_eos(
     for each."""
     sets = jnp.expand_dims(eos, tuple(range(-tokens.ndim, -1)))
     return jnp.any((tokens[..., None] == sets) | jnp.asarray(finished)[..., None], axis=-1)
+
+
+def finish_reasons(
+    sequences: Int[Array, "R L"], ends: SequenceEnds, settings: DecodeSettings
+) -> Int[Array, " R"]:
+    """Computes the code of each sequence's finish reason, int32.
+
+    Args:
+        sequences: prompts and new tokens of the R returned sequences.
+        settings: those of the call, whose `max_length` is the limit.
+    """
+    end = ends.start_len + ends.lengths
+    last = jnp.take_along_axis(sequences, jnp.maximum(end - 1, 0)[:, None], axis=1)[:, 0]
+    has_eos = is_eos(last, settings.eos) & (ends.lengths > 0)
+    is_full = end >= settings.max_length
+    forces_eos = any(isinstance(p, ForcedEOSTokenLogitsProcessor) for p in settings.processors)
+    with_eos = jnp.where(is_full & forces_eos, LENGTH, EOS)
+    without_eos = jnp.where(is_full & ~ends.is_stopped, LENGTH, STOP)
+    return jnp.where(has_eos, with_eos, without_eos).astype(jnp.int32)
 
 
 def unconditional(out: DecodeOutput) -> Float[Array, "B V"] | None:

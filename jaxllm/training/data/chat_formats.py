@@ -13,6 +13,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -83,13 +84,13 @@ class ChatFormat:
         if self.train_on == "last":
             answers = answers[-1:]
         learned = [n for n in answers if messages[n].get("weight", 1)]
-        ids = int32(self._ids(messages, tools))
-        labels = np.full_like(ids, IGNORED)
+        ids = self._ids(messages, tools)
+        labels = np.full(len(ids), IGNORED, np.int32)
         find = self._marked if self._marks(tools) else self._answers
-        for start, stop in find(messages, tools, learned):
+        for start, stop in find(ids, messages, tools, learned):
             labels[start:stop] = ids[start:stop]
         labels[0] = IGNORED
-        return CausalExample(ids, labels)
+        return CausalExample(int32(ids), labels)
 
     def prompt_of(self, row: Row) -> tuple[list[int], str]:
         """Ids to generate from, and the expected answer: the last one that is to be learned."""
@@ -126,20 +127,21 @@ class ChatFormat:
         return template_reads(select_template(templates, self.chat_template, has_tools)).marks
 
     def _marked(
-        self, messages: Sequence[Message], tools: Any, learned: Sequence[int]
+        self, ids: list[int], messages: Sequence[Message], tools: Any, learned: Sequence[int]
     ) -> list[tuple[int, int]]:
-        """First and last position of the marks of the messages that are learned.
+        """Start and end, in `ids`, of each mark of the messages that are learned.
 
-        A message has the marks that are added when the conversation goes on to it.
+        The marks of a message are those that appear when the message is added to the conversation.
 
         Raises:
-            DataError: the marks of the messages before one change when it follows, or leave out
-                the token that ends a message.
+            DataError: adding a message changes the marks of earlier messages, or the marks leave
+                out the token that ends a message.
         """
         spans = self.tokenizer.marked_tokens(
             messages, tools=tools, chat_template=self.chat_template
         )
 
+        @cache
         def marked(count: int) -> list[str]:
             """The marked texts of the first messages."""
             if count == 0:
@@ -158,23 +160,23 @@ class ChatFormat:
                     return spans
                 raise changed_error(self.field, number)
             own = spans[len(before) : len(after)]
-            if own and self._end(self._ids(messages, tools)[slice(*own[-1])]) is None:
+            if own and self._end(ids[slice(*own[-1])]) is None:
                 raise DataError(f"{self.field}[{number}]: chat_template: {_NO_END}")
             result += own
         return result
 
     def _answers(
-        self, messages: Sequence[Message], tools: Any, learned: Sequence[int]
+        self, ids: list[int], messages: Sequence[Message], tools: Any, learned: Sequence[int]
     ) -> list[tuple[int, int]]:
-        """First and last position of the messages that are learned, by rendering prefixes."""
+        """Start and end, in `ids`, of the messages that are learned, by rendering prefixes."""
         conversation = _Conversation(
-            self.tokenizer, messages, self.chat_template, tools, self.field
+            ids, self.tokenizer, messages, self.chat_template, tools, self.field
         )
         spans: list[tuple[int, int]] = []
         for number in learned:
             start = conversation.boundary(number, before_answer=True)
             stop = conversation.boundary(number + 1, before_answer=False)
-            end = self._end(conversation.ids[start:stop])
+            end = self._end(ids[start:stop])
             if end is None:
                 raise DataError(
                     f"{self.field}[{number}]: the chat template puts no special token after the "
@@ -203,14 +205,12 @@ class ChatFormat:
 class _Conversation:
     """A rendered conversation and the token positions of its messages."""
 
+    ids: list[int]
     tokenizer: Tokenizer
     messages: Sequence[Message]
     template: str | None
     tools: Any
     field: str
-
-    def __post_init__(self) -> None:
-        self.ids: list[int] = self._render(len(self.messages), prompt=False, tokenize=True)
 
     def boundary(self, number: int, *, before_answer: bool) -> int:
         """Token count of `number` messages, with the generation prompt if `before_answer`."""
