@@ -118,7 +118,7 @@ def test_the_method_generates_like_the_function(family):
     fields = {"max_new_tokens": 4, "do_sample": True, "output_scores": True}
     output = model.generate(ids, key=3, **fields)
     expected = jaxllm.generate(model, ids, key=3, **fields)
-    assert list(output) == ["sequences", "scores"]
+    assert list(output) == ["sequences", "scores", "lengths", "finish_reasons"]
     np.testing.assert_array_equal(output["sequences"], expected.sequences)
     assert output[0] is output.sequences
 
