@@ -8,7 +8,7 @@ from importlib import metadata
 from os import PathLike
 from pathlib import Path
 
-from jaxllm.checkpoint.safetensors import OTHER_FORMATS, USE_SAFETENSORS
+from jaxllm.checkpoint.weight_files import OTHER_FORMATS, USE_SAFETENSORS
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError, quoted
 from jaxllm.common.spelling import closest

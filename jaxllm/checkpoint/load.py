@@ -25,8 +25,8 @@ from jaxllm.checkpoint.load_parameters import (
     StackedTensors,
     load_parameters,
 )
-from jaxllm.checkpoint.safetensors import open_safetensors
 from jaxllm.checkpoint.source import FLOATS, WeightSource, default_dtype, float_dtype
+from jaxllm.checkpoint.weight_files import open_weights
 from jaxllm.common.errors import (
     CheckpointError,
     ConfigError,
@@ -101,7 +101,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         view = HFView(open_gguf(path))
         return Checkpoint(path, view.config, view)
     check_is_model(path)
-    return Checkpoint(path, read_config_file(path / "config.json"), open_safetensors(path))
+    return Checkpoint(path, read_config_file(path / "config.json"), open_weights(path))
 
 
 def check_is_model(folder: Path) -> None:

@@ -25,9 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.checkpoint.hub import hub_name
-from jaxllm.checkpoint.safetensors import USE_SAFETENSORS, SafetensorsFile, write_safetensors
+from jaxllm.checkpoint.safetensors import SafetensorsFile, write_safetensors
 from jaxllm.checkpoint.save import check_parameters
 from jaxllm.checkpoint.source import FLOATS, find_nonfinite
+from jaxllm.checkpoint.weight_files import USE_SAFETENSORS
 from jaxllm.common.arguments import checked
 from jaxllm.common.config_keys import describe_keys, unknown_keys
 from jaxllm.common.errors import (

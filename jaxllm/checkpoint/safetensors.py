@@ -1,4 +1,4 @@
-"""Reads and writes safetensors: one file, or a folder with one file or several shards.
+"""Reads one safetensors file, and writes one file or several shards with their index.
 
 The format (https://github.com/huggingface/safetensors#format): 8 bytes of little-endian length,
 that many bytes of JSON, then the tensors' bytes. The header maps each name to its dtype, shape and
@@ -6,7 +6,7 @@ begin and end within the data; ``__metadata__`` maps strings to strings. This re
 duplicate keys and unknown fields, which the safetensors package accepts.
 
 Tensors are views of a read-only memory map: opening a checkpoint reads its headers only, and a
-tensor's bytes are read on access. Pickled weights are never opened.
+tensor's bytes are read on access.
 
 Every written file is read back and compared before it gets its final name. The bytes are those of
 the safetensors package's ``save_file`` for the same tensors. That function is not used: its numpy
@@ -22,7 +22,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,8 +32,6 @@ from jaxllm.checkpoint.source import (
     Index,
     MappedFile,
     StoredTensor,
-    TensorInfo,
-    WeightSource,
     find_tensor,
 )
 from jaxllm.common.arguments import checked
@@ -42,24 +40,15 @@ from jaxllm.common.errors import (
     InputError,
     MissingFileError,
     UnsupportedError,
-    listed,
     naming_file,
     quoted,
 )
-from jaxllm.common.files import is_there, parse_json, read_json, replacing, write_json
+from jaxllm.common.files import parse_json, replacing, write_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 PT_METADATA = {"format": "pt"}  # required by transformers
-
-PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-OTHER_FORMATS = (*PICKLES, ".h5", ".msgpack")
-USE_SAFETENSORS = (
-    "jaxllm reads safetensors only, because unpickling a file can run any code in it; convert it "
-    "where you trust the file, with transformers: "
-    "model.save_pretrained(folder, safe_serialization=True)"
-)
 
 # The reference accepts 100 MB. JSON grows up to 24-fold as Python objects, so 16 MiB keep a hostile
 # header under half a gigabyte; the largest real ones (thousands of tensors) are below one megabyte.
@@ -193,110 +182,6 @@ class SafetensorsFile(MappedFile):
                     f"{self.path}: tensor {quoted(name)}: a BOOL is neither 0 nor 1"
                 )
         return self.array(entry.dtype, entry.begin, entry.shape, index)
-
-
-class ShardedSafetensors(WeightSource):
-    """Several safetensors files with a ``model.safetensors.index.json``.
-
-    The index and the shards must agree on every tensor. ``metadata.total_size`` is not checked,
-    since writers disagree on what it counts.
-    """
-
-    def __init__(self, index: str | PathLike[str]) -> None:
-        self.path = Path(index)
-        content = read_json(self.path, max_bytes=MAX_HEADER_BYTES, error=CheckpointError)
-        weight_map = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{self.path}: weight_map must map tensor names to shards")
-        for name, shard in weight_map.items():
-            if not _is_plain_file_name(shard):
-                raise CheckpointError(
-                    f"{self.path}: weight_map[{quoted(name)}] is {quoted(shard)}, not the "
-                    "plain name of a .safetensors file in the same folder"
-                )
-        folder = self.path.parent
-        missing = sorted({s for s in weight_map.values() if not (folder / s).is_file()})
-        if missing:
-            raise MissingFileError(
-                f"{self.path}: {len(missing)} of the shards it lists are missing: "
-                + listed(missing)
-            )
-        shards = {s: SafetensorsFile(folder / s) for s in dict.fromkeys(weight_map.values())}
-        self._shard_of = {name: shards[shard] for name, shard in weight_map.items()}
-        self._shards = list(shards.values())
-        shard_of: dict[str, str] = {}
-        for shard, file in shards.items():
-            for name in file.names():
-                if name in shard_of:
-                    raise CheckpointError(
-                        f"{self.path}: tensor {quoted(name)} is in {shard_of[name]} and in {shard}"
-                    )
-                shard_of[name] = shard
-        for name in weight_map.keys() | shard_of.keys():
-            if weight_map.get(name) != shard_of.get(name):
-                raise CheckpointError(
-                    f"{self.path}: tensor {quoted(name)} is listed in "
-                    f"{weight_map.get(name, 'no shard')} and held by {shard_of.get(name, 'none')}"
-                )
-
-    def names(self) -> list[str]:
-        return list(self._shard_of)
-
-    def info(self, name: str) -> TensorInfo:
-        return find_tensor(self._shard_of, name, self.path).info(name)
-
-    def read(self, name: str, index: Index = ()) -> np.ndarray:
-        return find_tensor(self._shard_of, name, self.path).read(name, index)
-
-    def release_pages(self, name: str) -> None:
-        find_tensor(self._shard_of, name, self.path).release_pages(name)
-
-    def close(self) -> None:
-        for shard in self._shards:
-            shard.close()
-
-
-def _is_plain_file_name(name: object) -> bool:
-    """True if ``name`` is a file name without a folder, on every operating system.
-
-    Checked without resolving the path, since files in the Hugging Face cache are symbolic links.
-    """
-    return (
-        isinstance(name, str)
-        and name.endswith(".safetensors")
-        and name.isprintable()
-        and len(name.encode()) <= 255  # longer than file systems allow
-        and not name.startswith((".", "~"))
-        and ":" not in name
-        and name == PurePosixPath(name).name == PureWindowsPath(name).name
-    )
-
-
-def open_safetensors(path: str | PathLike[str]) -> WeightSource:
-    """Opens a checkpoint folder (or one ``.safetensors`` file).
-
-    ``model.safetensors`` takes precedence over ``model.safetensors.index.json``, as in
-    transformers.
-    """
-    path = Path(path)
-    if path.is_file():
-        return SafetensorsFile(path)
-    if not path.is_dir():
-        raise MissingFileError(f"{path}: no such file or folder")
-    if is_there(path / SINGLE, CheckpointError):
-        return SafetensorsFile(path / SINGLE)
-    if is_there(path / INDEX, CheckpointError):
-        return ShardedSafetensors(path / INDEX)
-    names = sorted(p.name for p in path.iterdir())
-    pickles = [name for name in names if name.lower().endswith(OTHER_FORMATS)]
-    if pickles:
-        raise UnsupportedError(f"{path} holds only {', '.join(pickles[:5])}: {USE_SAFETENSORS}")
-    readable = [name for name in names if name.endswith((".safetensors", ".gguf"))]
-    hint = f", only {', '.join(readable[:5])}: name the file to read it" if readable else ""
-    raise MissingFileError(
-        f"{path}: neither {SINGLE} nor {INDEX} is there{hint}; weights in other formats must be "
-        "converted to safetensors first"
-    )
 
 
 def write_safetensors(

@@ -18,8 +18,9 @@ from jax.typing import DTypeLike
 
 from jaxllm.checkpoint.load import same_bits, tensor_name
 from jaxllm.checkpoint.load_parameters import check_range
-from jaxllm.checkpoint.safetensors import INDEX, OTHER_FORMATS, write_sharded
+from jaxllm.checkpoint.safetensors import INDEX, write_sharded
 from jaxllm.checkpoint.source import FLOATS, float_dtype
+from jaxllm.checkpoint.weight_files import OTHER_FORMATS
 from jaxllm.common.errors import CheckpointError, InputError, UnsupportedError, listed, quoted
 from jaxllm.common.files import make_folder, write_json
 from jaxllm.models.build_options import FLOAT32

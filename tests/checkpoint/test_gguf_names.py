@@ -14,7 +14,7 @@ from paths import DATA
 
 from jaxllm.checkpoint.gguf.names import _NAMES, HFView, _hf_names, hf_name, unpermute
 from jaxllm.checkpoint.gguf.reader import GGUFFile
-from jaxllm.checkpoint.safetensors import open_safetensors
+from jaxllm.checkpoint.weight_files import open_weights
 
 
 def permute(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -159,7 +159,7 @@ def convert(
             getattr(writer, f"add_{name}_token_id")(config[key])
     name_map = gguf.get_tensor_name_map(architecture, 8)
     tensors = {}
-    with open_safetensors(folder) as source:
+    with open_weights(folder) as source:
         for name, array in stacked({name: source.read(name) for name in source.names()}).items():
             if name.endswith(DROPPED):
                 continue

@@ -14,7 +14,7 @@ from weight_files import random_blocks, write_gguf
 
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
-from jaxllm.checkpoint.safetensors import open_safetensors
+from jaxllm.checkpoint.weight_files import open_weights
 
 
 def random_indices(shape: tuple[int, ...], seed: int):
@@ -42,7 +42,7 @@ def check_slices(source) -> None:
 @pytest.mark.parametrize("name", ["llama_bias", "gpt2_hub_layout", "t5_relu"])
 def test_slices_of_tensors(name, tmp_path):
     folder = DATA / "parity" / name
-    with open_safetensors(folder) as source:
+    with open_weights(folder) as source:
         check_slices(source)
     convert(folder, tmp_path / "a.gguf")
     with HFView(GGUFFile(tmp_path / "a.gguf")) as view:

@@ -16,7 +16,8 @@ from parity_data import ROOT, load_case
 from parity_runs import distances, forward
 
 import jaxllm
-from jaxllm.checkpoint.safetensors import open_safetensors, write_safetensors
+from jaxllm.checkpoint.safetensors import write_safetensors
+from jaxllm.checkpoint.weight_files import open_weights
 from jaxllm.common.errors import (
     CheckpointError,
     ConfigError,
@@ -33,7 +34,7 @@ def copy(tmp_path):
     def make(name: str, tensors: dict | None = None, config: dict | None = None) -> Path:
         folder = tmp_path / name
         shutil.copytree(ROOT / name, folder)
-        with open_safetensors(folder) as source:
+        with open_weights(folder) as source:
             arrays = {n: np.array(source.read(n)) for n in source.names()}
         arrays |= tensors or {}
         write_safetensors(
@@ -47,13 +48,13 @@ def copy(tmp_path):
 
 
 def tensor(name: str, of: str) -> np.ndarray:
-    with open_safetensors(ROOT / of) as source:
+    with open_weights(ROOT / of) as source:
         return np.array(source.read(name))
 
 
 def test_missing_and_unexpected_tensors_are_listed_in_500_characters(copy):
     folder = copy("gpt2_base")
-    with open_safetensors(folder) as source:
+    with open_weights(folder) as source:
         arrays = {f"renamed.{n}": np.array(source.read(n)) for n in source.names()}
     write_safetensors(folder / "model.safetensors", arrays)
     with pytest.raises(CheckpointError) as caught:
@@ -229,7 +230,7 @@ def test_tying_compares_bits(copy):
     other[0, 0] = -0.0
     folder = copy("gpt2_unscaled", {"transformer.wte.weight": head, "lm_head.weight": other})
     jaxllm.save_hf(folder.parent / "saved", jaxllm.load(folder)[0])
-    with open_safetensors(folder.parent / "saved") as saved:
+    with open_weights(folder.parent / "saved") as saved:
         assert saved.read("lm_head.weight").tobytes() == other.tobytes()
 
 
@@ -269,7 +270,7 @@ def test_a_tied_matrix_may_have_the_name_of_any_of_its_copies(copy, case, name, 
     model, _ = jaxllm.load(folder, param_dtype="float32")
     assert model.lm_head is None
     jaxllm.save_hf(folder.parent / "saved", model)
-    with open_safetensors(folder.parent / "saved") as saved:
+    with open_weights(folder.parent / "saved") as saved:
         assert stored not in saved.names()
         np.testing.assert_array_equal(saved.read(name), matrix)
         assert saved.info(name).dtype == matrix.dtype

@@ -17,7 +17,7 @@ from paths import DATA
 from safetensors.numpy import load_file, save_file
 
 import jaxllm
-from jaxllm.checkpoint.safetensors import open_safetensors
+from jaxllm.checkpoint.weight_files import open_weights
 from jaxllm.common.errors import (
     CheckpointError,
     ConfigError,
@@ -37,7 +37,7 @@ MODELS = [name for name in cases() if name != "tables"]
 
 def tensors_of(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Every tensor of a checkpoint: dtype, shape, bytes."""
-    with open_safetensors(folder) as source:
+    with open_weights(folder) as source:
         arrays = {name: source.read(name) for name in source.names()}
     return {name: (str(x.dtype), x.shape, x.tobytes()) for name, x in arrays.items()}
 

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 import jaxllm
 from jaxllm.checkpoint.load_parameters import StackedTensors
 from jaxllm.checkpoint.peft import load_adapter, save_adapter
-from jaxllm.checkpoint.safetensors import open_safetensors
+from jaxllm.checkpoint.weight_files import open_weights
 from jaxllm.common.errors import CheckpointError, InputError, UnsupportedError
 from jaxllm.models.expert_use import used_shares
 from jaxllm.models.lora import LoraConfig, add_lora, lora_layers, module_at
@@ -188,7 +188,7 @@ def test_experts_that_do_not_fit(
 def test_a_slice_reads_its_experts_only(tmp_path: Path) -> None:
     jaxllm.save_hf(tmp_path, tiny.cached("mixtral"))
     name = "model.layers.0.block_sparse_moe.experts.{e}.w1.weight"
-    source = open_safetensors(tmp_path)
+    source = open_weights(tmp_path)
     stacked, reads = StackedTensors(source, {name: 4}), []
     read = source.read
     source.read = lambda name, index=(): (reads.append(name), read(name, index))[1]  # type: ignore

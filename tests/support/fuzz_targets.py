@@ -20,8 +20,9 @@ from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.checkpoint.load import MAX_JSON_BYTES, read_config_file
 from jaxllm.checkpoint.peft import load_adapter, read_peft_config
-from jaxllm.checkpoint.safetensors import SafetensorsFile, ShardedSafetensors
+from jaxllm.checkpoint.safetensors import SafetensorsFile
 from jaxllm.checkpoint.source import WeightSource, find_nonfinite
+from jaxllm.checkpoint.weight_files import ShardedWeights
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.common.files import read_json
 from jaxllm.generation.settings.config import GenerationConfig
@@ -58,7 +59,7 @@ def safetensors(path: Path) -> None:
 
 def safetensors_index(path: Path) -> None:
     """The index of shards in its folder."""
-    with ShardedSafetensors(path) as source:
+    with ShardedWeights(path, SafetensorsFile, ".safetensors") as source:
         read_all(source)
 
 

@@ -24,12 +24,11 @@ from weight_files import (
 from jaxllm.checkpoint.safetensors import (
     MAX_HEADER_BYTES,
     SafetensorsFile,
-    ShardedSafetensors,
-    open_safetensors,
     write_safetensors,
     write_sharded,
 )
 from jaxllm.checkpoint.source import find_nonfinite
+from jaxllm.checkpoint.weight_files import ShardedWeights, open_weights
 from jaxllm.common.errors import CheckpointError, JaxLLMError, MissingFileError, UnsupportedError
 
 
@@ -138,8 +137,8 @@ class TestShards:
         assert [p.name for p in paths] == list(expected.filename_to_tensors)
         index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
         assert index["metadata"] == {"total_size": 350}
-        with open_safetensors(tmp_path) as source:
-            assert isinstance(source, ShardedSafetensors)
+        with open_weights(tmp_path) as source:
+            assert isinstance(source, ShardedWeights)
             assert set(source.names()) == set(self.TENSORS)
             for name, expected_array in self.TENSORS.items():
                 assert_same(source.read(name), expected_array)
@@ -158,7 +157,7 @@ class TestShards:
             if len(paths) > 1:
                 expected.add("model.safetensors.index.json")
             assert {path.name for path in tmp_path.iterdir()} == expected
-            with open_safetensors(tmp_path) as source:
+            with open_weights(tmp_path) as source:
                 for name, array in tensors.items():
                     assert_same(source.read(name), array)
 
@@ -187,7 +186,7 @@ class TestShards:
         index = tmp_path / "sub" / "model.safetensors.index.json"
         index.write_text(json.dumps({"weight_map": {"w": shard}}))
         with pytest.raises(CheckpointError, match=r"weight_map\['w'\] is .*, not the plain name"):
-            open_safetensors(tmp_path / "sub")
+            open_weights(tmp_path / "sub")
 
     def test_symbolic_links_are_followed(self, tmp_path):
         """The files of a snapshot in the Hugging Face cache are links to files elsewhere."""
@@ -197,7 +196,7 @@ class TestShards:
         for i, file in enumerate(sorted((tmp_path / "blobs").iterdir())):
             blob = file.rename(file.with_name(f"{i:064x}"))
             (tmp_path / "snapshot" / file.name).symlink_to(blob)
-        with open_safetensors(tmp_path / "snapshot") as source:
+        with open_weights(tmp_path / "snapshot") as source:
             assert set(source.names()) == set(self.TENSORS)
 
     @pytest.mark.parametrize(
@@ -218,14 +217,14 @@ class TestShards:
         index = tmp_path / "model.safetensors.index.json"
         index.write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(JaxLLMError, match=message):
-            ShardedSafetensors(index)
+            open_weights(tmp_path)
 
     @pytest.mark.parametrize("text", ["", "[]", "1", '{"weight_map": 1}', '{"a": 1, "a": 2}'])
     def test_malformed_index(self, text, tmp_path):
         index = tmp_path / "model.safetensors.index.json"
         index.write_text(text)
         with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
-            open_safetensors(tmp_path)
+            open_weights(tmp_path)
 
 
 class Bomb:
@@ -243,10 +242,10 @@ class TestPickles:
         bomb = pickle.dumps(Bomb(marker))
         (tmp_path / name).write_bytes(bomb)
         with pytest.raises(UnsupportedError, match=r"safe_serialization=True") as error:
-            open_safetensors(tmp_path)
+            open_weights(tmp_path)
         assert name in str(error.value)
         write_safetensors(tmp_path / "model.safetensors", {"w": np.zeros(1)})
-        with open_safetensors(tmp_path) as source:
+        with open_weights(tmp_path) as source:
             assert source.names() == ["w"]
         assert not marker.exists()
         pickle.loads(bomb)
@@ -256,19 +255,19 @@ class TestPickles:
     def test_other_formats_are_named(self, name, tmp_path):
         (tmp_path / name).write_bytes(b"")
         with pytest.raises(UnsupportedError, match=name):
-            open_safetensors(tmp_path)
+            open_weights(tmp_path)
 
 
 def test_folder_without_weights(tmp_path):
     with pytest.raises(MissingFileError, match=r"neither model\.safetensors nor"):
-        open_safetensors(tmp_path)
+        open_weights(tmp_path)
     write_safetensors(tmp_path / "adapter.safetensors", {"w": np.zeros(1)})
     with pytest.raises(MissingFileError, match=r"only adapter\.safetensors"):
-        open_safetensors(tmp_path)
-    with open_safetensors(tmp_path / "adapter.safetensors") as source:
+        open_weights(tmp_path)
+    with open_weights(tmp_path / "adapter.safetensors") as source:
         assert source.names() == ["w"]
     with pytest.raises(MissingFileError, match="no such file or folder"):
-        open_safetensors(tmp_path / "none")
+        open_weights(tmp_path / "none")
 
 
 class TestFindNonfinite:
