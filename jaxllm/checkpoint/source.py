@@ -105,6 +105,10 @@ class StoredTensor:
     begin: int
     end: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
 
 class MappedFile(WeightSource):
     """A weight file as a read-only memory map with numpy views.
@@ -134,20 +138,24 @@ class MappedFile(WeightSource):
 
         It is a copy only if it is not aligned.
         """
+        values = self.view(dtype, begin, shape)
+        values = values[index] if index else values
+        return values if values.flags.aligned else values.copy()
+
+    def view(self, dtype: np.dtype[Any], begin: int, shape: tuple[int, ...]) -> np.ndarray:
+        """A view of the array that begins at byte ``begin``, in C order, aligned or not."""
         if self._map is None:
             raise CheckpointError(f"{self.path}: read after close()")
         count = math.prod(shape)  # numpy refuses an empty view at the very end of a buffer
         flat = np.frombuffer(self._map, dtype, count, begin) if count else np.empty(0, dtype)
-        values = flat.reshape(shape)
-        values = values[index] if index else values
-        return values if values.flags.aligned else values.copy()
+        return flat.reshape(shape)
 
     def names(self) -> list[str]:
         return list(self.tensors)
 
     def info(self, name: str) -> TensorInfo:
         entry: StoredTensor = find_tensor(self.tensors, name, self.path)
-        return TensorInfo(entry.shape, entry.dtype, entry.end - entry.begin, self.path)
+        return TensorInfo(entry.shape, entry.dtype, entry.nbytes, self.path)
 
     def release_pages(self, name: str) -> None:
         entry: StoredTensor = find_tensor(self.tensors, name, self.path)
