@@ -26,6 +26,7 @@ from jaxllm.checkpoint.source import (
     TensorInfo,
     WeightSource,
     aligned_empty,
+    copy_in_blocks,
     find_nonfinite,
 )
 from jaxllm.common.errors import CheckpointError, InputError, NonFiniteError
@@ -173,8 +174,13 @@ def on_host(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """
     if values.flags.carray and values.dtype == dtype and not values.ctypes.data % XLA_ALIGNMENT:
         return values
+    return copied(values, dtype)
+
+
+def copied(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A copy of the values in C order, as `on_host` makes it."""
     copy = aligned_empty(values.shape, dtype)
-    np.copyto(copy, values, casting="unsafe")
+    copy_in_blocks(copy, values)
     return copy
 
 
@@ -251,6 +257,8 @@ def quantized(matrix: np.ndarray, name: str) -> QuantizedMatrix:
 
 def quantize_rows(rows: np.ndarray, name: str) -> QuantizedMatrix:
     """Quantizes rows that fit on the default device together."""
+    if not (rows.flags.c_contiguous and rows.flags.aligned):
+        rows = copied(rows, rows.dtype)
     return jax.jit(FORMATS[name])(jnp.asarray(rows))
 
 
@@ -387,7 +395,7 @@ class Tensor:
         """A copy of a slice of the parameter `number`, cast to `dtype`, by its path."""
         values = self.part(number, shape, index)
         self.check_range(values, dtype, index)
-        return {path: np.array(values, dtype, order="C")}  # a copy: nothing keeps the file mapped
+        return {path: copied(values, np.dtype(dtype))}  # a view would keep the file mapped
 
     def blocks(self, number: int, shape: tuple[int, ...], index: Index) -> Blocks:
         """Reads the blocks of a slice of the parameter `number` from a GGUF file."""

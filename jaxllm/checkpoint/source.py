@@ -34,6 +34,7 @@ Index = tuple[slice, ...]
 
 XLA_ALIGNMENT = 64
 _CHUNK = 1 << 20  # values per pass of find_nonfinite: they fit into the CPU's cache
+_BLOCK = 256  # rows and columns that copy_in_blocks copies at a time
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,9 @@ class WeightSource(Protocol):
         """Reads a tensor or a slice of it; the array is read-only or owned by the caller.
 
         If the file stores the array in numpy's layout, the result is a view of a read-only memory
-        map and stays valid after :meth:`close`; the file must not change meanwhile. Reads only the
-        requested bytes, or as few as the format allows.
+        map and stays valid after :meth:`close`; the file must not change meanwhile. A view may be
+        transposed and need not be aligned: :func:`copy_in_blocks` copies any view fast. Reads only
+        the requested bytes, or as few as the format allows.
         """
         ...
 
@@ -182,6 +184,23 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     memory = np.empty(nbytes + XLA_ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % XLA_ALIGNMENT
     return memory[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def copy_in_blocks(target: np.ndarray, values: np.ndarray) -> None:
+    """Copies values into an array of the same shape, cast to its dtype.
+
+    A matrix whose rows are columns of the target in memory is copied in blocks that fit into the
+    CPU's cache, which is several times faster than NumPy's own copy.
+    """
+    orders = {x.strides[0] < x.strides[1] for x in (target, values) if x.ndim == 2}
+    if len(orders) < 2:
+        np.copyto(target, values, casting="unsafe")
+        return
+    rows, columns = values.shape
+    for i in range(0, rows, _BLOCK):
+        for j in range(0, columns, _BLOCK):
+            block = slice(i, i + _BLOCK), slice(j, j + _BLOCK)
+            np.copyto(target[block], values[block], casting="unsafe")
 
 
 def find_nonfinite(name: str, array: np.ndarray) -> str | None:

@@ -158,3 +158,8 @@ MALFORMED = {
         "'layer/w/chunks/0' is not a flat array",
     ),
 }
+
+
+def at_odd_byte(tree: dict[str, Any], odd: int) -> bytes:
+    """The tree after an empty map, whose name has so many letters: arrays begin elsewhere."""
+    return packed({"x" * odd: {}, **tree})
