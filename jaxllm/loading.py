@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,10 +21,11 @@ from jaxllm.checkpoint.load import Checkpoint, load_model, open_checkpoint
 from jaxllm.checkpoint.load_parameters import LoadProgress
 from jaxllm.checkpoint.orbax.model import load_weights
 from jaxllm.checkpoint.peft import load_adapter
+from jaxllm.checkpoint.weight_files import FORMATS, describe_choice
 from jaxllm.common.arguments import checked, checked_function, checked_path, checks_flags
-from jaxllm.common.errors import CheckpointError, ConfigError, InputError, listed, warn
+from jaxllm.common.errors import CheckpointError, ConfigError, InputError, listed, quoted, warn
 from jaxllm.common.files import is_there
-from jaxllm.common.progress import progress_phase
+from jaxllm.common.progress import progress_line, progress_phase
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.config import GENERATION_KEYS, ModelConfig
 from jaxllm.models.lora import merge_lora
@@ -53,14 +55,16 @@ def load(
     quantize_embeddings: bool = True,
     allow_nonfinite: bool = False,
     adapter: str | PathLike[str] | None = None,
+    weight_format: str | None = None,
     progress: LoadProgress | None = None,
 ) -> tuple[Any, Tokenizer | None]:
     """Loads a model and its tokenizer.
 
     Args:
-        path_or_hub_id: a Hugging Face folder (config.json, one or many safetensors), a .gguf file,
-            a Hub id such as ``"HuggingFaceTB/SmolLM2-135M-Instruct"``, or ``"smollm2"``, the
-            bundled model.
+        path_or_hub_id: a Hugging Face folder (config.json, and weights as safetensors,
+            flax_model.msgpack or pytorch_model.bin, in one file or in shards), the path of one of
+            its weight files, a .gguf file, a Hub id such as
+            ``"HuggingFaceTB/SmolLM2-135M-Instruct"``, or ``"smollm2"``, the bundled model.
         dtype: compute dtype: float32, bfloat16 or float16. None: the checkpoint's own, but float32
             on a CPU, where half precision is many times slower.
         param_dtype: dtype of the weights. None: as in the file (float32 on a CPU that computes in
@@ -87,7 +91,11 @@ def load(
         allow_nonfinite: accept NaN and infinite weights.
         adapter: folder with a LoRA adapter of PEFT, which is merged into the weights. To keep its
             parameters apart, for more training, use `jaxllm.checkpoint.load_adapter` instead.
-        progress: called as ``progress(tensor_name, bytes_done, bytes_total)``.
+        weight_format: format to take first if the checkpoint has weights in several:
+            "safetensors", "flax" (flax_model.msgpack) or "pt" (pytorch_model.bin). None: in this
+            order.
+        progress: called as ``progress(tensor_name, bytes_done, bytes_total)``, in place of the
+            messages of `set_progress`.
 
     Returns:
         (model, tokenizer); the tokenizer is None if the checkpoint has none. `model.config` and
@@ -108,6 +116,9 @@ def load(
         "allow_nonfinite": allow_nonfinite,
     }
     checked(adapter, (str, PathLike, type(None)), "adapter", "the folder of an adapter")
+    if weight_format not in (None, "pt", *FORMATS):
+        names = ", ".join(map(repr, FORMATS))
+        raise InputError(f"weight_format: expected {names} or None, found {quoted(weight_format)}")
     _check_options(config, mesh, options, progress)
     if adapter is not None:
         if quantize == KEEP:
@@ -116,7 +127,8 @@ def load(
 
     def read() -> tuple[Any, GenerationConfig, Tokenizer | None]:
         return _read(
-            resolve(path_or_hub_id, revision),
+            resolve(path_or_hub_id, revision, prefer=weight_format),
+            weight_format,
             update if progress is None else progress,
             dtype=dtype,
             param_dtype=param_dtype,
@@ -126,7 +138,8 @@ def load(
         )
 
     shared = mesh is not None and mesh.is_multi_process
-    with progress_phase(f"loading {path_or_hub_id}") as update:
+    phase = contextlib.nullcontext() if progress else progress_phase(f"loading {path_or_hub_id}")
+    with phase as update:
         model, generation_config, tokenizer = (
             in_all_processes(read, CheckpointError) if shared else read()
         )
@@ -141,14 +154,16 @@ def load(
 
 
 def _read(
-    path: Path, progress: LoadProgress | None, **options: Any
+    path: Path, weight_format: str | None, progress: LoadProgress | None, **options: Any
 ) -> tuple[Any, GenerationConfig, Tokenizer | None]:
     """The model of a local checkpoint, its generation config and its tokenizer.
 
     Weights are copied without Python's lock, so that a thread reads the tokenizer meanwhile.
     `options` are those of `load_model`.
     """
-    checkpoint = open_checkpoint(path)
+    if choice := describe_choice(path, weight_format):
+        progress_line(f"{path}: {choice}")
+    checkpoint = open_checkpoint(path, weight_format)
     with checkpoint.weights, ThreadPoolExecutor(1) as thread:
         generation_config = read_generation_config(checkpoint)
         tokenizer = thread.submit(tokenizer_of, checkpoint)

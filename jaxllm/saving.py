@@ -10,6 +10,8 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
+from jaxllm.checkpoint.load import open_checkpoint
+from jaxllm.checkpoint.load_parameters import LoadProgress
 from jaxllm.checkpoint.orbax.model import WEIGHTS_FOLDER, save_weights
 from jaxllm.checkpoint.save import (
     MAX_SHARD_BYTES,
@@ -19,13 +21,16 @@ from jaxllm.checkpoint.save import (
     check_parameters,
     model_files,
     save_model,
+    save_tensors,
     with_host_arrays,
 )
 from jaxllm.common.arguments import checked, checked_path, checks_flags
 from jaxllm.common.errors import CheckpointError, InputError, listed, quoted, warn
 from jaxllm.common.files import write_json
 from jaxllm.generation.inputs.values import is_integer
+from jaxllm.loading import read_generation_config, tokenizer_of, without_unknown_tokens
 from jaxllm.models.model import Model
+from jaxllm.models.registry import ModelSpec
 from jaxllm.models.weights import parameters
 from jaxllm.parallel.processes import in_all_processes
 from jaxllm.tokenizers import Tokenizer
@@ -55,7 +60,8 @@ def save_hf(
         dtype: dtype of the written tensors. None: the checkpoint's own if that is lossless, else
             the parameters'.
         max_shard_bytes: larger models are split into several files.
-        overwrite: replace a model that is in the folder. Its tokenizer stays, with a warning, if
+        overwrite: replace a model that is in the folder. Its flax_model.msgpack or
+            pytorch_model.bin is removed, with a warning. Its tokenizer stays, with a warning, if
             `tokenizer` is None.
 
     Raises:
@@ -110,6 +116,38 @@ def save_settings(
         path.unlink(missing_ok=True)
     if tokenizer is not None:
         tokenizer.save(folder)
+
+
+def export_checkpoint(
+    source: Path,
+    folder: Path,
+    *,
+    dtype: DTypeLike | None = None,
+    progress: LoadProgress | None = None,
+) -> ModelSpec:
+    """Writes a checkpoint of any format as a Hugging Face folder of safetensors.
+
+    Tensors are read and written one at a time; the model is not built.
+
+    Args:
+        source: path of a checkpoint, as from `jaxllm.checkpoint.resolve`.
+        folder: an existing, empty folder.
+        dtype: dtype of the written tensors. None: the checkpoint's own; float32 for the quantized
+            tensors of a GGUF file.
+        progress: called as ``progress(tensor_name, bytes_done, bytes_total)``.
+
+    Returns:
+        The family and the class of the model.
+    """
+    checkpoint = open_checkpoint(source)
+    with checkpoint.weights:
+        settings, tokenizer = read_generation_config(checkpoint), tokenizer_of(checkpoint)
+        spec = save_tensors(folder, checkpoint, dtype=dtype, progress=progress)
+    settings = without_unknown_tokens(settings, spec.config.vocab_size)
+    write_json(folder / "generation_config.json", settings.to_json())
+    if tokenizer is not None:
+        tokenizer.save(folder)
+    return spec
 
 
 def push_to_hub(

@@ -88,20 +88,27 @@ def gguf_in(folder: Path) -> Path | None:
     return files[0] if files else None
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Opens a folder (config.json and safetensors, or one .gguf), or a .gguf file in one or several
-    parts."""
+def open_checkpoint(path: Path, prefer: str | None = None) -> Checkpoint:
+    """Opens a model's folder or one weight file.
+
+    Args:
+        path: a folder with config.json and weights or with one .gguf, a .gguf file in one or
+            several parts, or another weight file with config.json beside it.
+        prefer: format of the weights to take first, as for `open_weights`.
+    """
     path = gguf_in(path) or path
-    if path.is_file() and path.suffix.lower() == ".safetensors":
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        view = HFView(open_gguf(path))
+        return Checkpoint(path, view.config, view)
+    folder = path.parent if path.is_file() else path
+    if path.is_file() and not os.path.lexists(folder / "config.json"):
         raise UnsupportedError(
             f"{path}: a weight file without config.json; give the folder that also holds "
             "config.json"
         )
-    if path.is_file():
-        view = HFView(open_gguf(path))
-        return Checkpoint(path, view.config, view)
-    check_is_model(path)
-    return Checkpoint(path, read_config_file(path / "config.json"), open_weights(path))
+    check_is_model(folder)
+    config = read_config_file(folder / "config.json")
+    return Checkpoint(folder, config, open_weights(path, prefer))
 
 
 def check_is_model(folder: Path) -> None:
@@ -163,33 +170,8 @@ def load_model(
     )
     shapes = model_shapes(spec.make, spec.config, options)
     expected = parameters(shapes)
-    present = dict.fromkeys(checkpoint.weights.names())
-    stripped = lacks_prefix(spec.table, list(present))
-    wanted = {
-        tensor_name(entry, spec.table, stripped): entry for entry in spec.table.for_model(expected)
-    }
-    renamed = {
-        stored_name(name, entry.parameters[0], spec, present, wanted): name
-        for name, entry in wanted.items()
-    }
-    entries = {stored: wanted[name] for stored, name in renamed.items()}
-    counts = {
-        name: expected[entry.parameters[0]].shape[0]
-        for name, entry in entries.items()
-        if entry.is_stack
-    }
-    source = StackedTensors(checkpoint.weights, counts)
-    names = set(source.names())
-    zeros = {
-        entry.parameters[0]: name
-        for name, entry in entries.items()
-        if name not in names and entry.parameters[0] in spec.table.zeros
-    }
-    for name in zeros.values():
-        del entries[name]
-    copies = check_parameter_names(entries, expected, spec, source)
-    constants = check_constants(spec.table, source)
-    check_shapes(entries, expected, spec, source)
+    found = match_tensors(spec, expected, checkpoint.weights)
+    entries, source = found.entries, found.source
     formats = matrix_formats(checkpoint, entries, shapes, quantize, quantize_embeddings)
     matrices = {
         path: quantized_shape(name, expected[f"{path}.weight"]) for path, name in formats.items()
@@ -204,7 +186,7 @@ def load_model(
         progress=progress,
         mesh=mesh,
     )
-    for path in zeros:
+    for path in found.zeros:
         shape, dtype = expected[path].shape, expected[path].dtype
         sharding = None if mesh is None else parameter_sharding(path, shape, mesh)
         arrays[path] = jnp.zeros(shape, dtype, device=sharding)
@@ -214,18 +196,83 @@ def load_model(
         config=json.dumps(with_overrides(checkpoint, overrides) | named_class),
         dtypes=tuple(
             sorted(
-                (renamed.get(tensor, tensor), source.info(name).dtype.name)
-                for name in {*entries, *dict(copies), *dict(constants)}
+                (found.names.get(tensor, tensor), source.info(name).dtype.name)
+                for name in {*entries, *dict(found.copies), *dict(found.constants)}
                 for tensor in source.tensors(name)
             )
         ),
-        copies=copies,
-        constants=constants,
-        stripped=stripped,
+        copies=found.copies,
+        constants=found.constants,
+        stripped=found.stripped,
         file=str(checkpoint.path),
         quantized=checkpoint.gguf is not None,
     )
     return model.with_card(Card(spec.config, origin=origin))
+
+
+@dataclasses.dataclass(frozen=True)
+class MatchedTensors:
+    """The tensors of a checkpoint that make up a model, checked for names, shapes and dtypes.
+
+    Attributes:
+        source: the checkpoint's weights.
+        entries: entry of the weight table for each tensor to read, by its name in `source`.
+        names: the model's own name of a tensor, by its name in `source`.
+        zeros: paths of the parameters that are zero, since the checkpoint lacks them.
+        copies: (tensor name, path) of the tensors that duplicate another one.
+        constants: (tensor name, rows) of the tensors that follow from the config.
+        stripped: True if the tensors' names lack the prefix of the base model.
+    """
+
+    source: StackedTensors
+    entries: Mapping[str, Entry]
+    names: Mapping[str, str]
+    zeros: Collection[str]
+    copies: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, int], ...]
+    stripped: bool
+
+
+def match_tensors(
+    spec: ModelSpec, expected: Mapping[str, Any], weights: WeightSource
+) -> MatchedTensors:
+    """Finds the tensors of a model in a weight file.
+
+    Args:
+        expected: the model's parameters by path.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected or ill-shaped.
+        UnsupportedError: a tensor's dtype is not one that models compute in.
+    """
+    present = dict.fromkeys(weights.names())
+    stripped = lacks_prefix(spec.table, list(present))
+    wanted = {
+        tensor_name(entry, spec.table, stripped): entry for entry in spec.table.for_model(expected)
+    }
+    renamed = {
+        stored_name(name, entry.parameters[0], spec, present, wanted): name
+        for name, entry in wanted.items()
+    }
+    entries = {stored: wanted[name] for stored, name in renamed.items()}
+    counts = {
+        name: expected[entry.parameters[0]].shape[0]
+        for name, entry in entries.items()
+        if entry.is_stack
+    }
+    source = StackedTensors(weights, counts)
+    names = set(source.names())
+    zeros = {
+        entry.parameters[0]: name
+        for name, entry in entries.items()
+        if name not in names and entry.parameters[0] in spec.table.zeros
+    }
+    for name in zeros.values():
+        del entries[name]
+    copies = check_parameter_names(entries, expected, spec, source)
+    constants = check_constants(spec.table, source)
+    check_shapes(entries, expected, spec, source)
+    return MatchedTensors(source, entries, renamed, zeros.keys(), copies, constants, stripped)
 
 
 def matrix_formats(

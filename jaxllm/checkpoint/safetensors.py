@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -32,6 +32,7 @@ from jaxllm.checkpoint.source import (
     Index,
     MappedFile,
     StoredTensor,
+    copy_in_blocks,
     find_tensor,
 )
 from jaxllm.common.arguments import checked
@@ -77,6 +78,7 @@ _UNSUPPORTED = re.compile("C64|F4|F6_E2M3|F6_E3M2|F8_(E8M0|E4M3|E4M3FNUZ|E5M2|E5
 
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _MAX_DIMS = 64  # numpy's own limit
+_BLOCK_BYTES = 16 << 20
 _METADATA = "__metadata__"
 
 
@@ -183,6 +185,20 @@ class SafetensorsFile(MappedFile):
                 )
         return self.array(entry.dtype, entry.begin, entry.shape, index)
 
+    def holds(self, name: str, blocks: Iterable[np.ndarray]) -> bool:
+        """True if a tensor's bytes are those of the blocks, one after another.
+
+        The file is read, not mapped, so that the tensor's pages take no memory.
+        """
+        begin, end = self.tensors[name].begin, self.tensors[name].end
+        with self.path.open("rb") as file:
+            file.seek(begin)
+            for block in blocks:
+                if not np.array_equal(np.fromfile(file, np.uint8, len(block)), block):
+                    return False
+                begin += len(block)
+        return begin == end
+
 
 def write_safetensors(
     path: str | PathLike[str],
@@ -193,7 +209,7 @@ def write_safetensors(
 
     The file is written beside ``path`` under a temporary name, read back and compared with the
     arrays bit by bit, flushed to disk and renamed; a failure leaves the file at ``path`` unchanged.
-    Needs memory for one contiguous tensor besides the arrays.
+    Needs memory for one tensor, as numpy gets it of the array, besides the arrays.
 
     Args:
         path: the file to create or replace; its folder must exist.
@@ -209,7 +225,8 @@ def write_safetensors(
         with partial.open("wb") as file:
             file.write(header)
             for name in names:
-                file.write(_contiguous(tensors[name]).data)
+                for block in _blocks(tensors[name]):
+                    file.write(block.data)
         _compare(partial, tensors, path)
 
 
@@ -253,9 +270,19 @@ def _nbytes(array: Any) -> int:
     return math.prod(array.shape) * np.dtype(array.dtype).itemsize
 
 
-def _contiguous(array: object) -> np.ndarray:
-    """The array's bytes in C order, flat (``ascontiguousarray`` makes a scalar one-dimensional)."""
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+def _blocks(array: Any) -> Iterator[np.ndarray]:
+    """The array's bytes in C order, in pieces of rows of at most `_BLOCK_BYTES` where that is
+    possible, so that a transposed array is not copied whole."""
+    values = np.asarray(array)
+    rows = values if values.ndim else values.reshape(1)
+    count = max(1, _BLOCK_BYTES * max(1, len(rows)) // max(1, values.nbytes))
+    for start in range(0, len(rows), count):
+        block = rows[start : start + count]
+        if not block.flags.c_contiguous:
+            copy = np.empty(block.shape, block.dtype)
+            copy_in_blocks(copy, block)
+            block = copy
+        yield block.reshape(-1).view(np.uint8)
 
 
 def _layout(arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
@@ -295,7 +322,7 @@ def _compare(partial: Path, arrays: Mapping[str, Any], path: Path) -> None:
         for name, array in arrays.items():
             info = written.info(name)
             same = info.shape == tuple(array.shape) and info.dtype == np.dtype(array.dtype)
-            if not same or not np.array_equal(_contiguous(written.read(name)), _contiguous(array)):
+            if not same or not written.holds(name, _blocks(array)):
                 raise CheckpointError(
                     f"{path}: tensor {name!r} differs when read back; is the disk sound?"
                 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -16,18 +17,37 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
-from jaxllm.checkpoint.load import same_bits, tensor_name
-from jaxllm.checkpoint.load_parameters import check_range
-from jaxllm.checkpoint.safetensors import INDEX, write_sharded
-from jaxllm.checkpoint.source import FLOATS, float_dtype
-from jaxllm.checkpoint.weight_files import OTHER_FORMATS
-from jaxllm.common.errors import CheckpointError, InputError, UnsupportedError, listed, quoted
+from jaxllm.checkpoint.load import (
+    Checkpoint,
+    match_tensors,
+    named_spec,
+    read_spec,
+    same_bits,
+    tensor_name,
+)
+from jaxllm.checkpoint.load_parameters import LoadProgress, check_range
+from jaxllm.checkpoint.safetensors import write_sharded
+from jaxllm.checkpoint.source import FLOATS, Index, float_dtype
+from jaxllm.checkpoint.weight_files import (
+    UNREAD_SUFFIXES,
+    WEIGHT_SUFFIXES,
+    known_names,
+    other_files,
+)
+from jaxllm.common.errors import (
+    CheckpointError,
+    InputError,
+    UnsupportedError,
+    listed,
+    quoted,
+    warn,
+)
 from jaxllm.common.files import make_folder, write_json
 from jaxllm.models.build_options import FLOAT32
 from jaxllm.models.lora import lora_layers
 from jaxllm.models.model import Model, model_shapes
 from jaxllm.models.quantize import formats_of, quantized_shapes
-from jaxllm.models.registry import FAMILIES, architecture_of
+from jaxllm.models.registry import FAMILIES, ModelSpec, architecture_of
 from jaxllm.models.weights import is_quantized, parameters, tensors_of
 from jaxllm.parallel.processes import in_all_processes
 
@@ -61,8 +81,94 @@ def save_model(
             check_range(name, x.read(), target)
         cast[name] = LazyHostArray(x.shape, target, lambda x=x, to=target: np.asarray(x.read(), to))
     write_sharded(folder, cast, max_shard_bytes)
+    if replaced := other_files(folder):  # which the Flax-named classes would load
+        for path in replaced:
+            path.unlink()
+        names = listed([path.name for path in replaced])
+        warn(f"{folder}: removed {names}, the weights of the model that was replaced")
     dtypes = {name: str(x.dtype) for name, x in cast.items()}
     write_json(folder / "config.json", saved_config(model, dtypes))
+
+
+def save_tensors(
+    folder: Path,
+    checkpoint: Checkpoint,
+    *,
+    dtype: DTypeLike | None = None,
+    progress: LoadProgress | None = None,
+) -> ModelSpec:
+    """Writes the config and the weights of an opened checkpoint, one tensor at a time.
+
+    The checkpoint may have any format that jaxllm reads. Its tensors are checked as `load_model`
+    checks them. A tensor that duplicates another one is written once: transformers and jaxllm tie
+    the two again.
+
+    Args:
+        folder: an existing folder.
+        dtype: dtype of the written tensors. None: the dtype that each is read with.
+        progress: called as ``progress(tensor_name, bytes_done, bytes_total)``.
+
+    Returns:
+        The family and the class of the model.
+    """
+    spec = read_spec(checkpoint, None, None)
+    expected = parameters(model_shapes(spec.make, spec.config, FLOAT32))
+    found = match_tensors(spec, expected, checkpoint.weights)
+    source, dtype = found.source, float_dtype("dtype", dtype)
+    tensors: dict[str, LazyHostArray] = {}
+    written: dict[str, int] = {}  # bytes of the tensors that were read
+    mapped: list[str] = []  # the tensor whose pages are in memory
+
+    def add(name: str, stored: str, shape: tuple[int, ...], index: Index = ()) -> None:
+        target = np.dtype(dtype or source.info(stored).dtype)
+
+        def read() -> np.ndarray:
+            for earlier in mapped:
+                source.release_pages(earlier)
+            mapped[:] = [stored]
+            values = source.read(stored, index).reshape(shape)
+            if target == np.float16 != values.dtype:
+                check_range(name, values, target)
+            if progress is not None and name not in written:
+                written[name] = tensors[name].nbytes
+                progress(name, sum(written.values()), sum(x.nbytes for x in tensors.values()))
+            return np.asarray(values, target)
+
+        tensors[name] = LazyHostArray(shape, target, read)
+
+    for stored, entry in found.entries.items():
+        name, shape = found.names[stored], source.info(stored).shape
+        if entry.is_stack:
+            for number, expert in enumerate(tensors_of(name, shape[0])):
+                rest = (slice(0, size) for size in shape[1:])
+                add(expert, stored, shape[1:], (slice(number, number + 1), *rest))
+        else:
+            add(name, stored, shape)
+    for name, _ in found.constants:
+        add(name, name, source.info(name).shape)
+    write_sharded(folder, tensors)
+    dtypes = {name: x.dtype.name for name, x in tensors.items()}
+    write_json(folder / "config.json", with_dtype(completed_config(checkpoint, spec), dtypes))
+    return spec
+
+
+def completed_config(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Any]:
+    """The checkpoint's config.json, with what jaxllm knew of the tensors or the kind of file only.
+
+    That is the class, whether the head is tied, and whether T5's head is scaled.
+    """
+    config = {"architectures": [spec.architecture], **checkpoint.config}
+    implied = named_spec(config, checkpoint.config_file).config
+    model_type = str(config.get("model_type"))
+    known, read = (x.to_json(model_type, spec.architecture) for x in (spec.config, implied))
+    return config | {name: value for name, value in known.items() if value != read.get(name)}
+
+
+def with_dtype(config: dict[str, Any], dtypes: Mapping[str, str]) -> dict[str, Any]:
+    """A config.json with the most common dtype of the saved tensors."""
+    names = list(dtypes.values())
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    return {**config, key: max(set(names), key=names.count)}
 
 
 def check_no_model(folder: Path) -> None:
@@ -77,8 +183,9 @@ def check_no_model(folder: Path) -> None:
 def model_files(folder: Path) -> list[str]:
     """Names of a folder's config and weight files, in any format."""
     names = [path.name for path in folder.iterdir()] if os.path.isdir(folder) else []
-    weights = (".safetensors", ".gguf", *OTHER_FORMATS)
-    return [n for n in names if n in ("config.json", INDEX) or n.lower().endswith(weights)]
+    weights = (*WEIGHT_SUFFIXES, ".gguf", *UNREAD_SUFFIXES)
+    known = ("config.json", *known_names())
+    return [name for name in names if name in known or name.lower().endswith(weights)]
 
 
 def check_parameters(model: Model[Any], function: str) -> None:
@@ -222,20 +329,21 @@ def saved_config(model: Model[Any], dtypes: dict[str, str]) -> dict[str, Any]:
         loaded = type(model.config).from_dict(config).to_json(model_type, architecture)
         from_tensors = ("tie_word_embeddings", "scale_decoder_outputs")  # set by the loader
         config |= {k: v for k, v in current.items() if k not in from_tensors and v != loaded.get(k)}
-    if origin is None or dtypes != dict(origin.dtypes):
-        names = list(dtypes.values())
-        key = "dtype" if "dtype" in config else "torch_dtype"
-        config[key] = max(set(names), key=names.count)
-    return config
+    unchanged = origin is not None and dtypes == dict(origin.dtypes)
+    return config if unchanged else with_dtype(config, dtypes)
 
 
 @dataclasses.dataclass(frozen=True)
 class LazyHostArray:
-    """Device array that is copied to the host at each access and not cached there."""
+    """Array on a device or in a file that is read at each access and not kept on the host."""
 
     shape: tuple[int, ...]
     dtype: Any
     read: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         values = self.read()

@@ -6,7 +6,8 @@ each tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -24,12 +25,17 @@ from jaxllm.common.errors import (
 )
 from jaxllm.common.files import is_there, read_json
 
-PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-OTHER_FORMATS = (*PICKLES, ".h5", ".msgpack")
+WEIGHT_SUFFIXES = (".safetensors", ".msgpack")
+"""Suffixes of weight files that `open_weights` opens."""
+UNREAD_SUFFIXES = (".bin", ".h5", ".ot", ".pt", ".pth", ".pkl", ".ckpt")
+"""Suffixes of weight files, or of other pickled files, that are never opened."""
+NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
+"""Pickled files beside a checkpoint that hold no weights. They are never opened either."""
+_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(\.\w+)")
 USE_SAFETENSORS = (
-    "jaxllm reads safetensors only, because unpickling a file can run any code in it; convert it "
-    "where you trust the file, with transformers: "
-    "model.save_pretrained(folder, safe_serialization=True)"
+    "jaxllm reads safetensors and flax_model.msgpack; convert the file where you trust it, "
+    "with the library that wrote it (in transformers: "
+    "model.save_pretrained(folder, safe_serialization=True))"
 )
 
 
@@ -54,16 +60,7 @@ class ShardedWeights(WeightSource):
         suffix: str,
     ) -> None:
         self.path = Path(index)
-        content = read_json(self.path, max_bytes=MAX_HEADER_BYTES, error=CheckpointError)
-        weight_map = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{self.path}: weight_map must map tensor names to shards")
-        for name, shard in weight_map.items():
-            if not _is_plain_file_name(shard, suffix):
-                raise CheckpointError(
-                    f"{self.path}: weight_map[{quoted(name)}] is {quoted(shard)}, not the "
-                    f"plain name of a {suffix} file in the same folder"
-                )
+        weight_map = read_index(self.path, suffix)
         folder = self.path.parent
         missing = sorted({s for s in weight_map.values() if not (folder / s).is_file()})
         if missing:
@@ -106,6 +103,26 @@ class ShardedWeights(WeightSource):
             shard.close()
 
 
+def read_index(path: Path, suffix: str) -> dict[str, str]:
+    """Reads an index: the file name of the shard of each tensor.
+
+    Raises:
+        CheckpointError: the file is no index, or a name is not that of a file in the same folder
+            with this suffix.
+    """
+    content = read_json(path, max_bytes=MAX_HEADER_BYTES, error=CheckpointError)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: weight_map must map tensor names to shards")
+    for name, shard in weight_map.items():
+        if not _is_plain_file_name(shard, suffix):
+            raise CheckpointError(
+                f"{path}: weight_map[{quoted(name)}] is {quoted(shard)}, not the plain name of a "
+                f"{suffix} file in the same folder"
+            )
+    return weight_map
+
+
 def _is_plain_file_name(name: object, suffix: str) -> bool:
     """True if ``name`` is a file name without a folder, on every operating system.
 
@@ -128,70 +145,159 @@ class WeightFormat:
 
     Attributes:
         names: names of the file and of the index of shards, in the order of precedence.
-        open_file: opens a file of the format.
-        open_index: opens the shards that an index lists.
+        suffix: suffix of the weight files.
+        open_file: opens a file, or an index, of the format.
     """
 
     names: tuple[str, str]
+    suffix: str
     open_file: Callable[[Path], WeightSource]
-    open_index: Callable[[Path], WeightSource]
-
-    @property
-    def suffix(self) -> str:
-        return Path(self.names[0]).suffix
 
 
-def _open_safetensors_index(path: Path) -> WeightSource:
-    return ShardedWeights(path, SafetensorsFile, ".safetensors")
+def _open_safetensors(path: Path) -> WeightSource:
+    if _is_index(path):
+        return ShardedWeights(path, SafetensorsFile, ".safetensors")
+    source = SafetensorsFile(path)
+    if source.metadata.get("format") != "flax":
+        return source
+    from jaxllm.checkpoint.flax_file import FlaxView  # only such files need this module
+
+    return FlaxView(source)
 
 
-# In the order of precedence. The key is what `prefer` of `open_weights` names.
+def _open_flax(path: Path) -> WeightSource:
+    from jaxllm.checkpoint.flax_file import FlaxFile, FlaxView  # only such files need this module
+
+    if _is_index(path):
+        return FlaxView(ShardedWeights(path, FlaxFile, ".msgpack"))
+    return FlaxView(FlaxFile(path))
+
+
+# In the order of precedence. The keys are the values of `prefer` of `open_weights`.
 FORMATS: Mapping[str, WeightFormat] = {
-    "safetensors": WeightFormat((SINGLE, INDEX), SafetensorsFile, _open_safetensors_index),
+    "safetensors": WeightFormat((SINGLE, INDEX), ".safetensors", _open_safetensors),
+    "flax": WeightFormat(
+        ("flax_model.msgpack", "flax_model.msgpack.index.json"), ".msgpack", _open_flax
+    ),
 }
 
 
-def weight_files(folder: Path, prefer: str | None = None) -> list[Path]:
-    """The files or indices of a folder that `open_weights` can open, the one it takes first."""
+def _is_index(path: Path) -> bool:
+    return path.name.endswith(".index.json")
+
+
+def format_of(path: Path) -> WeightFormat | None:
+    """The format of a weight file or an index by its name; None for another file."""
+    for each in FORMATS.values():
+        is_file = path.suffix.lower() == each.suffix and path.name not in NO_WEIGHTS
+        if is_file or path.name == each.names[1]:
+            return each
+    return None
+
+
+def known_names(prefer: str | None = None) -> list[str]:
+    """Names of the weight files and indices of a model's folder, in the order of precedence.
+
+    Args:
+        prefer: key of the format in `FORMATS` that comes first.
+    """
     formats = sorted(FORMATS, key=lambda name: name != prefer)
-    paths = [folder / name for format_ in formats for name in FORMATS[format_].names]
+    return [name for each in formats for name in FORMATS[each].names]
+
+
+def weight_files(path: Path, prefer: str | None = None) -> list[Path]:
+    """The files that `open_weights` opens: an index and its shards, or one file.
+
+    Empty if the folder has none.
+    """
+    if path.is_dir():
+        found = _present(path, prefer)
+        if not found:
+            return []
+        path = found[0]
+    index = _index_of(path)
+    format_ = format_of(index)
+    if format_ is None or not _is_index(index):
+        return [path]
+    shards = dict.fromkeys(read_index(index, format_.suffix).values())
+    return [index, *(index.with_name(shard) for shard in shards)]
+
+
+def describe_choice(folder: Path, prefer: str | None = None) -> str | None:
+    """Names the weight file that is read and those that are not; None if there is no choice."""
+    found = _present(folder, prefer) if folder.is_dir() else []
+    if len(found) < 2:
+        return None
+    first, *others = (path.name for path in found)
+    return f"reading the weights from {first}, not from {', '.join(others)}"
+
+
+def other_files(folder: Path) -> list[Path]:
+    """Weight files of a folder in other formats than safetensors, with their indices.
+
+    Shards that no index names are among them.
+    """
+    others = set(known_names()) - {SINGLE, INDEX}
+    return sorted(path for path in folder.iterdir() if _SHARD.sub(r"\1\2", path.name) in others)
+
+
+def _present(folder: Path, prefer: str | None) -> list[Path]:
+    paths = [folder / name for name in known_names(prefer)]
     return [path for path in paths if is_there(path, CheckpointError)]
 
 
-def open_weights(path: str | PathLike[str], prefer: str | None = None) -> WeightSource:
-    """Opens the weights of a checkpoint's folder, or one weight file.
+def _index_of(path: Path) -> Path:
+    """The index beside a shard; any other path as it is."""
+    shard = _SHARD.fullmatch(path.name)
+    index = path if shard is None else path.with_name(f"{shard[1]}{shard[2]}.index.json")
+    return index if index.is_file() else path
 
-    In each format, a single file takes precedence over an index, as in transformers.
+
+def open_weights(path: str | PathLike[str], prefer: str | None = None) -> WeightSource:
+    """Opens the weights of a model's folder, or the weight file of a path.
+
+    A folder may hold weights in several formats: safetensors come first, then msgpack, then .bin.
+    In each format, a single file takes precedence over an index, as in transformers. The path of a
+    shard stands for all shards of its index.
 
     Args:
-        path: the folder or the file.
-        prefer: key of the format in `FORMATS` to take if the folder has weights in several.
+        path: the folder, a weight file or an index.
+        prefer: key of the format in `FORMATS` to take first.
     """
     path = Path(path)
     if path.is_dir():
-        found = weight_files(path, prefer)
+        found = _present(path, prefer)
         if not found:
-            raise _no_weights(path)
+            raise no_weights(path, [each.name for each in path.iterdir()])
         path = found[0]
     elif not path.exists():
         raise MissingFileError(f"{path}: no such file or folder")
-    for format_ in FORMATS.values():
-        if path.name == format_.names[1]:
-            return format_.open_index(path)
-        if path.suffix.lower() == format_.suffix:
-            return format_.open_file(path)
-    raise UnsupportedError(f"{path} is not a weight file that jaxllm opens: {USE_SAFETENSORS}")
+    path = _index_of(path)
+    format_ = format_of(path)
+    if format_ is None:
+        raise not_opened(path)
+    return format_.open_file(path)
 
 
-def _no_weights(folder: Path) -> UnsupportedError | MissingFileError:
-    """The error for a folder without weights of a known format and name."""
-    names = sorted(path.name for path in folder.iterdir())
-    pickles = [name for name in names if name.lower().endswith(OTHER_FORMATS)]
-    if pickles:
-        return UnsupportedError(f"{folder} holds only {', '.join(pickles[:5])}: {USE_SAFETENSORS}")
-    readable = [name for name in names if name.endswith((".safetensors", ".gguf"))]
-    hint = f", only {', '.join(readable[:5])}: name the file to read it" if readable else ""
-    return MissingFileError(
-        f"{folder}: neither {SINGLE} nor {INDEX} is there{hint}; weights in other formats must be "
-        "converted to safetensors first"
-    )
+def not_opened(path: Path) -> UnsupportedError:
+    """The error for a file that is no weight file of a known format."""
+    is_unread = path.name.lower().endswith((*UNREAD_SUFFIXES, *NO_WEIGHTS))
+    advice = USE_SAFETENSORS if is_unread else "give the model's folder, or a weight file in it"
+    return UnsupportedError(f"{path} is not a weight file that jaxllm opens: {advice}")
+
+
+def no_weights(folder: Path | str, names: Collection[str]) -> UnsupportedError | MissingFileError:
+    """The error for a folder or repository whose files, of these names, include no weights that
+    `open_weights` finds."""
+    names = sorted(names)
+    unread = [name for name in names if name.lower().endswith(UNREAD_SUFFIXES)]
+    readable = [
+        name
+        for name in names
+        if name.lower().endswith((".gguf", *WEIGHT_SUFFIXES)) and name not in NO_WEIGHTS
+    ]
+    if unread and not readable:
+        return UnsupportedError(f"{folder} holds only {listed(unread)}: {USE_SAFETENSORS}")
+    hint = f", only {listed(readable)}: give the path of a file to read it" if readable else ""
+    single, *others = known_names()
+    return MissingFileError(f"{folder}: neither {single} nor {' nor '.join(others)} is there{hint}")

@@ -1,8 +1,10 @@
-"""``jaxllm export RUN OUT``: writes a run's model for transformers, or its LoRA as PEFT's files."""
+"""``jaxllm export SOURCE OUT``: writes a checkpoint, or the model of a run, for transformers."""
 
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 
 from jaxllm.cli.process import Parser, add_flags, command, path
 from jaxllm.common.errors import InputError, quoted
@@ -15,23 +17,59 @@ MAX_DIGITS = 18
 def _parser(program: str) -> Parser:
     parser = Parser(
         program,
-        description="Write the model of a training run as a folder for transformers or PEFT.",
+        description="Write a checkpoint of any format that jaxllm reads, or the model of a "
+        "training run, as a folder of safetensors for transformers.",
     )
-    parser.add_argument("run", type=path, help="the output_dir of a run")
+    parser.add_argument(
+        "source",
+        help="a checkpoint (folder, weight file or Hub id), or the output_dir of a run",
+    )
     parser.add_argument("out", type=path, help="the new folder")
     flags = {
-        "--step STEP": "the number of a step, best or last (default: best if the run was "
-        "evaluated, else last)",
-        "--adapter": "write only the LoRA, as PEFT's files",
         "--dtype DTYPE": "dtype of the weights: float32, bfloat16 or float16",
-        "--no-average": "the last weights rather than their average",
-        "--model MODEL": "path of the model that the run started from, if it moved",
+        "--step STEP": "for a run: the number of a step, best or last (default: best if the run "
+        "was evaluated, else last)",
+        "--adapter": "for a run: write only the LoRA, as PEFT's files",
+        "--no-average": "for a run: the last weights rather than their average",
+        "--model MODEL": "for a run: path of the model that it started from, if it moved",
     }
     add_flags(parser, flags)
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
+    source = Path(os.path.expanduser(options.source))
+    is_broken_link = os.path.lexists(source) and not os.path.exists(source)
+    has_run_flags = options.step or options.adapter or options.no_average or options.model
+    if is_broken_link or has_run_flags or is_run(source):
+        return _export_run(source, options)
+    return _export_checkpoint(options)
+
+
+def is_run(folder: Path) -> bool:
+    """True for the output_dir of a run, as `check_is_model` tells it from a model."""
+    return (folder / "checkpoints").is_dir() and not os.path.lexists(folder / "config.json")
+
+
+def _export_checkpoint(options: argparse.Namespace) -> int:
+    from jaxllm.checkpoint.hub import resolve
+    from jaxllm.checkpoint.weight_files import describe_choice
+    from jaxllm.common.files import check_new_folder, new_folder
+    from jaxllm.common.progress import Reporter
+    from jaxllm.saving import export_checkpoint
+
+    check_new_folder(options.out)
+    source, reporter = resolve(options.source), Reporter()
+    if choice := describe_choice(source):
+        reporter.say(f"{source}: {choice}")
+    with new_folder(options.out) as folder, reporter.phase(f"writing {options.out}") as update:
+        spec = export_checkpoint(source, folder, dtype=options.dtype, progress=update)
+    name = spec.architecture
+    print(f"{options.out}: open it with transformers.{name}.from_pretrained({str(options.out)!r})")
+    return 0
+
+
+def _export_run(run: Path, options: argparse.Namespace) -> int:
     step = options.step
     if step is not None and step not in WHICH:
         if not step.isdecimal() or len(step) > MAX_DIGITS:
@@ -40,7 +78,7 @@ def _run(options: argparse.Namespace) -> int:
     from jaxllm.training.run.export import export
 
     found = export(
-        options.run,
+        run,
         options.out,
         step=step,
         adapter=options.adapter,

@@ -47,7 +47,7 @@ from jaxllm.cli.process import Flags, Parser, add_flags, command, dests, reject
 from jaxllm.common.arguments import names_in
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import InputError
-from jaxllm.common.progress import Reporter
+from jaxllm.common.progress import Reporter, reports_to
 from jaxllm.generation.call.keys import shared_key
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
@@ -305,7 +305,8 @@ def _load(
     options = {"dtype": arguments.dtype, "param_dtype": arguments.param_dtype, "mesh": mesh}
     if arguments.assistant_model is not None:
         name = arguments.assistant_model
-        with reporter.phase(f"loading {Path(name).absolute().name}") as update:
+        label = f"loading {Path(name).absolute().name}"
+        with reports_to(reporter), reporter.phase(label) as update:
             assistant, _ = load(name, **options, progress=update)
     return model, tokenizer, assistant
 

@@ -18,7 +18,7 @@ from jaxllm.common.compiling import enable_compile_cache
 from jaxllm.common.errors import InputError, RunError, UnsupportedError, quoted
 from jaxllm.common.hardware import device_report
 from jaxllm.common.precision import PRECISIONS
-from jaxllm.common.progress import Reporter
+from jaxllm.common.progress import Reporter, reports_to
 from jaxllm.generation.settings.config import FIELDS
 from jaxllm.generation.settings.field_checks import boolean
 from jaxllm.generation.settings.fields import Field
@@ -244,7 +244,8 @@ def load_named(
         except RunError as problem:
             reporter.say(str(problem))
     check_model_flags(arguments)
-    with reporter.phase(f"loading {Path(arguments.model).absolute().name}") as update:
+    label = f"loading {Path(arguments.model).absolute().name}"
+    with reports_to(reporter), reporter.phase(label) as update:
         model, tokenizer = load(
             arguments.model,
             adapter=arguments.adapter,

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import shutil
 import socket
 import stat
 from collections.abc import Generator
@@ -336,3 +337,31 @@ class RunLock:
 def _holder() -> str:
     now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
     return f"process {os.getpid()} on {socket.gethostname()} since {now}\n"
+
+
+def check_new_folder(folder: Path) -> None:
+    """Raises RunError if there is something of this name other than an empty folder."""
+    with naming_file(folder, RunError, "written"):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise RunError(f"{folder}: exists already; name a new folder")
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Generator[Path]:
+    """Yields a temporary folder beside `folder`, which gets its name at the end.
+
+    Raises:
+        RunError: it cannot be written, or `folder` is not empty.
+    """
+    folder = Path(os.path.realpath(folder))  # unlike resolve(), also of a link to itself
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+    try:
+        with naming_file(partial, RunError, "written"):
+            partial.mkdir(parents=True)
+        yield partial
+        with naming_file(folder, RunError, "written"):
+            partial.replace(folder)
+            sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -221,6 +221,12 @@ def reports_to(reporter: Reporter) -> Generator[None]:
             _reports.remove((reporter, None))
 
 
+def progress_line(line: str) -> None:
+    """Prints one line if the library's progress is shown."""
+    if _reports:
+        _reports[0][0].say(line)
+
+
 @contextlib.contextmanager
 def progress_phase(
     label: str, amounts: Callable[[int, int], str] = megabytes

@@ -320,7 +320,11 @@ def loaded(
     options: Mapping[str, Any],
 ) -> Any:
     """A checkpoint as its family's Flax class; see `from_pretrained`."""
-    options = {"dtype": dtype, "param_dtype": "float32", **options}
+    # As in transformers, the Flax classes take msgpack where there are several formats.
+    options = {
+        **{"dtype": dtype, "param_dtype": "float32", "weight_format": "flax"},
+        **options,
+    }
     model = pretrained(model_class, path_or_hub_id, called=called, **options)
     flax_model = FlaxPreTrainedModel.from_model(model)
     if do_init:

@@ -181,7 +181,12 @@ def pretrained(
     `called` is the class that the caller named, for errors; None: `model_class`.
     """
     where = f"{(called or model_class).__name__}.from_pretrained()"
+    if options.get("from_pt") is True and options.get("from_flax") is True:
+        raise InputError(f"{where}: from_pt and from_flax are both True; give one of them")
+    chosen = [name for flag, name in _FORMATS.items() if options.get(flag) is True]
     options = _drop(where, options)
+    if chosen:
+        options["weight_format"] = chosen[0]
     load = public("load")
     unknown = options.keys() - inspect.signature(load).parameters.keys() - {"architecture"}
     if unknown:
@@ -191,6 +196,10 @@ def pretrained(
             f"config={{{fields}}}"
         )
     return load(path_or_hub_id, architecture=model_class, **options)[0]
+
+
+_FORMATS = {"use_safetensors": "safetensors", "from_pt": "pt", "from_flax": "flax"}
+"""`weight_format` of `jaxllm.load` for each argument of transformers, the first that is True."""
 
 
 def _drop(where: str, options: Mapping[str, Any], *except_: str) -> dict[str, Any]:

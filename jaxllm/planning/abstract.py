@@ -24,6 +24,7 @@ from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.split import open_gguf
 from jaxllm.checkpoint.hub import BUNDLED, smollm2
 from jaxllm.checkpoint.load import float_dtype, gguf_in, named_spec, read_config_file
+from jaxllm.checkpoint.weight_files import format_of
 from jaxllm.common.arguments import checked, checked_path, checks_flags
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError, quoted
 from jaxllm.generation.inputs.values import is_integer
@@ -145,6 +146,8 @@ def read_source(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[Mappin
     if path.suffix.lower() == ".gguf":
         with open_gguf(path) as file:
             return HFView(file).config, str(path)
+    if os.path.isfile(path) and format_of(path) is not None:
+        path = path.parent  # of a weight file, with config.json beside it
     path = path / "config.json" if os.path.isdir(path) else path
     if not os.path.lexists(path):  # False for a name that is too long
         raise MissingFileError(

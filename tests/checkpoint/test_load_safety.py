@@ -193,9 +193,9 @@ def test_malformed_config(copy, text, message):
 
 def test_missing_files(copy, tmp_path):
     folder = copy("llama_bias")
+    (folder / "config.json").unlink()
     with pytest.raises(UnsupportedError, match=r"folder that also holds config\.json"):
         jaxllm.load(folder / "model.safetensors")
-    (folder / "config.json").unlink()
     with pytest.raises(MissingFileError, match=r"config\.json"):
         jaxllm.load(folder)
     with pytest.raises(MissingFileError):

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxllm.checkpoint.gguf.split import part_paths
 from jaxllm.checkpoint.load import gguf_in
+from jaxllm.checkpoint.weight_files import FORMATS, format_of, weight_files
 from jaxllm.common.errors import CheckpointError, RunError, naming_file, quoted
 from jaxllm.common.files import is_there
 from jaxllm.tokenizers.loading import ids_version
@@ -79,7 +80,7 @@ def checkpoint_digests(path: Path, *, whole: bool = False) -> dict[str, str | No
     or more changes it.
 
     Args:
-        path: a folder of safetensors or with one .gguf file, or a .safetensors or .gguf file.
+        path: a folder with weights or with one .gguf file, or a weight file.
         whole: hash all bytes of the weights.
 
     Returns:
@@ -95,7 +96,10 @@ def checkpoint_digests(path: Path, *, whole: bool = False) -> dict[str, str | No
         parts = [part for part in part_paths(path) if part.exists()]
         return {"model weights": _digest(parts, whole=whole), TOKEN_IDS: "2"}
     folder = path.parent if path.is_file() else path
-    weights = [path] if path.is_file() else sorted(folder.glob("*.safetensors"))
+    weights = weight_files(path)
+    if path.is_dir() and (not weights or format_of(weights[0]) is FORMATS["safetensors"]):
+        # `FILES` has the index. An adapter has weight files of its own.
+        weights = sorted([*folder.glob("*.safetensors"), *folder.glob("adapter_model.bin")])
     digests = {"model weights": _digest(weights, whole=whole)}
     for part, patterns in FILES.items():
         files = {file for pattern in patterns for file in folder.glob(pattern)}

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
-import shutil
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +13,13 @@ import jax.numpy as jnp
 from jaxllm.checkpoint.orbax import RunCheckpoints
 from jaxllm.checkpoint.peft import save_adapter
 from jaxllm.common.errors import ConfigError, MissingFileError, RunError, naming_file
-from jaxllm.common.files import read_json, sync_folder, write_json, write_whole
+from jaxllm.common.files import (
+    check_new_folder,
+    new_folder,
+    read_json,
+    write_json,
+    write_whole,
+)
 from jaxllm.common.validation import from_plain
 from jaxllm.models.model import Model
 from jaxllm.models.weights import parameters, with_parameters
@@ -121,15 +124,13 @@ def export(
         RunError: `out` is not empty; or `adapter` for a run without LoRA.
         JaxLLMError: as `load_run`, `save_hf` and `save_adapter`.
     """
-    with naming_file(out, RunError, "written"):
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise RunError(f"{out}: exists already; name a new folder")
+    check_new_folder(out)
     if adapter and dtype is not None:
         raise ConfigError("dtype: an adapter is written in float32; leave out dtype or adapter")
     trained = load_run(run, step, averaged=averaged, model=model)
     if adapter and trained.recipe.lora is None:
         raise RunError(f"{run}: was trained without LoRA, so there is no adapter to export")
-    with replacing_folder(out) as folder:
+    with new_folder(out) as folder:
         if adapter:
             save_adapter(folder, trained.model, base_model=trained.recipe.model.path)
             trained.tokenizer.save(folder)
@@ -169,24 +170,3 @@ def read_object(path: Path) -> dict[str, Any]:
     content = read_json(path, max_bytes=MAX_JSON_BYTES)
     assert isinstance(content, dict)
     return content
-
-
-@contextlib.contextmanager
-def replacing_folder(folder: Path) -> Generator[Path]:
-    """Yields a temporary folder beside `folder`, which gets its name at the end.
-
-    Raises:
-        RunError: it cannot be written, or `folder` is not empty.
-    """
-    folder = Path(os.path.realpath(folder))  # unlike resolve(), also of a link to itself
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
-    try:
-        with naming_file(partial, RunError, "written"):
-            partial.mkdir(parents=True)
-        yield partial
-        with naming_file(folder, RunError, "written"):
-            partial.replace(folder)
-            sync_folder(folder.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

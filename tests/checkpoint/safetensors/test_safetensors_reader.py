@@ -251,11 +251,13 @@ class TestPickles:
         pickle.loads(bomb)
         assert marker.exists()  # the bomb works
 
-    @pytest.mark.parametrize("name", ["tf_model.h5", "flax_model.msgpack"])
+    @pytest.mark.parametrize("name", ["tf_model.h5", "rust_model.ot"])
     def test_other_formats_are_named(self, name, tmp_path):
         (tmp_path / name).write_bytes(b"")
-        with pytest.raises(UnsupportedError, match=name):
+        with pytest.raises(UnsupportedError, match=f"holds only {name}: .*safe_serialization=True"):
             open_weights(tmp_path)
+        with pytest.raises(UnsupportedError, match=f"{name} is not a weight file"):
+            open_weights(tmp_path / name)
 
 
 def test_folder_without_weights(tmp_path):

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from hub_server import running_hub
+from huggingface_hub import constants
 
 from jaxllm.common.errors import ConfigError, InputError, MissingFileError, UnsupportedError
 from jaxllm.generation import PhrasalConstraint, WatermarkingConfig
@@ -258,15 +260,15 @@ def test_folders(tmp_path):
 def test_hub_ids(tmp_path, monkeypatch):
     """The files of a Hub id are fetched without its weights."""
     GenerationConfig(top_k=7).save_pretrained(tmp_path)
-    calls = []
-
-    def download(name, **options):
-        calls.append((name, options["revision"], "*.safetensors" in options["ignore_patterns"]))
-        return str(tmp_path)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert GenerationConfig.from_pretrained("me/model", revision="v1", top_p=0.5).top_k == 7
-    assert calls == [("me/model", "v1", True)]
+    content = (tmp_path / "generation_config.json").read_bytes()
+    with running_hub(token="none") as hub:
+        hub.files["me/model"] = {"generation_config.json": content, "model.safetensors": b"x"}
+        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        assert GenerationConfig.from_pretrained("me/model", revision="v1", top_p=0.5).top_k == 7
+    assert hub.downloads == ["generation_config.json"]
 
 
 @pytest.mark.parametrize(
