@@ -3,11 +3,16 @@
 It also says what the tokenizer files of a folder state differently. For the logits, both load the
 same files and run the same prompts, one at a time: jaxllm in float32, transformers in float64, so
 that only jaxllm's rounding is measured. Only this comparison needs torch and transformers.
+
+transformers gets a copy of weights that are neither GGUF nor its own safetensors, since version 5
+reads no msgpack and pickles only with recent versions of torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +25,16 @@ from jaxllm import load
 from jaxllm.checkpoint.gguf.split import part_paths
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.checkpoint.load import gguf_in
+from jaxllm.checkpoint.safetensors import INDEX, SINGLE, SafetensorsFile
+from jaxllm.checkpoint.weight_files import weight_files
 from jaxllm.cli.options import add_adapter_flag, add_model
 from jaxllm.cli.process import Parser, command
-from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.errors import CheckpointError, InputError, UnsupportedError
 from jaxllm.common.hardware import device_report
 from jaxllm.common.optional_packages import require
 from jaxllm.common.progress import Reporter
 from jaxllm.models.model import BaseModel, Model
+from jaxllm.saving import export_checkpoint
 from jaxllm.tokenizers.contradictions import contradictions
 
 TOLERANCE = 1e-4
@@ -114,7 +122,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.tolerance > 0:
         raise InputError(f"--tolerance must be above 0, but is {arguments.tolerance}")
     path, precision = resolve(arguments.model), arguments.reference_dtype
-    for line in contradictions(path) if path.is_dir() else ():
+    folder = resolve(path, weights=False)
+    for line in contradictions(folder) if folder.is_dir() else ():
         print(f"tokenizer files disagree: {line}", flush=True)
     torch, transformers = _import_reference()
     peft = (
@@ -128,7 +137,9 @@ def _run(arguments: argparse.Namespace) -> int:
         model, tokenizer = load(
             path, dtype="float32", param_dtype="float32", adapter=arguments.adapter
         )
-        reference = _load_reference(path, type(model).__name__, transformers)
+        with tempfile.TemporaryDirectory() as new:
+            copy = _readable_copy(path, Path(new))
+            reference = _load_reference(copy, type(model).__name__, transformers)
         if peft is not None:
             adapted = peft.PeftModel.from_pretrained(reference, str(arguments.adapter))
             reference = adapted.merge_and_unload()
@@ -189,6 +200,28 @@ def _import_reference() -> tuple[Any, Any]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return torch, transformers
+
+
+def _readable_copy(path: Path, folder: Path) -> Path:
+    """The checkpoint itself if transformers opens it, else a copy as safetensors in `folder`.
+
+    Raises:
+        CheckpointError: bytes of a zip file have another checksum than its directory says.
+    """
+    if (gguf_in(path) or path).suffix.lower() == ".gguf":
+        return path
+    files = weight_files(path)
+    first = files[0] if files else path
+    is_flax = first.name == SINGLE and SafetensorsFile(first).metadata.get("format") == "flax"
+    if first.name in (SINGLE, INDEX) and not is_flax:
+        return first.parent
+    for file in files:
+        if zipfile.is_zipfile(file) and (damaged := zipfile.ZipFile(file).testzip()):
+            raise CheckpointError(
+                f"{file}: {damaged}: its checksum is not that of its bytes; get the file again"
+            )
+    export_checkpoint(path, folder)
+    return folder
 
 
 def _load_reference(path: Path, class_name: str, transformers: Any) -> Any:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import tiny
 from paths import DATA
+from weight_formats import FLAX, copied, write_flax
 
 import jaxllm
 from jaxllm.cli.main import main
@@ -64,8 +65,13 @@ class Reference:
     read: ClassVar[list[np.ndarray]] = []
     """Prompts of all calls."""
 
+    opened: ClassVar[list[str]] = []
+    """Folders of all models."""
+
     def __init__(self, folder: str) -> None:
+        self.opened.append(folder)
         self.model, _ = jaxllm.load(folder)
+        assert (Path(folder) / "model.safetensors").exists()
 
     @classmethod
     def from_pretrained(
@@ -103,6 +109,7 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> type[Reference]:
     monkeypatch.setitem(sys.modules, "transformers", transformers)
     monkeypatch.setattr(Reference, "error", 0.0)
     monkeypatch.setattr(Reference, "read", [])
+    monkeypatch.setattr(Reference, "opened", [])
     return Reference
 
 
@@ -118,6 +125,23 @@ def test_equal_models_pass(
     printed = capsys.readouterr().out
     assert "OK: " in printed
     assert "100.00%" in printed
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", ["", FLAX])
+def test_the_reference_gets_a_copy_of_weights_of_flax(
+    reference: type[Reference], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    write_flax(folder, copied(MODELS / "s_llama_tok", folder))
+    assert main(["verify", str(folder / name), "--prompt", "Once"]) == 0
+    (copy,) = reference.opened
+    assert Path(copy) != folder
+    assert not Path(copy).exists()
+    assert "OK: " in capsys.readouterr().out
+    opened = str(MODELS / "s_llama_tok" / "model.safetensors")
+    assert main(["verify", opened, "--prompt", "Once"]) == 0
+    assert reference.opened[1:] == [str(MODELS / "s_llama_tok")]
 
 
 @pytest.mark.ci
