@@ -30,8 +30,8 @@ from jaxllm.models.config import ModelConfig
 from jaxllm.models.model import Card, LanguageModel, Model
 from jaxllm.models.outputs import ModelOutput
 from jaxllm.models.pretrained import pretrained
-from jaxllm.models.registry import FAMILIES
-from jaxllm.models.weights import Entry, is_quantized, parameters, with_parameters
+from jaxllm.models.registry import FAMILIES, Family
+from jaxllm.models.weights import Entry, Table, is_quantized, parameters, with_parameters
 
 _ATTRIBUTES = {
     "init_cache": "use model.module.init_cache(batch, capacity), and model.module(..., cache=...)",
@@ -389,22 +389,43 @@ def with_flax_params(model: Model[Any], params: Mapping[str, Any]) -> Any:
     if not isinstance(params, Mapping):
         raise InputError(f"params: expected a nested dict of arrays, found {quoted(params)}")
     flat: dict[TreePath, Any] = dict(flatten_dict(params))
+    own = parameters(model)
+    flat = _with_prefix(flat, entries, own, _family(model).table(model.config))
     for problem, paths in (("missing", entries.keys() - flat), ("unknown", flat.keys() - entries)):
         if paths:
             names = sorted("/".join(map(str, path)) for path in paths)
             raise InputError(f"params: {problem}: {', '.join(names[:3])} ({len(names)} in all)")
-    own = parameters(model)
     changed: dict[str, Array] = {}
     for path, entry in entries.items():
-        values = _split(entry, jnp.asarray(flat[path]))
-        for name, value in zip(entry.parameters, values, strict=True):
-            if value.shape != own[name].shape:
-                raise InputError(
-                    f"params: {'/'.join(path)} has shape {flat[path].shape}, which does not fit"
-                    f" {name} {own[name].shape}"
-                )
-            changed[name] = value
+        whole = jnp.asarray(flat[path])
+        if path[-1] == "final_logits_bias" and whole.shape[1:] == (1,):
+            whole = whole.T  # trees that were saved with an earlier jaxllm
+        expected = entry.tensor_shape(own[entry.parameters[0]].shape)
+        expected = expected[::-1] if path[-1] == "kernel" else expected
+        if whole.shape != expected:
+            raise InputError(
+                f"params: {'/'.join(path)} has shape {whole.shape}, expected {expected}"
+            )
+        changed |= zip(entry.parameters, _split(entry, whole), strict=True)
     return with_parameters(model, changed)
+
+
+def _with_prefix(
+    flat: dict[TreePath, Any],
+    entries: Mapping[TreePath, Entry],
+    own: Mapping[str, Any],
+    table: Table,
+) -> dict[TreePath, Any]:
+    """The parameters, of a class without a head too, under the paths of a class that has one."""
+    base = table.prefix.removesuffix(".")
+    if base not in {path[0] for path in entries} - {path[0] for path in flat}:
+        return flat
+    absent = {
+        path: jnp.zeros_like(own[name])
+        for path, entry in entries.items()
+        for name in table.zeros.intersection(entry.parameters)
+    }
+    return absent | {path if path in entries else (base, *path): x for path, x in flat.items()}
 
 
 def same_arrays(first: Any, second: Any) -> bool:
@@ -418,8 +439,7 @@ def _entries(model: Model[Any]) -> dict[TreePath, Entry]:
     """Entries of the family's weight table by their paths in the tree."""
     if is_quantized(model):
         raise InputError("params: the weights are quantized; load the model without quantize=")
-    own = parameters(model)
-    family = next(each for each in FAMILIES.values() if each.config is type(model.config))
+    own, family = parameters(model), _family(model)
     table = family.table(model.config)
     headless = type(model).__name__ in family.parts
     prefix = table.prefix if headless else ""
@@ -427,6 +447,10 @@ def _entries(model: Model[Any]) -> dict[TreePath, Entry]:
         tuple(_path(entry, own, entry.tensor.removeprefix(prefix))): entry
         for entry in table.for_model(own)
     }
+
+
+def _family(model: Model[Any]) -> Family:
+    return next(each for each in FAMILIES.values() if each.config is type(model.config))
 
 
 def _path(entry: Entry, own: Mapping[str, Any], tensor: str) -> Iterator[str]:
@@ -446,7 +470,9 @@ def _path(entry: Entry, own: Mapping[str, Any], tensor: str) -> Iterator[str]:
 
 def _is_dense(entry: Entry, ndim: int) -> bool:
     """Whether Flax's kernel is [in, out]: that of a Dense. GPT-2's Conv1D is [out, in], as ours."""
-    return ndim == 2 and not entry.transposed and not entry.parameters[0].endswith(_EMBEDDINGS)
+    name = entry.parameters[0]
+    is_kernel = name.endswith(".weight") and not name.endswith(_EMBEDDINGS)
+    return ndim == 2 and is_kernel and not entry.transposed
 
 
 def _join(entry: Entry, values: list[Shaped[Array, " ..."]]) -> Shaped[Array, " ..."]:
