@@ -18,6 +18,8 @@ from jaxllm.checkpoint.weight_files import (
     no_weights,
     not_opened,
     read_index,
+    t5x_folders,
+    t5x_in,
 )
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError, JaxLLMError, MissingFileError, quoted
@@ -58,8 +60,8 @@ def resolve(
         prefer: as for `open_weights`.
 
     Returns:
-        An existing folder or file. Without `weights`, the folder of a weight file that has its
-        config.json beside it.
+        An existing folder or file. Without `weights`, the folder with the config.json of a weight
+        file or of a checkpoint of T5X.
 
     Raises:
         MissingFileError: there is no such path, and the Hub download failed: no such model, a login
@@ -73,13 +75,15 @@ def resolve(
     expanded = os.path.expanduser(text)
     if os.path.exists(expanded):  # Path.exists() raises for invalid paths
         path = Path(expanded)
-        is_gguf = path.suffix.lower() == ".gguf"
-        if path.is_file() and not is_gguf and format_of(path) is None:
+        is_gguf, t5x = path.suffix.lower() == ".gguf", t5x_in(path)
+        if path.is_file() and not (is_gguf or t5x) and format_of(path) is None:
             raise not_opened(path)
         if revision not in (None, "main"):  # the default of transformers' scripts
             raise InputError(
                 f"revision={quoted(revision)} is for Hub ids, but {path} is a local path"
             )
+        if t5x is not None:
+            return path if weights else t5x_folders(t5x)[1]
         has_config = not is_gguf and path.is_file() and (path.parent / "config.json").is_file()
         return path.parent if has_config and not weights else path
     if text == BUNDLED:

@@ -26,7 +26,7 @@ from jaxllm.checkpoint.load_parameters import (
     load_parameters,
 )
 from jaxllm.checkpoint.source import FLOATS, WeightSource, default_dtype, float_dtype
-from jaxllm.checkpoint.weight_files import open_weights
+from jaxllm.checkpoint.weight_files import open_weights, t5x_folders, t5x_in
 from jaxllm.common.errors import (
     CheckpointError,
     ConfigError,
@@ -93,10 +93,12 @@ def open_checkpoint(path: Path, prefer: str | None = None) -> Checkpoint:
 
     Args:
         path: a folder with config.json and weights or with one .gguf, a .gguf file in one or
-            several parts, or another weight file with config.json beside it.
+            several parts, another weight file with config.json beside it, or a checkpoint of T5X.
         prefer: format of the weights to take first, as for `open_weights`.
     """
     path = gguf_in(path) or path
+    if (found := t5x_in(path)) is not None:
+        return _open_t5x(found)
     if path.is_file() and path.suffix.lower() == ".gguf":
         view = HFView(open_gguf(path))
         return Checkpoint(path, view.config, view)
@@ -109,6 +111,16 @@ def open_checkpoint(path: Path, prefer: str | None = None) -> Checkpoint:
     check_is_model(folder)
     config = read_config_file(folder / "config.json")
     return Checkpoint(folder, config, open_weights(path, prefer))
+
+
+def _open_t5x(path: Path) -> Checkpoint:
+    """Opens a T5X checkpoint, whose config.json is in its folder or in the one above."""
+    from jaxllm.checkpoint.t5x import T5XView
+
+    _, folder = t5x_folders(path)
+    is_there = os.path.lexists(folder / "config.json")
+    config = read_config_file(folder / "config.json") if is_there else {}
+    return Checkpoint(folder, config, T5XView(path))
 
 
 def check_is_model(folder: Path) -> None:
@@ -342,9 +354,18 @@ def named_spec(
 def with_overrides(
     checkpoint: Checkpoint, overrides: Mapping[str, Any] | ModelConfig | None
 ) -> dict[str, Any]:
-    """config.json's object with the caller's fields; a whole config changes nothing in it."""
+    """config.json's object with the caller's fields; a whole config changes nothing in it.
+
+    What the weight file decides is set. A whole config stands for a config.json that is not there.
+    """
     fields = overrides if isinstance(overrides, Mapping) else {}
-    return {**checkpoint.config, **fields}
+    config = {**checkpoint.config, **fields}
+    if isinstance(overrides, ModelConfig):
+        whole = overrides.to_json(overrides.model_type, "")
+        del whole["architectures"]
+        checkpoint.weights.settled(whole)  # raises an error if it contradicts the file
+        config = config or whole
+    return checkpoint.weights.settled(config)
 
 
 def with_tied_head(spec: ModelSpec, source: WeightSource) -> ModelSpec:

@@ -79,6 +79,10 @@ class WeightSource(Protocol):
         """Releases the pages that reading a tensor mapped; it can be read again."""
         ...
 
+    def settled(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The content of config.json, with the fields that this kind of weight file decides."""
+        return dict(config)
+
     def close(self) -> None:
         """Closes the files; arrays already read stay valid."""
         ...

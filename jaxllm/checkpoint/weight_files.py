@@ -6,6 +6,7 @@ each tensor.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ UNREAD_SUFFIXES = (".bin", ".h5", ".ot", ".pt", ".pth", ".pkl", ".ckpt")
 NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
 """Pickled files beside a checkpoint that hold no weights. They are never opened either."""
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(\.\w+)")
+_T5X_FILE = re.compile(r"(.+\.)?checkpoint(_[0-9]+)?")  # T5X's own test data has a prefix
 USE_SAFETENSORS = (
     "jaxllm reads safetensors and flax_model.msgpack; convert the file where you trust it, "
     "with the library that wrote it (in transformers: "
@@ -301,3 +303,42 @@ def no_weights(folder: Path | str, names: Collection[str]) -> UnsupportedError |
     hint = f", only {listed(readable)}: give the path of a file to read it" if readable else ""
     single, *others = known_names()
     return MissingFileError(f"{folder}: neither {single} nor {' nor '.join(others)} is there{hint}")
+
+
+def t5x_in(path: Path) -> Path | None:
+    """The file or folder that `jaxllm.checkpoint.t5x.T5XView` opens; None for other checkpoints.
+
+    Args:
+        path: a checkpoint of T5X, its msgpack file, or the folder of a run with one checkpoint.
+
+    Raises:
+        MissingFileError: the folder has several checkpoints, or one that T5X has not completed.
+    """
+    if ".tmp-" in path.name or ".orbax-checkpoint-tmp" in path.name:
+        raise MissingFileError(
+            f"{path}: T5X was interrupted while it wrote this checkpoint; use another one"
+        )
+    if not os.path.isdir(path):  # False for a name that is too long
+        return path if _T5X_FILE.fullmatch(path.name) and os.path.isfile(path) else None
+    if _present(path, None):
+        return None
+    if (path / "checkpoint").is_file():
+        return path / "checkpoint"
+    if (path / "state" / "_METADATA").is_file():  # written by Orbax
+        return path
+    steps = sorted(p for p in path.iterdir() if re.fullmatch(r"checkpoint_[0-9]+", p.name))
+    if len(steps) > 1:
+        names = listed([step.name for step in steps])
+        raise MissingFileError(f"{path}: several checkpoints of T5X ({names}); name one of them")
+    return t5x_in(steps[0]) if steps else None
+
+
+def t5x_folders(checkpoint: Path) -> tuple[Path, Path]:
+    """The folder of a checkpoint that `t5x_in` found, and the folder of its config.json.
+
+    The latter is the folder of the checkpoint or the one above. T5X itself writes no config.json.
+    """
+    step = checkpoint.parent if checkpoint.name == "checkpoint" else checkpoint
+    folders = [folder for folder in (step, step.parent) if folder.is_dir()]
+    found = (folder for folder in folders if os.path.lexists(folder / "config.json"))
+    return folders[0], next(found, folders[0])

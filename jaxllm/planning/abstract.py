@@ -24,7 +24,7 @@ from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.split import open_gguf
 from jaxllm.checkpoint.hub import BUNDLED, smollm2
 from jaxllm.checkpoint.load import float_dtype, gguf_in, named_spec, read_config_file
-from jaxllm.checkpoint.weight_files import format_of
+from jaxllm.checkpoint.weight_files import format_of, t5x_folders, t5x_in
 from jaxllm.common.arguments import checked, checked_path, checks_flags
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError, quoted
 from jaxllm.generation.inputs.values import is_integer
@@ -148,6 +148,8 @@ def read_source(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[Mappin
             return HFView(file).config, str(path)
     if os.path.isfile(path) and format_of(path) is not None:
         path = path.parent  # of a weight file, with config.json beside it
+    if (found := t5x_in(path)) is not None:
+        _, path = t5x_folders(found)
     path = path / "config.json" if os.path.isdir(path) else path
     if not os.path.lexists(path):  # False for a name that is too long
         raise MissingFileError(

@@ -10,7 +10,13 @@ from typing import Any
 
 from jaxllm.checkpoint.gguf.split import part_paths
 from jaxllm.checkpoint.load import gguf_in
-from jaxllm.checkpoint.weight_files import FORMATS, format_of, weight_files
+from jaxllm.checkpoint.weight_files import (
+    FORMATS,
+    format_of,
+    t5x_folders,
+    t5x_in,
+    weight_files,
+)
 from jaxllm.common.errors import CheckpointError, RunError, naming_file, quoted
 from jaxllm.common.files import is_there
 from jaxllm.tokenizers.loading import ids_version
@@ -34,6 +40,8 @@ DEFAULT_HEAD_BYTES = 16 << 20
 STRIDE_BYTES = 1 << 20
 """Distance of the samples in the rest of a weight file."""
 SAMPLE_BYTES = 4096
+T5X_FILES = ("checkpoint", "target.*/*", "state/**/*")
+"""Files of the parameters in the folder of a T5X checkpoint."""
 FILES = {
     "model config": ("config.json", "*.safetensors.index.json", "adapter_config.json"),
     "tokenizer": (*FILE_NAMES, f"{TEMPLATES_FOLDER}/*.jinja"),
@@ -97,7 +105,11 @@ def checkpoint_digests(path: Path, *, whole: bool = False) -> dict[str, str | No
         return {"model weights": _digest(parts, whole=whole), TOKEN_IDS: "2"}
     folder = path.parent if path.is_file() else path
     weights = weight_files(path)
-    if path.is_dir() and (not weights or format_of(weights[0]) is FORMATS["safetensors"]):
+    if (found := t5x_in(path)) is not None:
+        step, folder = t5x_folders(found)
+        files = (file for pattern in T5X_FILES for file in step.glob(pattern))
+        weights = sorted(file for file in files if file.is_file()) or [found]
+    elif path.is_dir() and (not weights or format_of(weights[0]) is FORMATS["safetensors"]):
         # `FILES` has the index. An adapter has weight files of its own.
         weights = sorted([*folder.glob("*.safetensors"), *folder.glob("adapter_model.bin")])
     digests = {"model weights": _digest(weights, whole=whole)}
