@@ -377,7 +377,7 @@ def test_config_and_tokenizer_of_a_checkpoint(unpack: Callable[[str], Path]) -> 
     shutil.copy(DATA / "tokenizers" / "t5.model", run / "spiece.model")
     for path in (run, run / "checkpoint_7", run / "checkpoint_7" / "checkpoint"):
         assert AutoConfig.from_pretrained(path).d_model == 8
-        assert len(AutoTokenizer.from_pretrained(path)("hello")["input_ids"]) == 6
+        assert AutoTokenizer.from_pretrained(path).decode([191, 173]).strip()
         assert abstract_model(path).config.d_model == 8
         loaded, _ = jaxllm.load(path, quantize="int8")
         assert loaded.config.d_model == 8
