@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ def load(
     adapter: str | PathLike[str] | None = None,
     weight_format: str | None = None,
     progress: LoadProgress | None = None,
+    while_loading: Callable[[Any, Tokenizer | None], object] | None = None,
 ) -> tuple[Any, Tokenizer | None]:
     """Loads a model and its tokenizer.
 
@@ -96,6 +97,9 @@ def load(
             order.
         progress: called as ``progress(tensor_name, bytes_done, bytes_total)``, in place of the
             messages of `set_progress`.
+        while_loading: called in a thread while weights are read, as ``while_loading(model,
+            tokenizer)``, with a model whose parameters are `jax.ShapeDtypeStruct`. What it compiles
+            for that model is compiled for the one that is returned. Its errors are raised here.
 
     Returns:
         (model, tokenizer); the tokenizer is None if the checkpoint has none. `model.config` and
@@ -120,16 +124,21 @@ def load(
         names = ", ".join(map(repr, FORMATS))
         raise InputError(f"weight_format: expected {names} or None, found {quoted(weight_format)}")
     _check_options(config, mesh, options, progress)
+    if while_loading is not None:
+        checked_function(while_loading, "while_loading")
+        if adapter is not None:
+            raise InputError("while_loading: not with an adapter, which is merged after loading")
     if adapter is not None:
         if quantize == KEEP:
             raise InputError("quantize='keep': not with an adapter; use 'int8' or 'int4'")
         options["quantize"] = None  # the merged weights are quantized
 
-    def read() -> tuple[Any, GenerationConfig, Tokenizer | None]:
+    def read() -> tuple[Any, Tokenizer | None]:
         return _read(
             resolve(path_or_hub_id, revision, prefer=weight_format),
             weight_format,
             update if progress is None else progress,
+            while_loading,
             dtype=dtype,
             param_dtype=param_dtype,
             overrides=config,
@@ -140,10 +149,7 @@ def load(
     shared = mesh is not None and mesh.is_multi_process
     phase = contextlib.nullcontext() if progress else progress_phase(f"loading {path_or_hub_id}")
     with phase as update:
-        model, generation_config, tokenizer = (
-            in_all_processes(read, CheckpointError) if shared else read()
-        )
-    model = with_settings(model, generation_config, tokenizer)
+        model, tokenizer = in_all_processes(read, CheckpointError) if shared else read()
     if adapter is not None:
         model = merge_lora(load_adapter(model, adapter))
         if quantize is not None:
@@ -154,12 +160,16 @@ def load(
 
 
 def _read(
-    path: Path, weight_format: str | None, progress: LoadProgress | None, **options: Any
-) -> tuple[Any, GenerationConfig, Tokenizer | None]:
-    """The model of a local checkpoint, its generation config and its tokenizer.
+    path: Path,
+    weight_format: str | None,
+    progress: LoadProgress | None,
+    while_loading: Callable[[Any, Tokenizer | None], object] | None,
+    **options: Any,
+) -> tuple[Any, Tokenizer | None]:
+    """The model of a local checkpoint with its settings, and its tokenizer.
 
-    Weights are copied without Python's lock, so that a thread reads the tokenizer meanwhile.
-    `options` are those of `load_model`.
+    Weights are copied without Python's lock, so that a thread reads the tokenizer meanwhile, and
+    then calls `while_loading`. `options` are those of `load_model`.
     """
     if choice := describe_choice(path, weight_format):
         progress_line(f"{path}: {choice}")
@@ -167,15 +177,29 @@ def _read(
     with checkpoint.weights, ThreadPoolExecutor(1) as thread:
         generation_config = read_generation_config(checkpoint)
         tokenizer = thread.submit(tokenizer_of, checkpoint)
+        begun: list[Future[Any]] = [tokenizer]
+
+        def when_planned(model: Any) -> None:
+            def work() -> None:
+                assert while_loading is not None
+                found = tokenizer.result()
+                # The loaded model gets the same settings, and the warnings about them.
+                while_loading(with_settings(model, generation_config, found, warns=False), found)
+
+            if while_loading is not None:
+                begun.append(thread.submit(work))
 
         def report(name: str, bytes_done: int, bytes_total: int) -> None:
-            if tokenizer.done():
-                tokenizer.result()  # a tokenizer that cannot be read ends the loading
+            for future in begun:
+                if future.done():
+                    future.result()  # its error ends the loading
             if progress is not None:
                 progress(name, bytes_done, bytes_total)
 
-        model = load_model(checkpoint, progress=report, **options)
-        return model, generation_config, tokenizer.result()
+        model = load_model(checkpoint, progress=report, when_planned=when_planned, **options)
+        for future in begun:
+            future.result()
+    return with_settings(model, generation_config, tokenizer.result()), tokenizer.result()
 
 
 _OPTION_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
@@ -214,7 +238,11 @@ def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | None:
 
 
 def with_settings(
-    model: Model[Any], config: GenerationConfig, tokenizer: Tokenizer | None
+    model: Model[Any],
+    config: GenerationConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    warns: bool = True,
 ) -> Model[Any]:
     """The model with generation defaults and the tokenizer's end token in its card.
 
@@ -228,7 +256,7 @@ def with_settings(
         "the tokenizer": {"eos_token_id": eos},
     }
     unknown = unknown_tokens(files, size)
-    if unknown:
+    if unknown and warns:
         where = "" if origin is None else f"{origin.file}: "
         named = ", ".join(f"{name} {i} ({file})" for (name, i), file in unknown.items())
         warn(f"{where}not in the vocabulary of {size} tokens, and so ignored: {named}")

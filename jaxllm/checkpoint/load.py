@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from jaxllm.checkpoint.load_parameters import (
     LoadProgress,
     StackedTensors,
     load_parameters,
+    sharded_shape,
 )
 from jaxllm.checkpoint.source import FLOATS, WeightSource, default_dtype, float_dtype
 from jaxllm.checkpoint.weight_files import open_weights, t5x_folders, t5x_in
@@ -50,7 +51,7 @@ from jaxllm.models.quantize import (
 from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.models.rotary_decoder import RotaryConfig
 from jaxllm.models.weights import Entry, Table, parameters, tensors_of, with_parameters
-from jaxllm.parallel.sharding import check_heads, parameter_sharding
+from jaxllm.parallel.sharding import check_heads
 
 _NEW_HEAD = (
     ". For a classifier with a new head, load the language model and call "
@@ -162,11 +163,17 @@ def load_model(
     allow_nonfinite: bool = False,
     progress: LoadProgress | None = None,
     mesh: Mesh | None = None,
+    when_planned: Callable[[Any], object] | None = None,
 ) -> Any:
     """Builds the model that config.json describes, with the weights of the checkpoint.
 
     A missing, unexpected or ill-shaped tensor raises CheckpointError before memory is allocated.
-    See `jaxllm.load` for the arguments.
+
+    Args:
+        when_planned: called before weights are read, with the model that is returned, but for its
+            parameters, which are `jax.ShapeDtypeStruct` with the same dtypes and shardings.
+
+    See `jaxllm.load` for the other arguments.
     """
     spec = read_spec(checkpoint, architecture, overrides)
     if mesh is not None:
@@ -181,28 +188,18 @@ def load_model(
         scan_layers=scan_layers,
     )
     shapes = model_shapes(spec.make, spec.config, options)
-    expected = parameters(shapes)
+    expected: dict[str, Any] = parameters(shapes)
     found = match_tensors(spec, expected, checkpoint.weights)
     entries, source = found.entries, found.source
     formats = matrix_formats(checkpoint, entries, shapes, quantize, quantize_embeddings)
     matrices = {
         path: quantized_shape(name, expected[f"{path}.weight"]) for path, name in formats.items()
     }
-    arrays = load_parameters(
-        entries,
-        expected,
-        source,
-        param_dtype=param_dtype,
-        matrices=matrices,
-        allow_nonfinite=allow_nonfinite,
-        progress=progress,
-        mesh=mesh,
-    )
-    for path in found.zeros:
-        shape, dtype = expected[path].shape, expected[path].dtype
-        sharding = None if mesh is None else parameter_sharding(path, shape, mesh)
-        arrays[path] = jnp.zeros(shape, dtype, device=sharding)
-    model = with_parameters(with_matrices(shapes, matrices), arrays)
+    if param_dtype is None:  # the file's dtype, unless the model needs a wider one
+        for name, entry in entries.items():
+            for path in entry.parameters:
+                dtype = jnp.promote_types(source.info(name).dtype, expected[path].dtype)
+                expected[path] = jax.ShapeDtypeStruct(expected[path].shape, dtype)
     named_class = {} if architecture is None else {"architectures": [spec.architecture]}
     origin = Origin(
         config=json.dumps(with_overrides(checkpoint, overrides) | named_class),
@@ -219,7 +216,25 @@ def load_model(
         file=str(checkpoint.path),
         quantized=checkpoint.gguf is not None,
     )
-    return model.with_card(Card(spec.config, origin=origin))
+    empty = with_matrices(shapes, matrices).with_card(Card(spec.config, origin=origin))
+    planned: dict[str, Any] = {path: expected.get(path, x) for path, x in parameters(empty).items()}
+    if mesh is not None:
+        planned = {path: sharded_shape(path, x.shape, x.dtype, mesh) for path, x in planned.items()}
+    if when_planned is not None:
+        when_planned(with_parameters(empty, planned))
+    arrays = load_parameters(
+        entries,
+        expected,
+        source,
+        matrices=matrices,
+        allow_nonfinite=allow_nonfinite,
+        progress=progress,
+        mesh=mesh,
+    )
+    for path in found.zeros:
+        shape = planned[path]
+        arrays[path] = jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
+    return with_parameters(empty, arrays)
 
 
 @dataclasses.dataclass(frozen=True)

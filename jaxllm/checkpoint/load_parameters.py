@@ -57,7 +57,6 @@ def load_parameters(
     expected: Mapping[str, Any],
     source: StackedTensors,
     *,
-    param_dtype: DTypeLike | None,
     matrices: Mapping[str, QuantizedMatrix],
     allow_nonfinite: bool,
     progress: LoadProgress | None,
@@ -68,7 +67,6 @@ def load_parameters(
     Args:
         entries: entry of the weight table for each tensor of the file.
         expected: shape and dtype of each parameter.
-        param_dtype: None keeps the file's dtype, unless the model needs a wider one.
         matrices: shapes of the matrix of each layer that is quantized, by the layer's path. Its
             arrays are loaded in place of the layer's weight.
         mesh: shards each parameter by `parameter_sharding`; None: one device. A process reads the
@@ -77,17 +75,11 @@ def load_parameters(
     total = sum(source.info(name).nbytes for name in entries)
     done, arrays = 0, {}
 
-    def dtype_of(name: str, ours: str) -> np.dtype:
-        dtype = expected[ours].dtype
-        if param_dtype is None:
-            dtype = jnp.promote_types(source.info(name).dtype, dtype)
-        return dtype
-
     check_fits(
         sum(
             math.prod(expected[ours].shape)
-            * (LEAST_QUANTIZED_BYTES if layer in matrices else dtype_of(name, ours).itemsize)
-            for name, entry in entries.items()
+            * (LEAST_QUANTIZED_BYTES if layer in matrices else expected[ours].dtype.itemsize)
+            for entry in entries.values()
             for ours, layer in zip(entry.parameters, entry.modules, strict=True)
         ),
         mesh,
@@ -97,7 +89,7 @@ def load_parameters(
         """The tensor's parameters by path, on the devices."""
         name, entry = item
         tensor = Tensor(source, name, entry, allow_nonfinite)
-        dtypes = [dtype_of(name, ours) for ours in entry.parameters]
+        dtypes = [expected[ours].dtype for ours in entry.parameters]
         is_whole = mesh is None and not any(layer in matrices for layer in entry.modules)
         if is_whole:  # one read of a fused tensor
             values = dict(zip(entry.parameters, tensor.parameters(dtypes), strict=True))

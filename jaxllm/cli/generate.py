@@ -50,6 +50,7 @@ from jaxllm.common.errors import InputError
 from jaxllm.common.progress import Reporter, reports_to
 from jaxllm.generation.call.keys import shared_key
 from jaxllm.generation.call.merging import merged_config
+from jaxllm.generation.generate import compile_programs
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.resolve import (
     UnusedFieldWarning,
@@ -248,18 +249,19 @@ def _generate(
     """Generates for one prompt, or for the ids of the command line, and prints the result."""
     mesh = mesh_from_arguments(arguments)
     with contextlib.closing(CompileClock()) as clock:
-        model, tokenizer, assistant = _load(arguments, mesh, reporter)
-        ids = _ids(arguments, prompt, tokenizer)
-        if arguments.tgt_lang is not None:
-            if tokenizer is None:
-                raise InputError(f"--tgt-lang: {arguments.model} has no tokenizer; leave it out")
-            given = generation_fields(arguments)
-            fields = GenerationConfig(**tokenizer.with_target(given, arguments.tgt_lang))
-        fields = with_default_length(fields, model, len(ids))
-        config = _effective(fields, model, assistant)
-        for name, value in config.to_dict().items():
-            if FIELDS[name].record and value:
-                raise InputError(f"{name}: this command prints only text; use Python")
+
+        def compile_programs_of_call(model: Any, tokenizer: Tokenizer | None) -> None:
+            checked_generative(model, arguments.model)
+            if arguments.chat and (tokenizer is None or tokenizer.chat_template is None):
+                return  # an error, which `load_named` raises
+            ids, settings, config = _planned(arguments, fields, prompt, model, tokenizer, None)
+            if not config.token_healing:  # which changes the prompt by what the model predicts
+                compile_programs(
+                    model, input_ids=[ids], generation_config=settings, key=0, tokenizer=tokenizer
+                )
+
+        model, tokenizer, assistant = _load(arguments, mesh, reporter, compile_programs_of_call)
+        ids, fields, config = _planned(arguments, fields, prompt, model, tokenizer, assistant)
         if config.token_healing:
             ids = _healed(model, tokenizer, ids)
             fields = fields.replace(token_healing=False)
@@ -294,12 +296,45 @@ def _generate(
         _print_whole(generated, new_decoder, reporter, clock)
 
 
+def _planned(
+    arguments: argparse.Namespace,
+    fields: GenerationConfig,
+    prompt: str | None,
+    model: GenerativeModel,
+    tokenizer: Tokenizer | None,
+    assistant: GenerativeModel | None,
+) -> tuple[list[int], GenerationConfig, GenerationConfig]:
+    """Ids of the prompt, the call's own settings, and all settings with the model's defaults."""
+    ids = _ids(arguments, prompt, tokenizer)
+    if arguments.tgt_lang is not None:
+        if tokenizer is None:
+            raise InputError(f"--tgt-lang: {arguments.model} has no tokenizer; leave it out")
+        given = generation_fields(arguments)
+        fields = GenerationConfig(**tokenizer.with_target(given, arguments.tgt_lang))
+    fields = with_default_length(fields, model, len(ids))
+    config = _effective(fields, model, assistant)
+    for name, value in config.to_dict().items():
+        if FIELDS[name].record and value:
+            raise InputError(f"{name}: this command prints only text; use Python")
+    return ids, fields, config
+
+
 def _load(
-    arguments: argparse.Namespace, mesh: Mesh | None, reporter: Reporter
+    arguments: argparse.Namespace,
+    mesh: Mesh | None,
+    reporter: Reporter,
+    while_loading: Callable[[Any, Tokenizer | None], object],
 ) -> tuple[GenerativeModel, Tokenizer | None, GenerativeModel | None]:
     """Loads model, tokenizer and assistant model."""
     chat_flag = "--chat" if arguments.chat else None
-    model, tokenizer = load_named(arguments, mesh, reporter, chat_flag=chat_flag)
+    assisted, adapted = arguments.assistant_model is not None, arguments.adapter is not None
+    model, tokenizer = load_named(
+        arguments,
+        mesh,
+        reporter,
+        chat_flag=chat_flag,
+        while_loading=None if assisted or adapted else while_loading,
+    )
     model = checked_generative(model, arguments.model)
     assistant = None
     options = {"dtype": arguments.dtype, "param_dtype": arguments.param_dtype, "mesh": mesh}

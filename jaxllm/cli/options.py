@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,7 @@ def load_named(
     *,
     needs_tokenizer: str | None = None,
     chat_flag: str | None = None,
+    while_loading: Callable[[Any, Any], object] | None = None,
 ) -> tuple[Any, Any]:
     """Loads the model of `add_model` and its tokenizer as the options of `add_model_flags` say.
 
@@ -234,6 +236,7 @@ def load_named(
     Args:
         needs_tokenizer: what needs the tokenizer, such as "a server". None: there may be none.
         chat_flag: the option that needs a chat template, if it is given.
+        while_loading: as in `jaxllm.load`.
 
     Raises:
         JaxLLMError: as `jaxllm.load`.
@@ -258,6 +261,7 @@ def load_named(
             config=dict(arguments.config),
             mesh=mesh,
             progress=update,
+            while_loading=while_loading,
         )
     for line in device_report():
         reporter.say(line)

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxllm.common.arguments import checked_count
 from jaxllm.common.errors import InputError, UnsupportedError, quoted
@@ -27,6 +29,8 @@ from jaxllm.generation.call.prepare import Request, prepare_call
 from jaxllm.generation.inputs.arguments import TokenRows
 from jaxllm.generation.loop import (
     decode,
+    decode_arguments,
+    decode_program,
     finish,
     finish_program,
     prefill,
@@ -177,6 +181,45 @@ def stream(
         if is_set:
             raise InputError(f"{name}: stream yields tokens alone; use generate")
     return _chunks(program_model(model, request), request, chunk_size)
+
+
+def compile_programs(
+    model: GenerativeModel,
+    input_ids: TokenRows | None = None,
+    attention_mask: TokenRows | None = None,
+    generation_config: GenerationConfig | Mapping[str, Any] | None = None,
+    key: RandomKey = None,
+    **fields: Any,
+) -> None:
+    """Compiles the programs of a call of `generate` or `stream`, whose arguments it takes.
+
+    The model's parameters may be `jax.ShapeDtypeStruct`, as those that `jaxllm.load` gives to
+    `while_loading`.
+    """
+    request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
+    decoder, strategy, settings = program_model(model, request), request.strategy, request.settings
+    with use_mesh(request.mesh):
+        state = run_prefill(decoder, request, _compiled(prefill_program, request.mesh))
+        decode_call = decode_arguments(strategy, decoder, state, settings, request.max_length)
+        _compiled(decode_program, request.mesh)(*decode_call)
+        _compiled(finish_program, request.mesh)(strategy, state, settings)
+
+
+def _compiled(program: Any, mesh: Mesh | None) -> Callable[..., Any]:
+    """A function that compiles a program for its arguments, and returns shapes of the result."""
+
+    def compile_for(*arguments: Any, **static: Any) -> Any:
+        lowered = program.lower(*arguments, **static)
+        compiled = lowered.compile()
+        if mesh is None:  # an array that is committed to no device has no sharding
+            return program.eval_shape(*arguments, **static)
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            program.eval_shape(*arguments, **static),
+            compiled.output_shardings,
+        )
+
+    return compile_for
 
 
 def _chunks(model: Decoder, request: Request, chunk_size: int) -> Iterator[np.ndarray]:

@@ -241,8 +241,15 @@ def run_decode(
     strategy: Strategy[S], model: Decoder, state: S, settings: DecodeSettings, max_length: int
 ) -> S:
     """`decode`, compiled; checks as often as suits the platform whether a row is unfinished."""
+    return decode_program(*decode_arguments(strategy, model, state, settings, max_length))
+
+
+def decode_arguments(
+    strategy: Strategy[S], model: Decoder, state: S, settings: DecodeSettings, max_length: int
+) -> tuple[Any, ...]:
+    """Arguments of `decode_program`."""
     steps = steps_of(strategy, settings, platform_of_arrays(state.is_finished))
-    return decode_program(strategy, model, state, settings, np.int32(max_length), steps)
+    return strategy, model, state, settings, np.int32(max_length), steps
 
 
 def steps_of(strategy: AnyStrategy, settings: DecodeSettings, platform: str) -> int:
