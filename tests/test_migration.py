@@ -7,13 +7,71 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pages import run_python
+from pages import run_python, run_shell, shell_blocks
 from paths import DATA, ROOT
+from weight_formats import copied, write_flax
 
 import jaxllm
+from jaxllm.models.registry import FAMILIES
 
 PAGE = ROOT / "docs" / "migration.md"
 TEXT = PAGE.read_text(encoding="utf-8")
+CLASSES = {
+    "FlaxBartForCausalLM": ["bart"],
+    "FlaxBartForConditionalGeneration": ["bart"],
+    "FlaxBertForCausalLM": ["bert"],
+    "FlaxBigBirdForCausalLM": ["big_bird"],
+    "FlaxBlenderbotForConditionalGeneration": ["blenderbot"],
+    "FlaxBlenderbotSmallForConditionalGeneration": ["blenderbot-small"],
+    "FlaxBloomForCausalLM": ["bloom"],
+    "FlaxElectraForCausalLM": ["electra"],
+    "FlaxEncoderDecoderModel": ["encoder-decoder"],
+    "FlaxGPT2LMHeadModel": ["gpt2", "gpt-sw3"],
+    "FlaxGPTJForCausalLM": ["gptj"],
+    "FlaxGPTNeoForCausalLM": ["gpt_neo"],
+    "FlaxGemmaForCausalLM": ["gemma"],
+    "FlaxLlamaForCausalLM": ["llama"],
+    "FlaxLongT5ForConditionalGeneration": ["longt5"],
+    "FlaxMBartForConditionalGeneration": ["mbart"],
+    "FlaxMT5ForConditionalGeneration": ["mt5"],
+    "FlaxMarianMTModel": ["marian"],
+    "FlaxMistralForCausalLM": ["mistral"],
+    "FlaxOPTForCausalLM": ["opt"],
+    "FlaxPegasusForConditionalGeneration": ["pegasus"],
+    "FlaxRobertaForCausalLM": ["roberta"],
+    "FlaxRobertaPreLayerNormForCausalLM": ["roberta-prelayernorm"],
+    "FlaxT5ForConditionalGeneration": ["t5"],
+    "FlaxXGLMForCausalLM": ["xglm"],
+    "FlaxXLMRobertaForCausalLM": ["xlm-roberta"],
+}
+"""FLAX_MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and FLAX_MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES of
+transformers 4.57.6, by class."""
+SAME_AS = {"gpt-sw3": "gpt2"}
+"""Model types of tokenizers; the config of such a model has the other type."""
+
+
+def test_the_table_of_classes_is_the_registry() -> None:
+    rows = re.findall(r"^\| `(Flax\w+)` \| (.+?) \| (yes|no) \|$", TEXT, re.MULTILINE)
+    assert {name: kinds.split(", ") for name, kinds, _ in rows} == CLASSES
+    for name, kinds, answer in rows:
+        for kind in kinds.split(", "):
+            family = FAMILIES.get(SAME_AS.get(kind, kind))
+            reads = family is not None and name.removeprefix("Flax") in family.classes
+            assert reads == (answer == "yes"), name
+
+
+@pytest.mark.ci
+def test_the_commands_run(tmp_path: Path) -> None:
+    write_flax(
+        tmp_path / "old-model", copied(DATA / "reference" / "tiny-t5", tmp_path / "old-model")
+    )
+    block = shell_blocks(PAGE)[0]
+    install, commands = block.split("\n", 1)
+    assert install == "pip install ."
+    first, *text = run_shell(commands, tmp_path).splitlines()
+    assert first in TEXT
+    assert text
+    assert (tmp_path / "new-model" / "model.safetensors").exists()
 
 
 @pytest.mark.ci

@@ -24,6 +24,7 @@ from jaxllm.checkpoint.load import (
     read_spec,
     same_bits,
     tensor_name,
+    with_overrides,
 )
 from jaxllm.checkpoint.load_parameters import LoadProgress, check_range
 from jaxllm.checkpoint.safetensors import write_sharded
@@ -157,7 +158,7 @@ def completed_config(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Any]:
 
     That is the class, whether the head is tied, and whether T5's head is scaled.
     """
-    config = {"architectures": [spec.architecture], **checkpoint.config}
+    config = {"architectures": [spec.architecture], **with_overrides(checkpoint, None)}
     implied = named_spec(config, checkpoint.config_file).config
     model_type = str(config.get("model_type"))
     known, read = (x.to_json(model_type, spec.architecture) for x in (spec.config, implied))

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import jax
@@ -66,6 +67,7 @@ SOURCES = {
     "gguf in parts": (GGUF / "qwen2-00001-of-00003.gguf", "Qwen2ForCausalLM"),
     "gguf with experts": (GGUF / "families" / "mixtral.gguf", "MixtralForCausalLM"),
 }
+T5X = ("t5_1_0", "t5_1_1_bfloat16", "mt5_tied")
 TORCH = [name for name, (path, _) in SOURCES.items() if path.is_dir()]
 
 
@@ -91,6 +93,19 @@ def test_folders_of_flax(name, write, tmp_path, capsys):
     assert main(["export", str(tmp_path / "flax"), str(tmp_path / "out")]) == 0
     assert f"transformers.{model_class}" in capsys.readouterr().out
     same_model(tmp_path / "out", source)
+
+
+@pytest.mark.parametrize("name", T5X)
+def test_checkpoints_of_t5x(name, tmp_path, capsys):
+    with tarfile.open(DATA / "t5x" / f"{name}.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    assert main(["export", str(tmp_path / name), str(tmp_path / "out")]) == 0
+    assert "T5ForConditionalGeneration" in capsys.readouterr().out
+    same_model(tmp_path / "out", tmp_path / name)
+    # transformers decides by these whether the head is tied and its input scaled.
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    tied = "lm_head.weight" not in names(tmp_path / "out")
+    assert (config["tie_word_embeddings"], config["scale_decoder_outputs"]) == (tied, tied)
 
 
 def test_the_file_that_is_read_is_named(tmp_path, capsys):
@@ -187,7 +202,7 @@ print(before, peak())
 @pytest.mark.ci
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_memory(tmp_path):
-    """The largest tensor and 64 MB; the model has four times as much."""
+    """The largest tensor and 128 MB; the model has 250 MB."""
     folder = tmp_path / "llama"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -210,4 +225,4 @@ def test_peak_memory(tmp_path):
     done = subprocess.run(run, capture_output=True, text=True, check=True)
     before, peak = map(int, done.stdout.splitlines()[-1].split())
     print(f"peak {(peak - before) // MB} MB, largest tensor {embedding.nbytes // MB} MB")
-    assert peak - before < embedding.nbytes + 64 * MB
+    assert peak - before < embedding.nbytes + 128 * MB
