@@ -64,7 +64,7 @@ def load(
     Args:
         path_or_hub_id: a Hugging Face folder (config.json, and weights as safetensors,
             flax_model.msgpack or pytorch_model.bin, in one file or in shards), the path of one of
-            its weight files, a .gguf file, a Hub id such as
+            its weight files, a .gguf file, a checkpoint of T5X, a Hub id such as
             ``"HuggingFaceTB/SmolLM2-135M-Instruct"``, or ``"smollm2"``, the bundled model.
         dtype: compute dtype: float32, bfloat16 or float16. None: the checkpoint's own, but float32
             on a CPU, where half precision is many times slower.

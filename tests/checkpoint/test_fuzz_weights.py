@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import struct
+import tarfile
 from collections import Counter
 from pathlib import Path
 
 import fuzz_seeds
 import pytest
+from flax.serialization import msgpack_serialize
 from fuzzing import fuzz_count, mutate, run_batch
+from paths import DATA
 from small_gguf import EXTREMES, gguf_file
 from weight_files import (
     MALFORMED_GGUF,
@@ -172,3 +176,39 @@ class TestDirected:
         contents.append(gguf_bytes([], many))
         files = [written(tmp_path / f"{i}.gguf", c) for i, c in enumerate(contents)]
         assert check("gguf", files) == {"refused": len(files)}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_fuzz_t5x_msgpack(count: int, tmp_path: Path) -> None:
+    for name in ("t5_1_1_inline", "umt5_scanned"):
+        with tarfile.open(DATA / "t5x" / f"{name}.tar.gz") as archive:
+            archive.extractall(tmp_path, filter="data")
+        step = tmp_path / name / "checkpoint_7"  # the arrays lie beside the files
+        original = (step / "checkpoint").read_bytes()
+        found = check("t5x", mutants(original, count // 2, step, ".t5x", head=4096))
+        assert found.keys() >= {"ok", "refused"}
+
+
+def test_fuzz_t5x_arrays(tmp_path: Path) -> None:
+    """Headers of arrays, each in a checkpoint of its own with this array alone."""
+    with tarfile.open(DATA / "t5x" / "umt5_scanned.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    array = "target.decoder.logits_dense.kernel"
+    original = tmp_path / "umt5_scanned" / "checkpoint_7" / array
+    spec = {"kvstore": {"path": f"{array}/"}, "driver": "zarr", "dtype": "float32"}
+    spec["metadata"] = {"shape": [8, 256]}
+    tree = {"target": {"decoder": {"logits_dense": {"kernel": spec}}}}
+    rng, files = random.Random(0), []
+    for number in range(fuzz_count(200)):
+        step = tmp_path / str(number)
+        shutil.copytree(original, step / array)
+        (step / "checkpoint").write_bytes(msgpack_serialize(tree))
+        header = json.loads((original / ".zarray").read_text())
+        field = rng.choice(sorted(header))
+        sizes = [rng.choice(EXTREMES) for _ in range(rng.randint(0, 3))]
+        header[field] = rng.choice([sizes, {"id": "blosc"}, None, "|O", "<f8", -1, "F"])
+        data = json.dumps(header).encode()
+        data = data if rng.random() < 0.7 else mutate(data, rng)
+        files.append(written(step / array / ".zarray", data))
+    found = check("t5x", files)
+    assert found["refused"] > len(files) // 2

@@ -22,6 +22,7 @@ from jaxllm.checkpoint.load import MAX_JSON_BYTES, read_config_file
 from jaxllm.checkpoint.peft import load_adapter, read_peft_config
 from jaxllm.checkpoint.safetensors import SafetensorsFile
 from jaxllm.checkpoint.source import WeightSource, find_nonfinite
+from jaxllm.checkpoint.t5x import T5XView
 from jaxllm.checkpoint.weight_files import ShardedWeights
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.common.files import read_json
@@ -61,6 +62,14 @@ def safetensors_index(path: Path) -> None:
     """The index of shards in its folder."""
     with ShardedWeights(path, SafetensorsFile, ".safetensors") as source:
         read_all(source)
+
+
+def t5x(path: Path) -> None:
+    """T5X's msgpack file, or a .zarray beside the chunks of its array."""
+    if path.name == ".zarray":
+        path = path.parents[1] / "checkpoint"
+    with T5XView(path) as view:
+        read_all(view)
 
 
 def gguf(path: Path) -> None:
