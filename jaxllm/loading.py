@@ -120,7 +120,7 @@ def load(
         "allow_nonfinite": allow_nonfinite,
     }
     checked(adapter, (str, PathLike, type(None)), "adapter", "the folder of an adapter")
-    if weight_format not in (None, "pt", *FORMATS):
+    if weight_format not in (None, *FORMATS):
         names = ", ".join(map(repr, FORMATS))
         raise InputError(f"weight_format: expected {names} or None, found {quoted(weight_format)}")
     _check_options(config, mesh, options, progress)

@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
+"""LoRA adapters in PEFT's format: adapter_config.json, and adapter_model.safetensors or .bin.
 
 PEFT adapts GPT-2's q, k and v as one layer, `c_attn`, with one A; here each has its own A. Loading
 gives each a copy of A and its rows of B. Saving writes one A if the copies are still equal. If they
@@ -25,10 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.checkpoint.hub import hub_name
-from jaxllm.checkpoint.safetensors import SafetensorsFile, write_safetensors
+from jaxllm.checkpoint.safetensors import write_safetensors
 from jaxllm.checkpoint.save import check_parameters
-from jaxllm.checkpoint.source import FLOATS, find_nonfinite
-from jaxllm.checkpoint.weight_files import USE_SAFETENSORS
+from jaxllm.checkpoint.source import FLOATS, WeightSource, find_nonfinite
+from jaxllm.checkpoint.weight_files import open_weights
 from jaxllm.common.arguments import checked
 from jaxllm.common.config_keys import describe_keys, unknown_keys
 from jaxllm.common.errors import (
@@ -41,7 +41,7 @@ from jaxllm.common.errors import (
     listed,
     quoted,
 )
-from jaxllm.common.files import expanded, make_folder, read_json, write_json
+from jaxllm.common.files import expanded, is_there, make_folder, read_json, write_json
 from jaxllm.models.config_checks import check_rate, check_size, coerce
 from jaxllm.models.decoder_only import CausalLM, SequenceClassifier
 from jaxllm.models.lora import (
@@ -107,7 +107,7 @@ def load_adapter(
     Args:
         model: the base model, without LoRA. For an adapter of a resized vocabulary, a model from
             `resize_token_embeddings`.
-        folder: holds adapter_config.json and adapter_model.safetensors.
+        folder: holds adapter_config.json, and adapter_model.safetensors or adapter_model.bin.
         config: fields that override adapter_config.json's; None: as if the file had none.
 
     Raises:
@@ -127,11 +127,9 @@ def load_adapter(
             f"{task_type(model)!r}"
         )
     path = folder / WEIGHTS_FILE
-    if not path.is_file() and path.with_suffix(".bin").is_file():
-        raise UnsupportedError(
-            f"{folder} holds only {path.with_suffix('.bin').name}: {USE_SAFETENSORS}"
-        )
-    with SafetensorsFile(path) as file:
+    if not is_there(path, CheckpointError) and is_there(path.with_suffix(".bin"), CheckpointError):
+        path = path.with_suffix(".bin")  # of older versions of PEFT
+    with open_weights(path) as file:
         tensors = {name: read_tensor(file, name) for name in file.names()}
     try:
         return with_adapter(model, adapter, tensors)
@@ -332,17 +330,17 @@ def take_tensor(unused: dict[str, np.ndarray], name: str, shape: tuple[int, ...]
     return tensor
 
 
-def read_tensor(file: SafetensorsFile, name: str) -> np.ndarray:
+def read_tensor(source: WeightSource, name: str) -> np.ndarray:
     """Reads a tensor; checks that it is finite and of a float dtype."""
-    if file.info(name).dtype not in FLOATS:
+    info = source.info(name)
+    if info.dtype not in FLOATS:
         raise UnsupportedError(
-            f"{file.path}: {quoted(name)} is {file.info(name).dtype}; expected float32, bfloat16 "
-            "or float16"
+            f"{info.file}: {quoted(name)} is {info.dtype}; expected float32, bfloat16 or float16"
         )
-    tensor = file.read(name)
+    tensor = source.read(name)
     problem = find_nonfinite(name, tensor)
     if problem:
-        raise NonFiniteError(f"{file.path}: {problem}")
+        raise NonFiniteError(f"{info.file}: {problem}")
     return tensor
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
@@ -148,13 +148,23 @@ class MappedFile(WeightSource):
         values = values[index] if index else values
         return values if values.flags.aligned else values.copy()
 
-    def view(self, dtype: np.dtype[Any], begin: int, shape: tuple[int, ...]) -> np.ndarray:
-        """A view of the array that begins at byte ``begin``, in C order, aligned or not."""
+    def view(
+        self,
+        dtype: np.dtype[Any],
+        begin: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None = None,
+    ) -> np.ndarray:
+        """A view of the array that begins at byte ``begin``, aligned or not.
+
+        Args:
+            strides: bytes from an element to the next of each axis; None: in C order.
+        """
         if self._map is None:
             raise CheckpointError(f"{self.path}: read after close()")
-        count = math.prod(shape)  # numpy refuses an empty view at the very end of a buffer
-        flat = np.frombuffer(self._map, dtype, count, begin) if count else np.empty(0, dtype)
-        return flat.reshape(shape)
+        if 0 in shape:  # numpy refuses an empty view at the very end of a buffer
+            return np.empty(shape, dtype)
+        return np.ndarray(shape, dtype, self._map, begin, strides)
 
     def names(self) -> list[str]:
         return list(self.tensors)
@@ -221,10 +231,8 @@ def find_nonfinite(name: str, array: np.ndarray) -> str | None:
     exponent = {np.dtype(np.float16): 0x7C00, BFLOAT16: 0x7F80}.get(array.dtype)
     if exponent is None and not np.issubdtype(array.dtype, np.floating):
         return None
-    flat = array.ravel(order="K")  # a view of a transposed array too
     count, first_value = 0, None
-    for start in range(0, flat.size, _CHUNK):
-        chunk = flat[start : start + _CHUNK]
+    for chunk in _chunks(array):
         if exponent is None:
             bad = ~np.isfinite(chunk)
         else:
@@ -235,7 +243,18 @@ def find_nonfinite(name: str, array: np.ndarray) -> str | None:
         count += found
     if count == 0:
         return None
-    return f"{name}: {count} of {flat.size} values are NaN or infinite, the first is {first_value}"
+    return f"{name}: {count} of {array.size} values are NaN or infinite, the first is {first_value}"
+
+
+def _chunks(array: np.ndarray) -> Iterator[np.ndarray]:
+    """The values of an array in pieces of at most `_CHUNK`, in the order of memory."""
+    if array.flags.forc:
+        flat = array.ravel(order="K")  # a view
+        yield from (flat[start : start + _CHUNK] for start in range(0, flat.size, _CHUNK))
+    else:
+        flags = ("external_loop", "buffered", "zerosize_ok")
+        pieces: Any = np.nditer(array, flags, order="K", buffersize=_CHUNK)
+        yield from pieces
 
 
 def float_dtype(name: str, value: DTypeLike | None) -> np.dtype | None:

@@ -26,17 +26,17 @@ from jaxllm.common.errors import (
 )
 from jaxllm.common.files import is_there, read_json
 
-WEIGHT_SUFFIXES = (".safetensors", ".msgpack")
+WEIGHT_SUFFIXES = (".safetensors", ".msgpack", ".bin")
 """Suffixes of weight files that `open_weights` opens."""
-UNREAD_SUFFIXES = (".bin", ".h5", ".ot", ".pt", ".pth", ".pkl", ".ckpt")
+UNREAD_SUFFIXES = (".h5", ".ot", ".pt", ".pth", ".pkl", ".ckpt")
 """Suffixes of weight files, or of other pickled files, that are never opened."""
 NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
 """Pickled files beside a checkpoint that hold no weights. They are never opened either."""
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(\.\w+)")
 _T5X_FILE = re.compile(r"(.+\.)?checkpoint(_[0-9]+)?")  # T5X's own test data has a prefix
 USE_SAFETENSORS = (
-    "jaxllm reads safetensors and flax_model.msgpack; convert the file where you trust it, "
-    "with the library that wrote it (in transformers: "
+    "jaxllm reads safetensors, flax_model.msgpack and pytorch_model.bin; convert the file where "
+    "you trust it, with the library that wrote it (in transformers: "
     "model.save_pretrained(folder, safe_serialization=True))"
 )
 
@@ -126,13 +126,14 @@ def read_index(path: Path, suffix: str) -> dict[str, str]:
 
 
 def _is_plain_file_name(name: object, suffix: str) -> bool:
-    """True if ``name`` is a file name without a folder, on every operating system.
+    """True if ``name`` is a weight file's name without a folder, on every operating system.
 
     Checked without resolving the path, since files in the Hugging Face cache are symbolic links.
     """
     return (
         isinstance(name, str)
         and name.endswith(suffix)
+        and name not in NO_WEIGHTS
         and name.isprintable()
         and len(name.encode()) <= 255  # longer than file systems allow
         and not name.startswith((".", "~"))
@@ -175,12 +176,19 @@ def _open_flax(path: Path) -> WeightSource:
     return FlaxView(FlaxFile(path))
 
 
+def _open_torch(path: Path) -> WeightSource:
+    from jaxllm.checkpoint.torch_file import TorchFile  # only such files need this module
+
+    return ShardedWeights(path, TorchFile, ".bin") if _is_index(path) else TorchFile(path)
+
+
 # In the order of precedence. The keys are the values of `prefer` of `open_weights`.
 FORMATS: Mapping[str, WeightFormat] = {
     "safetensors": WeightFormat((SINGLE, INDEX), ".safetensors", _open_safetensors),
     "flax": WeightFormat(
         ("flax_model.msgpack", "flax_model.msgpack.index.json"), ".msgpack", _open_flax
     ),
+    "pt": WeightFormat(("pytorch_model.bin", "pytorch_model.bin.index.json"), ".bin", _open_torch),
 }
 
 
