@@ -157,6 +157,8 @@ class FlaxView(WeightSource):
         source: a :class:`FlaxFile`, its shards, or a safetensors file that a Flax class wrote.
     """
 
+    from_flax = True
+
     def __init__(self, source: WeightSource) -> None:
         self.source = source
         self._flax_names: dict[str, str] = {}

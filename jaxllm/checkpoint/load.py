@@ -35,6 +35,7 @@ from jaxllm.common.errors import (
     MissingFileError,
     UnsupportedError,
     listed,
+    warn,
 )
 from jaxllm.common.files import read_json
 from jaxllm.models.build_options import Options
@@ -178,6 +179,7 @@ def load_model(
     See `jaxllm.load` for the other arguments.
     """
     spec = read_spec(checkpoint, architecture, overrides)
+    warn_of_flax(checkpoint, spec.config, overrides)
     if mesh is not None:
         check_heads(spec.config.head_counts, mesh)
     compute_dtype, weight_dtype = choose_dtypes(checkpoint.weights, dtype, param_dtype)
@@ -349,7 +351,12 @@ def read_spec(
 ) -> ModelSpec:
     """Family, class and config of a checkpoint, from config.json and its tensors."""
     source, where = checkpoint.weights, checkpoint.config_file
-    spec = named_spec(with_overrides(checkpoint, overrides), where, architecture)
+    config = with_overrides(checkpoint, overrides)
+    if source.from_flax:
+        # Only versions 4 of transformers have Flax classes. If config.json names a later one, it
+        # was saved again, and the head of mT5 is scaled all the same.
+        config.pop("transformers_version", None)
+    spec = named_spec(config, where, architecture)
     if isinstance(overrides, ModelConfig):
         if type(overrides) is not type(spec.config):
             expected = type(spec.config).__name__
@@ -357,6 +364,25 @@ def read_spec(
         spec = dataclasses.replace(spec, config=overrides)
     check_depth(spec, source, where)
     return with_tied_head(spec, source)
+
+
+def warn_of_flax(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    overrides: Mapping[str, Any] | ModelConfig | None = None,
+) -> None:
+    """Warns if transformers' Flax class computed something else from config.json's fields, for
+    weights that it wrote. Fields that the caller sets himself are left out."""
+    if not checkpoint.weights.from_flax or isinstance(overrides, ModelConfig):
+        return
+    found = config.flax_differences(checkpoint.config)
+    found = {name: value for name, value in found.items() if name not in (overrides or {})}
+    if found:
+        warn(
+            f"{checkpoint.config_file}: transformers' Flax class did not read {', '.join(found)} "
+            "as its PyTorch class and jaxllm do. For the results that weights trained with the "
+            f"Flax class had there, load them with config={found!r}; see docs/migration.md"
+        )
 
 
 def named_spec(
@@ -528,6 +554,7 @@ def check_parameter_names(
     unexpected: list[str] = []
     for name in names:
         is_ignored = table.is_buffer(name) or table.constant(name) is not None
+        is_ignored |= source.from_flax and spec.config.is_extra_in_flax(name)
         known = name in entries or name in parts or is_ignored
         if known or name.startswith(spec.unread):
             continue

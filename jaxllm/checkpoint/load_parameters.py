@@ -282,6 +282,7 @@ class StackedTensors(WeightSource):
                 of a tensor. Names that the file itself has (GGUF) are left as they are.
         """
         self.source = source
+        self.from_flax = source.from_flax
         present = set(source.names())
         self._parts = {
             name: tuple(tensors_of(name, count))

@@ -24,6 +24,7 @@ from jaxllm.checkpoint.load import (
     read_spec,
     same_bits,
     tensor_name,
+    warn_of_flax,
     with_overrides,
 )
 from jaxllm.checkpoint.load_parameters import LoadProgress, check_range
@@ -113,6 +114,7 @@ def save_tensors(
         The family and the class of the model.
     """
     spec = read_spec(checkpoint, None, None)
+    warn_of_flax(checkpoint, spec.config)
     expected = parameters(model_shapes(spec.make, spec.config, FLOAT32))
     found = match_tensors(spec, expected, checkpoint.weights)
     source, dtype = found.source, float_dtype("dtype", dtype)
@@ -327,9 +329,12 @@ def saved_config(model: Model[Any], dtypes: dict[str, str]) -> dict[str, Any]:
         config = current
     else:
         config = json.loads(origin.config)
-        loaded = type(model.config).from_dict(config).to_json(model_type, architecture)
-        from_tensors = ("tie_word_embeddings", "scale_decoder_outputs")  # set by the loader
-        config |= {k: v for k, v in current.items() if k not in from_tensors and v != loaded.get(k)}
+        read = type(model.config).from_dict(config)
+        if hasattr(read, "tie_word_embeddings"):  # the loader decides it by the tensors
+            tied = model.config.tie_word_embeddings
+            read = dataclasses.replace(read, tie_word_embeddings=tied)
+        loaded = read.to_json(model_type, architecture)
+        config |= {key: value for key, value in current.items() if value != loaded.get(key)}
     unchanged = origin is not None and dtypes == dict(origin.dtypes)
     return config if unchanged else with_dtype(config, dtypes)
 

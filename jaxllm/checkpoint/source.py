@@ -55,7 +55,13 @@ class TensorInfo:
 
 
 class WeightSource(Protocol):
-    """Read access to named tensors; a context manager."""
+    """Read access to named tensors; a context manager.
+
+    Attributes:
+        from_flax: True if one of transformers' Flax classes wrote the weights.
+    """
+
+    from_flax: bool = False
 
     def names(self) -> list[str]:
         """Tensor names, in the file's order."""

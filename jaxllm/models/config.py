@@ -118,6 +118,8 @@ class ModelConfig(metaclass=_ConfigType):
     unread: ClassVar[tuple[str, ...]] = (*TOKENS, "num_labels", "problem_type")
     """Fields that the forward pass does not read from the config; families add theirs. The model's
     layers have some of them."""
+    flax_constants: ClassVar[Mapping[str, Any]] = {}
+    """Fields that transformers' Flax class does not read -> the value that it computes with."""
     is_encoder_decoder: ClassVar[bool] = False
     logit_softcap: ClassVar[float | None] = None
     """Soft cap of the logits (`models.model.Head`)."""
@@ -257,6 +259,20 @@ class ModelConfig(metaclass=_ConfigType):
         change nothing in it."""
         keys = cls.no_effect.items()
         return frozenset(key for key, value in keys if raw.get(key) in (None, value))
+
+    def flax_differences(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of which transformers' Flax class makes something else than its PyTorch class, and
+        the values with which jaxllm computes what the Flax class does.
+
+        Args:
+            raw: the config.json object that this config is from.
+        """
+        constants = self.flax_constants.items()
+        return {name: value for name, value in constants if getattr(self, name) != value}
+
+    def is_extra_in_flax(self, tensor: str) -> bool:
+        """True for a tensor that only the Flax class has with this config."""
+        return False
 
     @classmethod
     def from_pretrained(cls, path_or_hub_id: str | PathLike[str], **fields: Any) -> Self:

@@ -53,6 +53,7 @@ class GemmaConfig(GemmaFields):
     """
 
     model_type = "gemma"
+    flax_reads_head_dim = True
 
     hidden_size: int = 3072
     intermediate_size: int = 24576
@@ -75,6 +76,12 @@ class GemmaConfig(GemmaFields):
                 f"{quoted(config.hidden_act)}; set both to the activation of the model"
             )
         return config
+
+    def flax_differences(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        found = super().flax_differences(raw)
+        if raw.get("hidden_activation") is None and self.hidden_act != TANH_GELU:
+            found["hidden_act"] = TANH_GELU
+        return found
 
     def to_json(self, model_type: str, architecture: str) -> dict[str, Any]:
         raw = super().to_json(model_type, architecture)

@@ -47,6 +47,10 @@ class GPT2Config(LayerNormConfig):
 
     model_type = "gpt2"
     unread = (*LayerNormConfig.unread, "reorder_and_upcast_attn")
+    flax_constants: ClassVar[Mapping[str, Any]] = {
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+    }
     attribute_map: ClassVar[Mapping[str, str]] = {
         "hidden_size": "n_embd",
         "max_position_embeddings": "n_positions",

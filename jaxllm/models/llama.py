@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel, SequenceClassifier
 from jaxllm.models.rotary_decoder import RotaryConfig, RotaryLayers, RotaryModel
@@ -19,6 +21,7 @@ class LlamaConfig(RotaryConfig):
 
     model_type = "llama"
     unread = (*RotaryConfig.unread, "pretraining_tp")
+    flax_constants: ClassVar[Mapping[str, Any]] = {"mlp_bias": False}
 
     vocab_size: int = 32000
     bos_token_id: int | None = 1

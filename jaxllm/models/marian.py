@@ -30,6 +30,7 @@ class MarianConfig(AbsoluteConfig):
 
     model_type = "marian"
     scales_decoder_embeds: ClassVar[bool] = True
+    flax_constants: ClassVar[Mapping[str, Any]] = {"share_encoder_decoder_embeddings": True}
 
     vocab_size: int = 58101
     share_encoder_decoder_embeddings: bool = True

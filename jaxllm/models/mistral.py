@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel, SequenceClassifier
 from jaxllm.models.rotary_decoder import RotaryConfig, RotaryLayers, RotaryModel
@@ -23,6 +25,14 @@ class MistralConfig(RotaryConfig):
     bos_token_id: int | None = 1
     eos_token_id: int | tuple[int, ...] | None = 2
     sliding_window: int | None = 4096
+
+    def flax_differences(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        found = super().flax_differences(raw)
+        if self.sliding_window is None:
+            found["sliding_window"] = 1  # each token attends to itself alone
+        elif self.sliding_window < self.max_position_embeddings:
+            found["sliding_window"] = self.sliding_window + 1
+        return found
 
 
 class MistralBackbone(RotaryModel[MistralConfig]):

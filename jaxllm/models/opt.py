@@ -37,6 +37,10 @@ class OPTConfig(LayerNormConfig):
         "scale_embeddings": False,
     }
     written_names: ClassVar[Mapping[str, str]] = {"initializer_range": "init_std"}
+    flax_constants: ClassVar[Mapping[str, Any]] = {
+        "enable_bias": True,
+        "layer_norm_elementwise_affine": True,
+    }
     attribute_map: ClassVar[Mapping[str, str]] = {"init_std": "initializer_range"}
 
     vocab_size: int = 50272
@@ -64,6 +68,11 @@ class OPTConfig(LayerNormConfig):
 
     def forward_values(self) -> dict[str, Any]:
         return super().forward_values() | {"word_embed_proj_dim": self.width}
+
+    def is_extra_in_flax(self, tensor: str) -> bool:
+        if "layer_norm." in tensor:
+            return not self.layer_norm_elementwise_affine
+        return not self.enable_bias and tensor.endswith(".bias")
 
     def check(self) -> None:
         if self.layerdrop:

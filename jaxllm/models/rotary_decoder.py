@@ -43,6 +43,8 @@ class RotaryConfig(cfg.DecoderOnlyConfig):
     derived: ClassVar[frozenset[str]] = frozenset({"rope"})
     default_theta: ClassVar[float] = 10000.0
     """Base of RoPE if the file has none."""
+    flax_reads_head_dim: ClassVar[bool] = False
+    """True if transformers' Flax class reads `head_dim`."""
 
     hidden_size: int = 4096
     intermediate_size: int = 11008
@@ -114,6 +116,17 @@ class RotaryConfig(cfg.DecoderOnlyConfig):
         """Reads the RoPE fields of a config.json object, whose other fields are read."""
         sizes = {"head_dim": self.size_per_head, "max_positions": self.max_position_embeddings}
         return rope_from_config(raw, default_theta=self.default_theta, **sizes)
+
+    def flax_differences(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        found = super().flax_differences(raw)
+        if self.rotary.theta != 10000:
+            found["rope_theta"] = 10000.0
+        if self.rotary.rope_type != "default":
+            found["rope_scaling"] = None
+        own_size = self.hidden_size // self.num_attention_heads
+        if self.size_per_head != own_size and not self.flax_reads_head_dim:
+            found["head_dim"] = own_size
+        return found
 
     def to_json(self, model_type: str, architecture: str) -> dict[str, Any]:
         raw = super().to_json(model_type, architecture)

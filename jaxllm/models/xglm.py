@@ -40,6 +40,7 @@ class XGLMConfig(LayerNormConfig):
     }
     written_names: ClassVar[Mapping[str, str]] = {"initializer_range": "init_std"}
     unread = (*LayerNormConfig.unread, "max_position_embeddings")
+    flax_constants: ClassVar[Mapping[str, Any]] = {"pad_token_id": 1}
     absent_tokens = DecoderOnlyConfig.absent_tokens
 
     vocab_size: int = 256008

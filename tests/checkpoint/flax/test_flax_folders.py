@@ -5,6 +5,7 @@ The references are those of data/flax_files/make_cases.py.
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 import warnings
@@ -14,12 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
+from flax_bytes import packed
 from paths import DATA
 
 import jaxllm
 from jaxllm import flax_classes
 from jaxllm.checkpoint.flax_file import FlaxFile
-from jaxllm.errors import InputError
+from jaxllm.errors import CheckpointError, InputError
+from jaxllm.saving import export_checkpoint
 
 FOLDERS = DATA / "flax_files"
 FILE = json.loads((FOLDERS / "cases.json").read_text(encoding="utf-8"))
@@ -169,3 +172,103 @@ def test_a_class_with_a_head_takes_what_one_without_wrote(folder):
     model, _ = cls.from_pretrained(FOLDERS / folder, _do_init=False)
     np.testing.assert_array_equal(model(IDS, MASK, params=tree(base), **options).logits, expected)
     assert difference(expected, OWN[folder]) > 0.1
+
+
+def exported(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "exported").mkdir()
+    export_checkpoint(folder, tmp_path / "exported")
+
+
+def name_of(case: dict[str, Any]) -> str:
+    return f"{case['folder']} {' '.join(f'{k}={v}' for k, v in case['config'].items())}"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, id=name_of(case), marks=() if case["folder"] == "opt" else pytest.mark.ci
+        )
+        for case in OTHER
+    ],
+)
+def test_the_config_counts_where_the_flax_class_ignored_it(tmp_path, case):
+    """Loading says so once, and which config gives the Flax class's own results."""
+    folder = with_config(case["folder"], tmp_path, **case["config"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, _ = jaxllm.load(folder)
+    (message,) = [str(x.message) for x in caught if "Flax class" in str(x.message)]
+    assert any(
+        f"config.json: transformers' Flax class did not read {name}" in message
+        for name in case["config"]
+    )
+    assert difference(output(model), np.array(case["output"])) < 1e-4
+    fields = ast.literal_eval(message.partition("config=")[2].partition("; see")[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, _ = jaxllm.load(folder, config=fields)
+    assert difference(output(model), np.array(case["flax_output"])) < 1e-4
+
+
+def test_exported_weights_keep_what_the_config_says(tmp_path):
+    folder = with_config("opt", tmp_path, enable_bias=False)
+    with pytest.warns(UserWarning, match="did not read enable_bias"):
+        exported(folder, tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, _ = jaxllm.load(tmp_path / "exported")
+    expected = next(x["output"] for x in OTHER if "enable_bias" in x["config"])
+    assert difference(output(model), np.array(expected)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("folder", "fields", "message"),
+    [
+        ("llama", {"mlp_bias": True}, "missing .*mlp.*bias"),
+        ("llama", {"head_dim": 6}, "has shape .* config.json implies"),
+        ("marian", {"share_encoder_decoder_embeddings": False}, "missing.*decoder.embed_tokens"),
+    ],
+)
+def test_a_config_that_the_file_cannot_follow(tmp_path, folder, fields, message):
+    folder = with_config(folder, tmp_path, **fields)
+    (name,) = fields
+    with (
+        pytest.warns(UserWarning, match=f"did not read {name} .* config={{'{name}': "),
+        pytest.raises(CheckpointError, match=message),
+    ):
+        jaxllm.load(folder)
+
+
+@pytest.mark.parametrize("folder", ["mt5", "mt5_untied"])
+def test_the_head_of_a_tied_mt5_is_scaled_whatever_version_saved_the_config(tmp_path, folder):
+    copy = with_config(folder, tmp_path, transformers_version="5.24.0")
+    model, _ = jaxllm.load(copy)
+    assert difference(output(model), OWN[folder]) < 1e-4
+    jaxllm.save_hf(tmp_path / "saved", model)
+    exported(copy, tmp_path)
+    for name in ("saved", "exported"):
+        model, _ = jaxllm.load(tmp_path / name)
+        assert difference(output(model), OWN[folder]) < 1e-4
+
+
+def test_a_copy_as_safetensors_is_scaled_as_its_version_says(tmp_path):
+    """The other kind of file of the same weights."""
+    copy = with_config("mt5", tmp_path, transformers_version="4.57.6")
+    jaxllm.save_hf(tmp_path / "saved", jaxllm.load(copy)[0])
+    path = tmp_path / "saved" / "config.json"
+    config = json.loads(path.read_text())
+    config.pop("scale_decoder_outputs", None)
+    path.write_text(json.dumps({**config, "transformers_version": "5.24.0"}))
+    assert difference(output(jaxllm.load(tmp_path / "saved")[0]), OWN["mt5"]) > 0.1
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_parameters_of_several_devices(tmp_path, stage):
+    """Those of `flax.jax_utils.replicate`, saved without `unreplicate`."""
+    folder = with_config(("t5", "gpt2")[stage], tmp_path)
+    with FlaxFile(folder / "flax_model.msgpack") as file:
+        arrays = {tuple(n.split("/")): np.stack([file.read(n)] * 8) for n in file.names()}
+    (folder / "flax_model.msgpack").write_bytes(packed(unflatten_dict(arrays)))
+    with pytest.raises(CheckpointError, match=r"has shape \[8, .*saved once for each of 8 devices"):
+        jaxllm.load(folder)

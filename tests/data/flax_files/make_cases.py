@@ -152,6 +152,7 @@ DEVIATIONS = [
     ("mistral", {"sliding_window": None}),
     ("mistral", {"sliding_window": 3}),
     ("gemma", {"rope_theta": 50.0}),
+    ("gemma", {"hidden_act": "relu", "hidden_activation": None}),
     ("gpt2", {"scale_attn_weights": False}),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     ("opt", {"enable_bias": False}),
@@ -279,7 +280,8 @@ if __name__ == "__main__":
         apart = difference(flax_logits, torch_logits)
         print(folder, fields, f"apart {apart:.1e}")
         assert apart > 1e-3, (folder, fields)
-        cases.append({"folder": folder, "config": fields, "output": record(torch_logits)})
+        outputs = {"output": record(torch_logits), "flax_output": record(flax_logits)}
+        cases.append({"folder": folder, "config": fields, **outputs})
     variants(models)
     inputs_used = {"ids": IDS, "mask": MASK, "decoder_ids": DECODER_IDS}
     content = {**{k: v.tolist() for k, v in inputs_used.items()}, "cases": cases}
