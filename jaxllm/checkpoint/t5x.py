@@ -82,7 +82,6 @@ class _Leaf:
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    file: Path
     read: Callable[[Index], np.ndarray]
     release: Callable[[], None] = lambda: None
 
@@ -135,7 +134,7 @@ class T5XView(WeightSource):
         leaf = self._leaves[tensor.path]
         shape = _merged(tensor, _without_layer(tensor, leaf.shape))
         shape = shape[::-1] if tensor.transposed else shape
-        return TensorInfo(shape, leaf.dtype, math.prod(shape) * leaf.dtype.itemsize, leaf.file)
+        return TensorInfo(shape, leaf.dtype, math.prod(shape) * leaf.dtype.itemsize, self.path)
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
         tensor = find_tensor(self._tensors, name, self.path)
@@ -304,7 +303,6 @@ def _msgpack_leaves(path: Path) -> dict[str, _Leaf]:
         name: _Leaf(
             array.shape,
             array.dtype,
-            path,
             functools.partial(file.read, name),
             functools.partial(file.release_pages, name),
         )
@@ -326,8 +324,8 @@ def _msgpack_leaves(path: Path) -> dict[str, _Leaf]:
         found = ["zarr", leaf.dtype.name, list(leaf.shape)]
         if described != found:
             raise CheckpointError(
-                f"{path}: describes {quoted(name)} as {quoted(described)}, but {leaf.file} holds "
-                f"{quoted(found)}; copy or download the checkpoint again"
+                f"{path}: describes {quoted(name)} as {quoted(described)}, but the folder "
+                f"{quoted(where)} holds {quoted(found)}; copy or download the checkpoint again"
             )
         leaves[name] = leaf
     return leaves
@@ -406,7 +404,7 @@ def _zarr_leaf(store: Mapping[str, Any], where: Path) -> _Leaf:
         with _naming(where):
             return array[index].read().result()
 
-    return _Leaf(array.shape, dtype, where, read)
+    return _Leaf(array.shape, dtype, read)
 
 
 @contextlib.contextmanager
