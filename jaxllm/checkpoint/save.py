@@ -161,10 +161,13 @@ def completed_config(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Any]:
     That is the class, whether the head is tied, and whether T5's head is scaled.
     """
     config = {"architectures": [spec.architecture], **with_overrides(checkpoint, None)}
-    implied = named_spec(config, checkpoint.config_file).config
     model_type = str(config.get("model_type"))
-    known, read = (x.to_json(model_type, spec.architecture) for x in (spec.config, implied))
-    return config | {name: value for name, value in known.items() if value != read.get(name)}
+    known = spec.config.to_json(model_type, spec.architecture)
+    for _ in range(2):  # a field that is absent may follow from one that was set
+        implied = named_spec(config, checkpoint.config_file).config
+        read = implied.to_json(model_type, spec.architecture)
+        config |= {name: value for name, value in known.items() if value != read.get(name)}
+    return config
 
 
 def with_dtype(config: dict[str, Any], dtypes: Mapping[str, str]) -> dict[str, Any]:

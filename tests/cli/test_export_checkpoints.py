@@ -148,6 +148,18 @@ def test_what_the_tensors_decide_is_written_to_the_config(tmp_path):
     same_model(tmp_path / "out", folder)
 
 
+def test_a_field_that_follows_from_another_is_written(tmp_path):
+    """mT5 without a head is tied, and whether a tied head is scaled would follow from that."""
+    folder = tmp_path / "mt5"
+    tensors = copied(PARITY / "mt5", folder)
+    del tensors["lm_head.weight"]
+    write_flax(folder, tensors)
+    assert main(["export", str(folder), str(tmp_path / "out")]) == 0
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["tie_word_embeddings"] is True
+    same_model(tmp_path / "out", folder)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_dtype_can_be_chosen(dtype, tmp_path):
     source = REFERENCE / "tiny-llama"
