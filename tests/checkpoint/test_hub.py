@@ -34,7 +34,7 @@ def downloads(monkeypatch) -> list[str]:
 
 class TestLocal:
     def test_local_folders_and_weight_files(self, tmp_path, downloads):
-        files = ("a.gguf", "a.safetensors", "A.GGUF", "flax_model.msgpack")
+        files = ("a.gguf", "a.safetensors", "A.GGUF", "flax_model.msgpack", "pytorch_model.bin")
         for name in (*files, "model.safetensors.index.json"):
             (tmp_path / name).touch()
             assert resolve(tmp_path / name) == tmp_path / name
@@ -146,7 +146,11 @@ class TestHub:
         [
             ((*SAFETENSORS, *FLAX, *TORCH), None, SAFETENSORS),
             ((*SAFETENSORS, *FLAX, *TORCH), "flax", FLAX),
+            ((*SAFETENSORS, *FLAX, *TORCH), "pt", TORCH),
             ((*FLAX, *TORCH), None, FLAX),
+            (TORCH, None, TORCH),
+            (TORCH, "flax", TORCH),
+            ((sharded("pytorch_model", ".bin"),), None, tuple(sharded("pytorch_model", ".bin"))),
             (
                 (*TORCH, sharded("flax_model", ".msgpack")),
                 None,

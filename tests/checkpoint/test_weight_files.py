@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from paths import DATA
-from weight_formats import FLAX, copied, write_flax, write_flax_shards
+from weight_formats import FLAX, TORCH, copied, write_flax, write_flax_shards, write_torch
 
 import jaxllm
 from jaxllm import flax_classes
@@ -30,7 +30,7 @@ def norm(model) -> float:
 
 @pytest.fixture
 def folder(tmp_path):
-    """GPT-2 with a norm of 1 in safetensors and of 2 in msgpack."""
+    """GPT-2 with a norm of 1 in safetensors, of 2 in msgpack and of 3 in torch's file."""
     tensors = copied(GPT2, tmp_path / "model")
     name = next(name for name in tensors if name.endswith(NORM))
     write_safetensors(
@@ -38,17 +38,22 @@ def folder(tmp_path):
         {**tensors, name: np.full_like(tensors[name], 1)},
     )
     write_flax(tmp_path / "model", {**tensors, name: np.full_like(tensors[name], 2)})
+    write_torch(tmp_path / "model", {**tensors, name: np.full_like(tensors[name], 3)})
     return tmp_path / "model"
 
 
-def test_safetensors_come_before_msgpack(folder, capsys):
+def test_safetensors_come_before_msgpack_and_bin(folder, capsys):
     jaxllm.set_progress(True)
     try:
         assert norm(jaxllm.load(folder)[0]) == 1
         said = capsys.readouterr().err
-        assert f"{folder}: reading the weights from model.safetensors, not from {FLAX}" in said
+        first = f"{folder}: reading the weights from model.safetensors, not from {FLAX}, {TORCH}"
+        assert first in said
         (folder / "model.safetensors").unlink()
         assert norm(jaxllm.load(folder)[0]) == 2
+        assert f"from {FLAX}, not from {TORCH}" in capsys.readouterr().err
+        (folder / FLAX).unlink()
+        assert norm(jaxllm.load(folder)[0]) == 3
         assert "reading the weights from" not in capsys.readouterr().err
     finally:
         jaxllm.set_progress(False)
@@ -59,17 +64,19 @@ def test_from_flax_and_from_pt_choose(folder):
     assert norm(load(folder, from_flax=True)) == norm(jaxllm.load(folder, weight_format="flax")[0])
     assert norm(load(folder, from_flax=True)) == 2
     assert norm(load(folder, from_flax=False)) == norm(load(folder, from_pt=False)) == 1
-    assert norm(load(folder, from_pt=True)) == 1  # there is no .bin: the first of the others
+    assert norm(load(folder, from_pt=True)) == 3
+    (folder / TORCH).unlink()
+    assert norm(load(folder, from_pt=True)) == 1  # the first of the others
     with pytest.raises(InputError, match="from_pt and from_flax are both True"):
         load(folder, from_pt=True, from_flax=True)
-    with pytest.raises(InputError, match="weight_format: expected 'safetensors', 'flax'"):
+    with pytest.raises(InputError, match="weight_format: expected 'safetensors', 'flax', 'pt' or"):
         jaxllm.load(folder, weight_format="msgpack")
 
 
 def test_flax_classes_take_msgpack_first(folder):
     load = flax_classes.FlaxAutoModelForCausalLM.from_pretrained
     assert norm(load(folder).module) == 2
-    assert norm(load(folder, from_pt=True).module) == 1
+    assert norm(load(folder, from_pt=True).module) == 3
     assert norm(load(folder, use_safetensors=True).module) == 1
     (folder / FLAX).unlink()
     assert norm(load(folder).module) == 1
@@ -82,17 +89,17 @@ def test_a_saved_model_replaces_the_weights_of_all_formats(folder):
     model = flax_classes.FlaxAutoModelForCausalLM.from_pretrained(folder)
     (before,) = jax.tree.leaves(model.params["transformer"]["ln_f"]["bias"])
     params = jax.tree.map(lambda x: x + 1, model.params)
-    with pytest.warns(UserWarning, match=f"{folder}: .*{FLAX}.*was replaced"):
+    with pytest.warns(UserWarning, match=f"{folder}: .*{FLAX}, {TORCH}, .*was replaced"):
         model.save_pretrained(folder, params=params)
     again = flax_classes.FlaxAutoModelForCausalLM.from_pretrained(folder)
     np.testing.assert_array_equal(again.params["transformer"]["ln_f"]["bias"], before + 1)
     assert (folder / "notes.msgpack").exists()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", FLAX])
+@pytest.mark.parametrize("name", ["model.safetensors", FLAX, TORCH])
 def test_the_path_of_a_file_picks_it(folder, name):
     model, tokenizer = jaxllm.load(folder / name)
-    assert norm(model) == {"model.safetensors": 1, FLAX: 2}[name]
+    assert norm(model) == {"model.safetensors": 1, FLAX: 2, TORCH: 3}[name]
     assert tokenizer is not None
     assert jaxllm.auto.AutoConfig.from_pretrained(folder / name) == model.config
     ids = jaxllm.auto.AutoTokenizer.from_pretrained(folder / name).encode("a b")
@@ -108,8 +115,11 @@ def test_other_names_are_read_by_path(folder):
     (folder / FLAX).rename(folder / "step_100.msgpack")
     assert norm(jaxllm.load(folder / "step_100.msgpack")[0]) == 2
     (folder / "model.safetensors").unlink()
+    (folder / TORCH).rename(folder / "training_args.bin")
     with pytest.raises(MissingFileError, match=r"neither model\.safetensors.*only step_100\.msg"):
         jaxllm.load(folder)
+    with pytest.raises(UnsupportedError, match=r"training_args\.bin is not a weight file"):
+        jaxllm.load(folder / "training_args.bin")
 
 
 @pytest.mark.parametrize("name", ["", f"{FLAX}.index.json", "flax_model-00003-of-00003.msgpack"])

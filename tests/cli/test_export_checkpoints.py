@@ -16,10 +16,17 @@ import pytest
 import tiny
 from memory_model import CONFIG, MB
 from paths import DATA
-from weight_formats import FLAX, copied, write_flax, write_flax_shards
+from weight_formats import (
+    FLAX,
+    copied,
+    write_flax,
+    write_flax_shards,
+    write_torch,
+    write_torch_shards,
+)
 
 import jaxllm
-from jaxllm.checkpoint.safetensors import SafetensorsFile, write_safetensors
+from jaxllm.checkpoint.safetensors import SafetensorsFile
 from jaxllm.checkpoint.weight_files import open_weights
 from jaxllm.cli.main import main
 
@@ -85,12 +92,12 @@ def test_checkpoints_of_all_kinds(name, tmp_path, capsys):
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
 
 
-@pytest.mark.parametrize("write", [write_flax, write_flax_shards])
+@pytest.mark.parametrize("write", [write_flax, write_flax_shards, write_torch, write_torch_shards])
 @pytest.mark.parametrize("name", TORCH)
-def test_folders_of_flax(name, write, tmp_path, capsys):
+def test_folders_of_flax_and_torch(name, write, tmp_path, capsys):
     source, model_class = SOURCES[name]
-    write(tmp_path / "flax", copied(source, tmp_path / "flax"))
-    assert main(["export", str(tmp_path / "flax"), str(tmp_path / "out")]) == 0
+    write(tmp_path / "old", copied(source, tmp_path / "old"))
+    assert main(["export", str(tmp_path / "old"), str(tmp_path / "out")]) == 0
     assert f"transformers.{model_class}" in capsys.readouterr().out
     same_model(tmp_path / "out", source)
 
@@ -126,7 +133,7 @@ def test_copies_of_a_tensor_are_written_once(tmp_path):
     tensors = copied(REFERENCE / "tiny-t5", folder)
     shared = tensors["shared.weight"]
     copies = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
-    write_safetensors(folder / "model.safetensors", {**tensors, **dict.fromkeys(copies, shared)})
+    write_torch(folder, {**tensors, **dict.fromkeys(copies, shared)})
     assert main(["export", str(folder), str(tmp_path / "out")]) == 0
     assert names(tmp_path / "out").isdisjoint(copies)
     same_model(tmp_path / "out", REFERENCE / "tiny-t5")

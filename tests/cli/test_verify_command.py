@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import tiny
 from paths import DATA
-from weight_formats import FLAX, copied, write_flax
+from weight_formats import FLAX, TORCH, copied, write_flax, write_torch
 
 import jaxllm
 from jaxllm.cli.main import main
@@ -128,12 +129,14 @@ def test_equal_models_pass(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", ["", FLAX])
-def test_the_reference_gets_a_copy_of_weights_of_flax(
+@pytest.mark.parametrize("name", ["", FLAX, TORCH])
+def test_the_reference_gets_a_copy_of_weights_of_flax_and_torch(
     reference: type[Reference], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "model"
-    write_flax(folder, copied(MODELS / "s_llama_tok", folder))
+    tensors = copied(MODELS / "s_llama_tok", folder)
+    write_flax(folder, tensors)
+    write_torch(folder, tensors)
     assert main(["verify", str(folder / name), "--prompt", "Once"]) == 0
     (copy,) = reference.opened
     assert Path(copy) != folder
@@ -142,6 +145,21 @@ def test_the_reference_gets_a_copy_of_weights_of_flax(
     opened = str(MODELS / "s_llama_tok" / "model.safetensors")
     assert main(["verify", opened, "--prompt", "Once"]) == 0
     assert reference.opened[1:] == [str(MODELS / "s_llama_tok")]
+
+
+@pytest.mark.ci
+def test_a_changed_number_in_a_zip_file_is_found(
+    reference: type[Reference], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    write_torch(folder, copied(MODELS / "s_llama_tok", folder))
+    data = bytearray((folder / TORCH).read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / TORCH).write_bytes(data)
+    assert main(["verify", str(folder), "--prompt", "Once"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(rf"{TORCH}: archive/data/\d+: its checksum is not that of its bytes", error)
+    assert not reference.opened
 
 
 @pytest.mark.ci
