@@ -210,7 +210,7 @@ class Costs:
         """The costs of a model, whose FLOPs are those of the same model without quantization."""
         engine = BatchEngine.of(placed, workload, {}, 1)
         slots = engine.slots(placed, None)
-        _, decode = engine.traced(placed, slots, None)
+        _, decode = engine.traced(placed, slots)
         jaxpr, count = decode.jaxpr.jaxpr, len(jax.tree.leaves(placed))
         shares = read_shares(jaxpr, jaxpr.invars[:count])
         decode_flops, prefill_flops = forward_flops(plain, workload.prompt, workload.new)

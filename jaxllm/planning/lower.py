@@ -30,7 +30,7 @@ from jaxllm.models.model import LanguageModel, Model
 from jaxllm.nn.platform.decoding import steps_between_checks
 from jaxllm.parallel.field_axes import field_shardings
 from jaxllm.parallel.placement import put, put_everywhere, put_tree
-from jaxllm.parallel.sharding import batch_sharding, row_shards, use_mesh
+from jaxllm.parallel.sharding import batch_sharding, row_shards
 from jaxllm.planning.abstract import device_bytes, on_device, shapes_of
 from jaxllm.planning.topology import LoweredProgram, Target
 
@@ -121,7 +121,7 @@ def abstract_request(target: Target, workload: Workload, fields: Mapping[str, An
 
 def decode_state(target: Target, request: Request) -> Any:
     """The state after prefill, as shapes with the shardings that the programs give it."""
-    with use_mesh(target.mesh):
+    with target.context():
         model = program_model(target.model, request)
         state = run_prefill(model, request, prefill_program.eval_shape)
     if target.mesh is None:
@@ -142,7 +142,7 @@ def lower_decode(
     else:
         max_length = put_everywhere(max_length, target.mesh)
     model = program_model(target.model, request)
-    with use_mesh(target.mesh):
+    with target.context():
         arguments = (request.strategy, model, state, request.settings, max_length)
         steps = steps_of(request.strategy, request.settings, target.device.platform)
         traced = decode_program.trace(*arguments, steps)
@@ -160,7 +160,7 @@ def lower_prefill(
     """The prefill of `generate`."""
     request = abstract_request(target, workload, fields)
     model = program_model(target.model, request)
-    with use_mesh(target.mesh):
+    with target.context():
         traced = run_prefill(model, request, prefill_program.trace)
     position = len(jax.tree.leaves(request.strategy))
     cache = decode_state(target, request).cache
@@ -200,13 +200,10 @@ class BatchEngine:
         """The shapes of the slots, with their shardings on a mesh."""
         return slot_shapes(model, self.group.strategy, self.sizes, self.prompts.settings, mesh)
 
-    def traced(
-        self, model: Any, slots: Slots, mesh: Mesh | None
-    ) -> tuple[jax.stages.Traced, jax.stages.Traced]:
+    def traced(self, model: Any, slots: Slots) -> tuple[jax.stages.Traced, jax.stages.Traced]:
         """The programs that prefill and decode, traced."""
         stops = self.group.criteria(None, None)
-        with use_mesh(mesh):
-            return traced_programs(model, slots, self.prompts, stops, self.group, self.sizes)
+        return traced_programs(model, slots, self.prompts, stops, self.group, self.sizes)
 
 
 def lower_batch(
@@ -217,7 +214,8 @@ def lower_batch(
     slots = engine.slots(target.model, target.mesh)
     if target.mesh is None:
         slots = on_device(slots, target.device)
-    prefill, decode = engine.traced(target.model, slots, target.mesh)
+    with target.context():
+        prefill, decode = engine.traced(target.model, slots)
     numbers = cache_numbers(slots.state.cache)
     loops = 1 + (steps_between_checks(target.device.platform) > 1)
     step, prompt = forward_flops(target.unplaced, workload.prompt, workload.new)
@@ -260,7 +258,7 @@ def lower_train(
     else:
         state = put_tree(state, target.mesh)
         batch = {name: put(x, batch_sharding(target.mesh)) for name, x in batch.items()}
-    with use_mesh(target.mesh):
+    with target.context():
         traced = step.trace(state, batch)
     program = target.lowered("train", traced, loops=0)
     tokens, pairs = workload.batch * workload.prompt, workload.batch * workload.prompt**2

@@ -13,13 +13,14 @@ import math
 import operator
 import os
 import re
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.extend.backend import backends
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxllm.common.arguments import checked
 from jaxllm.common.compiling import without_compile_cache
@@ -333,6 +334,14 @@ class Target:
         unplaced = jax.tree.map(lambda x: x.update(sharding=None), placed)
         return Target(placed, unplaced.with_card(model.checked_card("lower")), mesh, device)
 
+    def context(self) -> AbstractContextManager[Any]:
+        """Sets the mesh for programs traced inside, or without one what the device is: kernels of
+        Pallas read the kind of GPU there, since JAX 0.11."""
+        if self.mesh is not None:
+            return use_mesh(self.mesh)
+        kind = Mesh(np.array([self.device]), ("device",)).abstract_mesh.abstract_device
+        return use_mesh(AbstractMesh((), (), abstract_device=kind))
+
     def lowered(
         self,
         name: str,
@@ -355,7 +364,7 @@ class Target:
         # The tokens of a copy of the model go to all of its experts.
         used = used_shares(self.model, tokens / (self.mesh.shape[DATA] if self.mesh else 1))
         shares = with_experts(read_shares(jaxpr, variables), used.values())
-        with use_mesh(self.mesh):
+        with self.context():
             lowered = traced.lower(lowering_platforms=(platform_of(self.device),))
         return LoweredProgram(
             name=name,

@@ -23,8 +23,9 @@ TOPOLOGIES = [
     pytest.param("v5e:2x2", marks=needs_tpu),
     pytest.param("h100", marks=needs_gpu),
 ]
-MOST_KERNELS = {"gpt2": 44, "llama": 49, "t5": 55}
-"""Of a decode step on an H100: two layers, and what comes before and after them."""
+MOST_KERNELS = {"gpt2": 44 if jax.__version_info__ < (0, 12) else 48, "llama": 49, "t5": 55}
+"""Of a decode step on an H100: two layers, and what comes before and after them. XLA of jaxlib 0.12
+fuses less of GPT-2's."""
 LENGTH = 600
 """More than the 256 queries of a block of attention, times the heads that share keys."""
 VOCAB = 1 << 17
