@@ -70,6 +70,7 @@ class FlaxFile(MappedFile):
                 raise CheckpointError(f"{where} is beyond {MAX_NAME_BYTES} bytes of names")
             tensors[name] = leaf
         self.tensors = tensors
+        self.release_range(0, self.size)  # a header may have mapped megabytes around it
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
         """Reads an array or a slice of it. A kernel in chunks is in Fortran order, so that its

@@ -111,10 +111,14 @@ def resolve(
 
 
 def hub_name(path_or_hub_id: str) -> str:
-    """The bundled model's Hub id for its name or its file; another model's name as it is."""
+    """What PEFT calls a base model: the bundled model's Hub id for its name or its file, the folder
+    of a weight file, or another model's name as it is."""
     folder = SMOLLM2_PACKAGE.replace("-", "_")
-    is_bundled = path_or_hub_id == BUNDLED or Path(path_or_hub_id).parent.name == folder
-    return BUNDLED_HUB_ID if is_bundled else path_or_hub_id
+    path = Path(path_or_hub_id)
+    if path_or_hub_id == BUNDLED or path.parent.name == folder:
+        return BUNDLED_HUB_ID
+    is_weight_file = format_of(path) is not None and path.is_file()
+    return str(path.parent) if is_weight_file else path_or_hub_id
 
 
 def _download(hub_id: str, revision: str | None, weights: bool, prefer: str | None) -> Path:

@@ -181,11 +181,15 @@ class MappedFile(WeightSource):
 
     def release_pages(self, name: str) -> None:
         entry: StoredTensor = find_tensor(self.tensors, name, self.path)
+        self.release_range(entry.begin, entry.end)
+
+    def release_range(self, begin: int, end: int) -> None:
+        """Releases the mapped pages of a range of bytes; they can be read again."""
         if self._map is None or not hasattr(mmap, "MADV_DONTNEED"):
             return
-        first = entry.begin // mmap.PAGESIZE * mmap.PAGESIZE
-        if entry.end > first:
-            self._map.madvise(mmap.MADV_DONTNEED, first, entry.end - first)
+        first = begin // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > first:
+            self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
 
     def head(self, limit: int) -> memoryview:
         """The first ``limit`` bytes, or all of a shorter file, without a copy."""

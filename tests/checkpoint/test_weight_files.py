@@ -14,6 +14,7 @@ from weight_formats import FLAX, TORCH, copied, write_flax, write_flax_shards, w
 import jaxllm
 from jaxllm import flax_classes
 from jaxllm.batch.job.identity import checkpoint_digests
+from jaxllm.checkpoint.hub import hub_name
 from jaxllm.checkpoint.safetensors import write_safetensors
 from jaxllm.checkpoint.weight_files import open_weights, weight_files
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError
@@ -161,3 +162,10 @@ def test_the_digest_of_a_job_covers_the_file_that_is_read(folder, tmp_path):
     first = checkpoint_digests(folder)["model weights"]
     (folder / "flax_model-00003-of-00003.msgpack").write_bytes(b"changed")
     assert checkpoint_digests(folder)["model weights"] not in (None, first)
+
+
+def test_an_adapter_names_the_folder_of_its_base(folder):
+    """PEFT opens folders and Hub ids."""
+    assert hub_name(str(folder / FLAX)) == hub_name(str(folder)) == str(folder)
+    assert hub_name(str(folder / "none.msgpack")) == str(folder / "none.msgpack")
+    assert hub_name("me/model") == "me/model"
