@@ -15,8 +15,11 @@ from collections import Counter
 from pathlib import Path
 
 import fuzz_seeds
+import numpy as np
 import pytest
 from flax.serialization import msgpack_serialize
+from flax_bytes import MALFORMED as MALFORMED_MSGPACK
+from flax_bytes import packed
 from fuzzing import fuzz_count, mutate, run_batch
 from paths import DATA
 from small_gguf import EXTREMES, gguf_file
@@ -33,6 +36,7 @@ from weight_files import (
 )
 
 from jaxllm.checkpoint.gguf.reader import MAX_HEADER_BYTES as MAX_GGUF_HEADER
+from jaxllm.checkpoint.msgpack import MAX_KEY_BYTES, MAX_VALUES
 from jaxllm.checkpoint.safetensors import DTYPES, MAX_HEADER_BYTES, write_safetensors
 
 COUNTS = [
@@ -112,6 +116,16 @@ class TestMutations:
 
     @pytest.mark.ci
     @pytest.mark.parametrize("count", COUNTS)
+    def test_flax_msgpack(self, count, tmp_path):
+        original = fuzz_seeds.flax_msgpack()
+        files = mutants(original, count, tmp_path, ".msgpack")
+        files.append(written(tmp_path / "whole.msgpack", original))
+        statuses = check("flax_msgpack", files)
+        assert statuses["refused"] > count / 2
+        assert statuses["ok"] > 0
+
+    @pytest.mark.ci
+    @pytest.mark.parametrize("count", COUNTS)
     def test_gguf(self, count, tmp_path):
         original = gguf_file()
         assert check("gguf", [written(tmp_path / "whole.gguf", original)]) == {"ok": 1}
@@ -137,6 +151,28 @@ class TestDirected:
         contents = [data for data, _ in MALFORMED_GGUF.values()]
         files = [written(tmp_path / f"{i}.gguf", c) for i, c in enumerate(contents)]
         assert check("gguf", files) == {"refused": len(files)}
+
+    @pytest.mark.ci
+    def test_the_malformed_msgpack(self, tmp_path):
+        contents = [data for data, _ in MALFORMED_MSGPACK.values()]
+        files = [written(tmp_path / f"{i}.msgpack", c) for i, c in enumerate(contents)]
+        assert check("flax_msgpack", files) == {"refused": len(files)}
+
+    @pytest.mark.ci
+    def test_msgpack_with_the_most_values_and_names(self, tmp_path):
+        scalar = packed(np.ones((), np.float32))
+        names = [b"\xa6%06d" % i for i in range(MAX_VALUES + 10)]
+        count = MAX_VALUES - 10
+        contents = [
+            b"\xdf" + struct.pack(">I", count) + b"".join(name + scalar for name in names[:count]),
+            b"\xdf" + struct.pack(">I", len(names)) + b"".join(name + b"\x80" for name in names),
+            packed({"k": None})[:-1] + b"\xdd" + struct.pack(">I", count) + b"\xc0" * count,
+        ]
+        long, leaves = packed("k" * MAX_KEY_BYTES), 10_000
+        nested = b"".join(name + scalar for name in names[:leaves])
+        contents.append((b"\x81" + long) * 30 + b"\xde" + struct.pack(">H", leaves) + nested)
+        files = [written(tmp_path / f"{i}.msgpack", c) for i, c in enumerate(contents)]
+        assert check("flax_msgpack", files) == {"ok": 1, "refused": 3}
 
     @pytest.mark.ci
     def test_many_tensors(self, tmp_path):

@@ -10,8 +10,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import tiny
+from flax_bytes import in_chunks, packed
 from hub_configs import CONFIGS
 from paths import DATA
 from small_gguf import gguf_file
@@ -78,6 +80,20 @@ def adapter() -> bytes:
     )
 
 
+def flax_msgpack() -> bytes:
+    """A file of every kind of value that Flax writes in a checkpoint."""
+    kinds = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+    layer = {name: np.ones((3, 4), kind) for name, kind in kinds.items()}
+    return packed(
+        {
+            "h": {"0": {"attn": {"kernel": np.ones((3, 5), np.float32), **layer}}},
+            "wte": {"embedding": in_chunks(np.ones((5, 7), np.float32), 12)},
+            "lm_head": {"kernel": in_chunks(np.ones((4, 6), np.float16), 7), "bias": np.ones(6)},
+            "empty": {},
+        }
+    )
+
+
 def with_shards(folder: Path) -> bytes:
     """The index of three shards, which it writes to the folder."""
     weight_map = {}
@@ -97,6 +113,8 @@ def seeds(target: str, folder: Path) -> list[bytes]:
             return [safetensors(a=np.ones((2, 3), np.float32), b=np.arange(4), c=np.ones(3, bool))]
         case "safetensors_index":
             return [with_shards(folder)]
+        case "flax_msgpack":
+            return [flax_msgpack()]
         case "gguf":
             return [gguf_file()]
         case "adapter":

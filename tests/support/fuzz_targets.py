@@ -16,6 +16,7 @@ from paths import DATA
 
 from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.tables import read_source
+from jaxllm.checkpoint.flax_file import FlaxFile, FlaxView
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.checkpoint.load import MAX_JSON_BYTES, read_config_file
@@ -70,6 +71,11 @@ def t5x(path: Path) -> None:
         path = path.parents[1] / "checkpoint"
     with T5XView(path) as view:
         read_all(view)
+
+
+def flax_msgpack(path: Path) -> None:
+    with FlaxView(FlaxFile(path)) as source:
+        read_all(source)
 
 
 def gguf(path: Path) -> None:
@@ -196,7 +202,7 @@ def load_sentencepiece(path: Path) -> None:
 TARGETS: dict[str, Callable[[Path], None]] = {
     function.__name__: function
     for function in (
-        *(safetensors, safetensors_index, gguf, adapter),
+        *(safetensors, safetensors_index, flax_msgpack, gguf, adapter),
         *(config, generation_config, adapter_config, recipe, rows),
         *(tokenizer_json, tokenizer_and_prompt, tokenizer_config, llama_model, t5_model),
         chat_template,
