@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -272,3 +273,15 @@ def test_parameters_of_several_devices(tmp_path, stage):
     (folder / "flax_model.msgpack").write_bytes(packed(unflatten_dict(arrays)))
     with pytest.raises(CheckpointError, match=r"has shape \[8, .*saved once for each of 8 devices"):
         jaxllm.load(folder)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("folder", ["t5", "gpt2", "gpt2_chunks", "bloom"])
+def test_quantized_as_the_same_weights_in_safetensors(tmp_path, folder):
+    exported(FOLDERS / folder, tmp_path)
+    models = [
+        jaxllm.load(path, quantize="int8")[0] for path in (FOLDERS / folder, tmp_path / "exported")
+    ]
+    first, second = (jax.tree.leaves(model) for model in models)
+    for x, y in zip(first, second, strict=True):
+        np.testing.assert_array_equal(x, y)
