@@ -155,6 +155,19 @@ def test_what_the_tensors_decide_is_written_to_the_config(tmp_path):
     same_model(tmp_path / "out", folder)
 
 
+@pytest.mark.filterwarnings("default:.*did not read")
+def test_fields_that_the_flax_class_ignored_are_named(tmp_path, capsys):
+    folder = tmp_path / "llama"
+    write_flax(folder, copied(REFERENCE / "tiny-llama", folder))
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 500.0}))
+    assert main(["export", str(folder), str(tmp_path / "out")]) == 0
+    assert "did not read rope_theta" in capsys.readouterr().err
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["rope_theta"] == 500
+
+
 def test_a_field_that_follows_from_another_is_written(tmp_path):
     """mT5 without a head is tied, and whether a tied head is scaled would follow from that."""
     folder = tmp_path / "mt5"
