@@ -61,7 +61,7 @@ CLASSES = {
             "activation_function": "silu",
         },
     ),
-    "m2m_100": ("M2M100ForConditionalGeneration", BART),
+    "m2m_100": ("M2M100ForConditionalGeneration", {**BART, "pad_token_id": 1}),
     "pegasus": ("PegasusForConditionalGeneration", BART),
     "llama": (
         "LlamaForCausalLM",
