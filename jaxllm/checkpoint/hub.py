@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
 from os import PathLike
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from jaxllm.checkpoint.weight_files import (
 )
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError, JaxLLMError, MissingFileError, quoted
+from jaxllm.common.optional_packages import installed_files
 from jaxllm.common.spelling import closest
 
 BUNDLED = "smollm2"
@@ -183,14 +183,12 @@ def smollm2() -> Path:
 
     The package is not imported, since that needs another runtime; only its file list is read.
     """
-    try:
-        files = metadata.distribution(SMOLLM2_PACKAGE).files or []
-    except metadata.PackageNotFoundError:
+    files = installed_files(SMOLLM2_PACKAGE)
+    if files is None:
         raise MissingFileError(
             f"the bundled model is not installed ({SMOLLM2_PACKAGE}): {_HOW_TO_INSTALL}"
-        ) from None
-    for file in files:
-        path = Path(str(file.locate()))
+        )
+    for path in files:
         if path.suffix == ".gguf" and path.is_file():
             return path
     raise MissingFileError(

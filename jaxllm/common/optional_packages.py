@@ -1,8 +1,9 @@
-"""Optional packages: the error for a missing one names its extra."""
+"""Packages that are imported when they are needed; the error for a missing one names its extra."""
 
 from __future__ import annotations
 
 import importlib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,20 @@ def require(module: str, *, extra: str, purpose: str) -> Any:
         raise MissingExtraError(
             f"{purpose} need the package {package}{reason}: {install_command(extra)}"
         ) from failure
+
+
+def import_untyped(module: str) -> Any:
+    """Imports a module that jaxllm depends on and that has no types, on first use."""
+    return importlib.import_module(module)
+
+
+def installed_files(package: str) -> list[Path] | None:
+    """Paths of a package's files, without importing it; None if it is not installed."""
+    try:
+        files = metadata.distribution(package).files or []
+    except metadata.PackageNotFoundError:
+        return None
+    return [Path(str(file.locate())) for file in files]
 
 
 def load_dataset(

@@ -17,6 +17,7 @@ from flax_bytes import in_chunks, packed
 from hub_configs import CONFIGS
 from paths import DATA
 from small_gguf import gguf_file
+from torch_bytes import example
 
 from jaxllm.checkpoint.safetensors import write_safetensors
 
@@ -115,6 +116,10 @@ def seeds(target: str, folder: Path) -> list[bytes]:
             return [with_shards(folder)]
         case "flax_msgpack":
             return [flax_msgpack()]
+        case "torch_zip" | "torch_legacy":
+            kinds = {"torch_zip": "llama_in_training", "torch_legacy": "xglm_legacy"}
+            actual = DATA / "torch_files" / kinds[target] / "pytorch_model.bin"
+            return [example(is_legacy=target == "torch_legacy"), actual.read_bytes()]
         case "gguf":
             return [gguf_file()]
         case "adapter":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from jaxllm.checkpoint.peft import load_adapter, read_peft_config
 from jaxllm.checkpoint.safetensors import SafetensorsFile
 from jaxllm.checkpoint.source import WeightSource, find_nonfinite
 from jaxllm.checkpoint.t5x import T5XView
+from jaxllm.checkpoint.torch_file import TorchFile
 from jaxllm.checkpoint.weight_files import ShardedWeights
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.common.files import read_json
@@ -63,6 +65,19 @@ def safetensors_index(path: Path) -> None:
     """The index of shards in its folder."""
     with ShardedWeights(path, SafetensorsFile, ".safetensors") as source:
         read_all(source)
+
+
+def torch_zip(path: Path) -> None:
+    """A file of torch; its pickle's wrapper, if it has one, is no matter of the test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with TorchFile(path) as file:
+            read_all(file)
+
+
+def torch_legacy(path: Path) -> None:
+    """A file of torch in the format before zip files."""
+    torch_zip(path)
 
 
 def t5x(path: Path) -> None:
@@ -202,7 +217,8 @@ def load_sentencepiece(path: Path) -> None:
 TARGETS: dict[str, Callable[[Path], None]] = {
     function.__name__: function
     for function in (
-        *(safetensors, safetensors_index, flax_msgpack, gguf, adapter),
+        *(safetensors, safetensors_index, flax_msgpack, torch_zip, torch_legacy),
+        *(gguf, adapter),
         *(config, generation_config, adapter_config, recipe, rows),
         *(tokenizer_json, tokenizer_and_prompt, tokenizer_config, llama_model, t5_model),
         chat_template,

@@ -101,9 +101,7 @@ def whole(key: str, values: np.ndarray) -> Part:
 
 
 def state_pickle(tensors: Mapping[str, Part], *, is_legacy: bool = False) -> bytes:
-    items = b"".join(
-        text(key) + part.pickle(is_legacy=is_legacy) for key, part in tensors.items()
-    )
+    items = b"".join(text(key) + part.pickle(is_legacy=is_legacy) for key, part in tensors.items())
     return pickled(ORDERED + MARK + items + SETITEMS)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import hashlib
-import importlib
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ import jax.numpy as jnp
 from jaxllm.checkpoint.orbax.leaves import Leaf
 from jaxllm.common.errors import CheckpointError, naming_file
 from jaxllm.common.files import parse_json, read_json, write_whole
+from jaxllm.common.optional_packages import import_untyped
 
 RECORD_FILE = Path("record") / "metadata"  # the name that Orbax gives to a JSON item
 ARRAYS = "arrays"
@@ -167,7 +167,7 @@ def size(folder: Path) -> int:
 
 def orbax() -> Any:
     """`orbax.checkpoint`, imported on first use: the import takes a second."""
-    return importlib.import_module("orbax.checkpoint")
+    return import_untyped("orbax.checkpoint")
 
 
 def async_checkpointer() -> Any:
@@ -231,7 +231,7 @@ def read_arrays(path: Path, target: Mapping[str, jax.ShapeDtypeStruct]) -> dict[
 
     Raises TensorStore's errors for a damaged folder. Damage that it misses shows in the digests.
     """
-    ts = importlib.import_module("tensorstore")
+    ts = import_untyped("tensorstore")
     context = ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
 
     def read(name: str) -> jax.Array:

@@ -16,6 +16,7 @@ import tiny
 from compiling import compiled_as_users
 from flax import nnx
 from paths import DATA
+from torch_bytes import legacy_file, state_pickle, whole, zip_file
 
 import jaxllm
 from jaxllm.checkpoint.peft import (
@@ -429,6 +430,24 @@ def test_an_adapter_of_an_excluded_layer(folder):
     change(folder, layers_to_transform=[0])  # PEFT would leave out what the file has of layer 1
     with pytest.raises(CheckpointError, match="layers_to_transform excludes its layer"):
         load_adapter(base_of("llama_lora"), folder)
+
+
+@pytest.mark.parametrize("is_legacy", [False, True])
+def test_an_adapter_of_torch(folder, is_legacy):
+    expected = load_adapter(base_of("llama_lora"), folder)
+    path = folder / "adapter_model.safetensors"
+    with SafetensorsFile(path) as file:
+        tensors = {name: np.array(file.read(name)) for name in file.names()}
+    parts = {name: whole(name, values) for name, values in tensors.items()}
+    storages = {name: values.tobytes() for name, values in tensors.items()}
+    pickle = state_pickle(parts, is_legacy=is_legacy)
+    data = (legacy_file if is_legacy else zip_file)(pickle, storages)
+    path.with_suffix(".bin").write_bytes(b"not read beside safetensors")
+    load_adapter(base_of("llama_lora"), folder)
+    path.unlink()
+    path.with_suffix(".bin").write_bytes(data)
+    actual = load_adapter(base_of("llama_lora"), folder)
+    jax.tree.map(np.testing.assert_array_equal, parameters(actual), parameters(expected))
 
 
 def test_missing_files(folder):
