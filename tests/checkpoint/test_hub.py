@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import huggingface_hub
+import huggingface_hub.constants  # its attribute otherwise depends on what was imported before
 import pytest
 from hub_server import running_hub
 
