@@ -26,7 +26,13 @@ from jaxllm.checkpoint.load_parameters import (
     load_parameters,
     sharded_shape,
 )
-from jaxllm.checkpoint.source import FLOATS, WeightSource, default_dtype, float_dtype
+from jaxllm.checkpoint.source import (
+    FLOATS,
+    WeightSource,
+    check_repetitions,
+    default_dtype,
+    float_dtype,
+)
 from jaxllm.checkpoint.weight_files import open_weights, t5x_folders, t5x_in
 from jaxllm.common.errors import (
     CheckpointError,
@@ -302,6 +308,7 @@ def match_tensors(
         del entries[name]
     copied_from = check_parameter_names(entries, expected, spec, source)
     check_shapes(entries, expected, spec, source)
+    check_repetitions(source, entries)
     copies = check_copies(copied_from, entries, spec, source)
     constants = check_constants(spec.table, source)
     return MatchedTensors(source, entries, renamed, zeros.keys(), copies, constants, stripped)

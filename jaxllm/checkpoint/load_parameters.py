@@ -283,6 +283,7 @@ class StackedTensors(WeightSource):
         """
         self.source = source
         self.from_flax = source.from_flax
+        self.repeated_bytes = source.repeated_bytes
         present = set(source.names())
         self._parts = {
             name: tuple(tensors_of(name, count))

@@ -27,7 +27,7 @@ import numpy as np
 from jaxllm.checkpoint.hub import hub_name
 from jaxllm.checkpoint.safetensors import write_safetensors
 from jaxllm.checkpoint.save import check_parameters
-from jaxllm.checkpoint.source import FLOATS, WeightSource, find_nonfinite
+from jaxllm.checkpoint.source import FLOATS, WeightSource, check_repetitions, find_nonfinite
 from jaxllm.checkpoint.weight_files import open_weights
 from jaxllm.common.arguments import checked
 from jaxllm.common.config_keys import describe_keys, unknown_keys
@@ -130,6 +130,7 @@ def load_adapter(
     if not is_there(path, CheckpointError) and is_there(path.with_suffix(".bin"), CheckpointError):
         path = path.with_suffix(".bin")  # of older versions of PEFT
     with open_weights(path) as file:
+        check_repetitions(file, file.names())
         tensors = {name: read_tensor(file, name) for name in file.names()}
     try:
         return with_adapter(model, adapter, tensors)

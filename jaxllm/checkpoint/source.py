@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
@@ -31,6 +31,9 @@ FLOATS = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 
 Index = tuple[slice, ...]
 """One slice per dimension, with step 1. Empty: the whole array."""
+
+ROOM = 512 << 20
+"""Bytes that tensors may have together beyond twice their file, whose bytes they may repeat."""
 
 XLA_ALIGNMENT = 64
 _CHUNK = 1 << 20  # values per pass of find_nonfinite: they fit into the CPU's cache
@@ -60,9 +63,12 @@ class WeightSource(Protocol):
 
     Attributes:
         from_flax: True if one of transformers' Flax classes wrote the weights.
+        repeated_bytes: bytes of the files, if several tensors may be made of the same bytes; 0 in
+            other formats.
     """
 
     from_flax: bool = False
+    repeated_bytes: int = 0
 
     def names(self) -> list[str]:
         """Tensor names, in the file's order."""
@@ -107,6 +113,21 @@ def find_tensor(tensors: Mapping[str, T], name: str, file: Path) -> T:
         return tensors[name]
     except KeyError:
         raise CheckpointError(f"{file}: no tensor is named {quoted(name)}") from None
+
+
+def check_repetitions(source: WeightSource, names: Collection[str]) -> None:
+    """Checks the bytes of the tensors that are kept in memory together.
+
+    Raises:
+        CheckpointError: they repeat the bytes of a file many times.
+    """
+    total = sum(source.info(name).nbytes for name in names)
+    if source.repeated_bytes and total > 2 * source.repeated_bytes + ROOM:
+        raise CheckpointError(
+            f"{source.info(next(iter(names))).file}: the parameters have {total} bytes together, "
+            f"and the weight files have {source.repeated_bytes} bytes; at most twice as many and "
+            f"{ROOM} bytes are read"
+        )
 
 
 @dataclass(frozen=True)

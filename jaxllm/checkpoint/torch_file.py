@@ -32,12 +32,9 @@ from jaxllm.checkpoint.pickle_subset import (
     View,
     read_pickle,
 )
-from jaxllm.checkpoint.source import BFLOAT16, Index, MappedFile, StoredTensor, find_tensor
+from jaxllm.checkpoint.source import BFLOAT16, ROOM, Index, MappedFile, StoredTensor, find_tensor
 from jaxllm.checkpoint.zip_members import zip_members
 from jaxllm.common.errors import CheckpointError, UnsupportedError, listed, quoted, warn
-
-ROOM = 512 << 20
-"""Bytes that all tensors may have together beyond twice the file: views may repeat its bytes."""
 
 _ZIP = b"PK\3\4"
 _MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")  # the number 0x1950a86a20f9469cfc6c
@@ -93,6 +90,7 @@ class TorchFile(MappedFile):
 
     def __init__(self, path: str | PathLike[str]) -> None:
         super().__init__(Path(path))
+        self.repeated_bytes = self.size
         start = bytes(self.head(512))
         if start.startswith(_ZIP):
             content = self._read_zip()
@@ -212,7 +210,7 @@ class TorchFile(MappedFile):
             )
         told: list[str] = []
         inner = [key for key in _WRAPPERS if type(value.get(key)) is dict]
-        if inner and not any(type(item) is View for item in value.values()):
+        if inner:
             if len(inner) > 1:
                 raise CheckpointError(
                     f"{self.path}: holds both {' and '.join(inner)}; save one of them alone"

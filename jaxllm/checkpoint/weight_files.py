@@ -73,6 +73,7 @@ class ShardedWeights(WeightSource):
         shards = {s: open_shard(folder / s) for s in dict.fromkeys(weight_map.values())}
         self._shard_of = {name: shards[shard] for name, shard in weight_map.items()}
         self._shards = list(shards.values())
+        self.repeated_bytes = sum(shard.repeated_bytes for shard in self._shards)
         shard_of: dict[str, str] = {}
         for shard, file in shards.items():
             for name in file.names():

@@ -28,7 +28,10 @@ COMMANDS = {
         "jaxllm.cli.eval",
         "measure the perplexity of a text, or run tasks of lm-evaluation-harness",
     ),
-    "export": ("jaxllm.cli.export", "write the model of a training run for transformers or PEFT"),
+    "export": (
+        "jaxllm.cli.export",
+        "write a checkpoint or the model of a run for transformers or PEFT",
+    ),
     "generate": ("jaxllm.cli.generate", "generate text for a prompt or for the rows of a file"),
     "plan": ("jaxllm.cli.plan", "show the memory and time of a model on a TPU or GPU"),
     "serve": ("jaxllm.cli.serve", "serve a model over HTTP with OpenAI's API"),

@@ -16,7 +16,7 @@ import tiny
 from compiling import compiled_as_users
 from flax import nnx
 from paths import DATA
-from torch_bytes import legacy_file, state_pickle, whole, zip_file
+from torch_bytes import Part, legacy_file, state_pickle, whole, zip_file
 
 import jaxllm
 from jaxllm.checkpoint.peft import (
@@ -459,6 +459,15 @@ def test_missing_files(folder):
         load_adapter(base_of("llama_lora"), folder)
     (folder / "adapter_config.json").unlink()
     with pytest.raises(MissingFileError):
+        load_adapter(base_of("llama_lora"), folder)
+
+
+def test_tensors_that_repeat_a_small_file(folder):
+    (folder / "adapter_model.safetensors").unlink()
+    view = Part("0", (100_000_000,), (0,), 1)
+    pickle = state_pickle({"a": view, "b": view})
+    (folder / "adapter_model.bin").write_bytes(zip_file(pickle, {"0": bytes(4)}))
+    with pytest.raises(CheckpointError, match=r"adapter_model\.bin: .*have 800000000 bytes"):
         load_adapter(base_of("llama_lora"), folder)
 
 

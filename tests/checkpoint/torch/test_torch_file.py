@@ -22,6 +22,7 @@ import jaxllm
 from jaxllm.checkpoint.pickle_subset import MAX_OPERATIONS, MAX_PICKLE_BYTES
 from jaxllm.checkpoint.torch_file import ROOM, TorchFile
 from jaxllm.checkpoint.weight_files import open_weights
+from jaxllm.cli.main import main
 from jaxllm.common.errors import CheckpointError, UnsupportedError
 
 VALUES = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -173,9 +174,9 @@ class TestWrappers:
         inner = tb.state_pickle({"module.w": W})[2:-1]
         for key in ("state_dict", "model"):
             value = tb.DICT + tb.text("epoch") + tb.number(3) + tb.SETITEM
-            value += tb.text(key) + inner + tb.SETITEM
+            value += tb.text(key) + inner + tb.SETITEM + tb.text("rng") + W.pickle() + tb.SETITEM
             path = written(tmp_path, tb.zip_file(tb.pickled(value), STORED))
-            with pytest.warns(UserWarning, match=f"under '{key}'.*'epoch' beside") as said:
+            with pytest.warns(UserWarning, match=f"under '{key}'.*'epoch', 'rng' beside") as said:
                 assert TorchFile(path).names() == ["w"]
             assert len(said) == 1
 
@@ -319,6 +320,37 @@ class TestTensors:
         zipped(tmp_path, parts, {"0": bytes(256)})
         with pytest.raises(CheckpointError, match="missing"):
             jaxllm.load(tmp_path)
+
+    @pytest.mark.parametrize("in_shards", [False, True])
+    def test_the_parameters_of_a_small_file_are_bounded(self, tmp_path, in_shards):
+        """One view may be many parameters, and each shard may have 512 MiB of views."""
+        config = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8}
+        config |= {"vocab_size": ROOM // 64 // 4 * 3, "tie_word_embeddings": False}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        large = tb.Part("0", (config["vocab_size"], 16), (0, 1), 128)
+        shapes = {"wpe.weight": (8, 16), "h.0.attn.c_attn.weight": (16, 48)}
+        shapes |= {"h.0.attn.c_attn.bias": (48,), "h.0.attn.c_proj.weight": (16, 16)}
+        shapes |= {"h.0.mlp.c_fc.weight": (16, 64), "h.0.mlp.c_fc.bias": (64,)}
+        shapes["h.0.mlp.c_proj.weight"] = (64, 16)
+        norms = ("h.0.ln_1", "h.0.ln_2", "ln_f")
+        vectors = [f"{norm}.{part}" for norm in norms for part in ("weight", "bias")]
+        vectors += ["h.0.attn.c_proj.bias", "h.0.mlp.c_proj.bias"]
+        small = {
+            f"transformer.{name}": replace(large, shape=shape, strides=(0, 1)[-len(shape) :])
+            for name, shape in (shapes | dict.fromkeys(vectors, (16,))).items()
+        }
+        first, second = small | {"transformer.wte.weight": large}, {"lm_head.weight": large}
+        files = {"1.bin": first, "2.bin": second} if in_shards else {"1.bin": first | second}
+        for name, tensors in files.items():
+            data = tb.zip_file(tb.state_pickle(tensors), {"0": bytes(512)})
+            (tmp_path / name).write_bytes(data)
+        weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
+        index = tmp_path / "pytorch_model.bin.index.json"
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(CheckpointError, match=r"1\.bin: .*805\d+ bytes.* have \d{4} bytes"):
+            jaxllm.load(index)
+        assert main(["export", str(index), str(tmp_path / "out")]) == 2
+        assert not (tmp_path / "out").exists()
 
     @pytest.mark.parametrize("dtype", ["ComplexFloatStorage", "ComplexDoubleStorage"])
     def test_complex_numbers(self, tmp_path, dtype):
