@@ -12,6 +12,7 @@ import argparse
 import atexit
 import contextlib
 import errno
+import functools
 import io
 import itertools
 import os
@@ -201,8 +202,10 @@ def command(
 def _exit_code(command: Callable[[list[str]], int], program: str, arguments: list[str]) -> int:
     try:
         with warnings.catch_warnings(), signals.giving_way():
-            warnings.showwarning = lambda message, *_, **__: print(
-                f"{program}: warning: {one_line(str(message))}", file=sys.stderr
+            # Settings are checked while weights are read, and again for the call.
+            say = functools.cache(functools.partial(print, file=sys.stderr))
+            warnings.showwarning = lambda message, *_, **__: say(
+                f"{program}: warning: {one_line(str(message))}"
             )
             code = command(arguments)
         sys.stdout.flush()

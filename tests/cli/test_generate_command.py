@@ -382,3 +382,12 @@ def test_closed_pipe(endless: subprocess.Popen[bytes]) -> None:
     errors = endless.stderr.read()
     assert b"Traceback" not in errors
     assert b"BrokenPipe" not in errors
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_of_settings_is_one_line(run):
+    """The settings are checked while weights are read, and again when the call begins."""
+    fields = ("--max-length", 20, *SHORT)
+    result = run("--model", T5, "--input-ids", "5,6", *fields)
+    assert result.code == 0
+    assert result.err.count("`max_length` has no effect beside `max_new_tokens`") == 1

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import tiny
 from flax import nnx
+from jax import export
+from paths import DATA
 
 import jaxllm
 from jaxllm.cache.kv_cache import KV
@@ -183,3 +185,22 @@ def test_other_instruction_sets(instructions):
     run = f"import pytest; raise SystemExit(pytest.main(['-q', {__file__!r}, '-k', 'not other']))"
     environment = os.environ | {"CPU_KERNELS_UNDER_TEST": instructions}
     subprocess.run([sys.executable, "-c", run], env=environment, check=True)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2", "tiny-t5"])
+def test_programs_with_an_open_number_of_rows_call_no_kernel(name):
+    """`jax.export` refuses a program that calls one."""
+    model, _ = jaxllm.load(DATA / "reference" / name)
+    tokens = np.arange(18, dtype=np.int32).reshape(3, 6)
+    given = {"decoder_input_ids": tokens} if model.is_encoder_decoder else {}
+
+    def forward(model, ids):
+        return model(ids, **dict.fromkeys(given, ids)).logits
+
+    for shape in ("rows, 6", "rows, columns"):
+        ids = jax.ShapeDtypeStruct(export.symbolic_shape(shape), jnp.int32)
+        program = export.export(jax.jit(forward))(model, ids)
+        np.testing.assert_allclose(
+            program.call(model, tokens), forward(model, tokens), rtol=0, atol=1e-4
+        )

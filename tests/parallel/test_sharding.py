@@ -11,6 +11,7 @@ import pytest
 import tiny
 from devices import on_devices, on_processes
 from jax.sharding import AbstractMesh, AxisType
+from paths import DATA
 
 import jaxllm
 from jaxllm.common.errors import InputError
@@ -82,6 +83,24 @@ def test_explicit_axes_are_refused(names: tuple[str, ...], automatic: int) -> No
                 call()
     with jax.set_mesh(jax.make_mesh((1,) * len(names), names, (AxisType.Auto,) * len(names))):
         assert jaxllm.generate(model, tokens, max_new_tokens=2).sequences.shape == (1, 5)
+
+
+BEAMS_ON_A_FOREIGN_MESH = """
+import sys, jax, jaxllm, numpy as np
+from jax.sharding import AxisType
+model, _ = jaxllm.load(sys.argv[1])
+call = {"input_ids": [[5, 9, 2]] * 4, "max_new_tokens": 3, "num_beams": 2}
+expected = jaxllm.generate(model, **call).sequences
+mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+with jax.set_mesh(mesh):
+    print(np.array_equal(jaxllm.generate(model, **call).sequences, expected))
+"""
+
+
+def test_beams_on_a_mesh_with_axes_of_other_names():
+    """XLA's partitioner aborted the process."""
+    folder = DATA / "reference" / "tiny-llama"
+    assert on_devices(BEAMS_ON_A_FOREIGN_MESH, folder, devices=4) == "True\n"
 
 
 @pytest.mark.by_default("gpt2", "llama", "t5")

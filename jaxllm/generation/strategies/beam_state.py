@@ -122,8 +122,11 @@ def largest(
         spec = partition_spec(scores.shape, ("rows",), mesh)
         return jax.shard_map(largest_of, in_specs=spec, out_specs=(spec, spec))(scores)
     # PERF(cpu): XLA sorts the whole row where it merges a later slice with the one inside top_k, a
-    # hundred times slower; the barrier keeps them apart; benchmarks/generate.py. Not on a mesh:
-    # there XLA's partitioner splits top_k in two and aborts at the barrier between them.
+    # hundred times slower; the barrier keeps them apart; benchmarks/generate.py. Not with several
+    # devices, which a caller may use without a mesh of `make_mesh`: there XLA's partitioner splits
+    # top_k in two and aborts at the barrier between them.
+    if jax.device_count() > 1:
+        return largest_of(scores)
     return jax.lax.optimization_barrier(largest_of(scores))
 
 

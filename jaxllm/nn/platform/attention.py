@@ -61,12 +61,13 @@ def attend_cache(
         used_slots: number of the cache's first slots that hold tokens; None: any slot may.
         scores: the `jaxllm.nn.attention.Scores` of `attend`.
     """
-    splits = at_most(q.shape[1], MAX_SPLIT_QUERIES) and kv.capacity >= MIN_SPLIT_SLOTS
+    # Only a cache, whose capacity is a number, has used slots; `jax.export` may leave others open.
+    splits = used_slots is not None and at_most(q.shape[1], MAX_SPLIT_QUERIES)
     tuned: dict[str, Callable[..., Array]] = {}
     if scores.softcap is None and attends_in_kernel(q, kv, bias):
         # PERF(cpu): all cores, and the visible slots only; docs/decisions/cpu-kernels.md.
         tuned["cpu"] = attend_in_kernel(attend, scores.scale)
-    elif used_slots is not None and splits:
+    elif used_slots is not None and splits and kv.capacity >= MIN_SPLIT_SLOTS:
         tuned["cpu"] = functools.partial(attend_used_slots, attend, used_slots)
     if q.shape[1] == 1:
         tuned["cuda"] = functools.partial(attend_one_query, scores=scores)

@@ -46,9 +46,14 @@ def at_most(size: int, limit: int) -> bool:
 
 
 def kernel_usable(*arrays: Array) -> bool:
-    """True if a kernel can compute with these float arrays: float32, and not sharded."""
-    all_float32 = all(x.dtype == jnp.float32 for x in arrays)
-    return all_float32 and context_mesh() is None and kernels_registered()
+    """True if a kernel can take these float arrays: float32, of known sizes, and not sharded."""
+    fit = all(x.dtype == jnp.float32 and is_fully_known(x.shape) for x in arrays)
+    return fit and context_mesh() is None and kernels_registered()
+
+
+def is_fully_known(shape: tuple[int, ...]) -> bool:
+    """False if `jax.export` leaves a size of the shape open."""
+    return all(isinstance(size, int) for size in shape)
 
 
 def kernel_product(x: Float[Array, "B I"], w: Float[Array, "O I"]) -> Float[Array, "B O"]:
