@@ -28,6 +28,7 @@ from jaxllm.common.arguments import checked, checked_path, checks_flags
 from jaxllm.common.errors import CheckpointError, InputError, listed, quoted, warn
 from jaxllm.common.files import write_json
 from jaxllm.generation.inputs.values import is_integer
+from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.loading import read_generation_config, tokenizer_of, without_unknown_tokens
 from jaxllm.models.model import Model
 from jaxllm.models.registry import ModelSpec
@@ -84,7 +85,7 @@ def save_hf(
         if replaces and tokenizer is None:
             _warn_of_tokenizer(folder)
         save_model(folder, model, arrays, dtype=dtype, max_shard_bytes=max_shard_bytes)
-        save_settings(folder, model, tokenizer, replaces=replaces)
+        save_settings(folder, model.generation_config, tokenizer, replaces=replaces)
 
     with_host_arrays(parameters(model), write)
 
@@ -106,10 +107,14 @@ def _warn_of_tokenizer(folder: Path) -> None:
 
 
 def save_settings(
-    folder: Path, model: Model[Any], tokenizer: Tokenizer | None, *, replaces: bool
+    folder: Path,
+    settings: GenerationConfig | None,
+    tokenizer: Tokenizer | None,
+    *,
+    replaces: bool = False,
 ) -> None:
     """Writes generation_config.json, or removes that of a replaced model, and the tokenizer."""
-    path, settings = folder / "generation_config.json", model.generation_config
+    path = folder / "generation_config.json"
     if settings is not None:
         write_json(path, settings.to_json())
     elif replaces:
@@ -144,9 +149,7 @@ def export_checkpoint(
         settings, tokenizer = read_generation_config(checkpoint), tokenizer_of(checkpoint)
         spec = save_tensors(folder, checkpoint, dtype=dtype, progress=progress)
     settings = without_unknown_tokens(settings, spec.config.vocab_size)
-    write_json(folder / "generation_config.json", settings.to_json())
-    if tokenizer is not None:
-        tokenizer.save(folder)
+    save_settings(folder, settings, tokenizer)
     return spec
 
 
@@ -221,6 +224,10 @@ def save_orbax(
     # Weights are written by all processes, the other files by process 0.
     leads = jax.process_index() == 0
     in_all_processes(
-        lambda: save_settings(folder, model, tokenizer, replaces=replaces) if leads else None,
+        lambda: (
+            save_settings(folder, model.generation_config, tokenizer, replaces=replaces)
+            if leads
+            else None
+        ),
         CheckpointError,
     )

@@ -16,11 +16,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from jaxllm.checkpoint.msgpack import StoredArray, read_msgpack
+from jaxllm.checkpoint.msgpack import StoredArray, flattened, read_msgpack
 from jaxllm.checkpoint.source import (
     Index,
     MappedFile,
@@ -32,7 +31,6 @@ from jaxllm.checkpoint.source import (
 )
 from jaxllm.common.errors import CheckpointError, quoted
 
-MAX_NAME_BYTES = 16 << 20  # of all names together, as in the header of a safetensors file
 _KERNEL = "kernel"
 _WEIGHTS = (_KERNEL, "scale", "embedding")
 """Last parts of Flax's names whose tensor torch calls ``weight``."""
@@ -54,22 +52,13 @@ class FlaxFile(MappedFile):
                 f"{self.path}: not a checkpoint of Flax: it holds {quoted(type(tree).__name__)} "
                 "instead of a map of parameters"
             )
-        tensors: dict[str, StoredArray] = {}
-        name_bytes = 0
-        for name, leaf in _leaves(tree, ()):
-            where = f"{self.path}: tensor {quoted(name)}"
+        self.tensors = flattened(tree, str(self.path))
+        for name, leaf in self.tensors.items():
             if not isinstance(leaf, StoredArray):
                 raise CheckpointError(
-                    f"{where} is a value of type {type(leaf).__name__}, not an array; parameters "
-                    "are arrays in nested maps"
+                    f"{self.path}: tensor {quoted(name)} is a value of type {type(leaf).__name__}, "
+                    "not an array; parameters are arrays in nested maps"
                 )
-            if name in tensors:
-                raise CheckpointError(f"{where}: two arrays have this name")
-            name_bytes += len(name)
-            if name_bytes > MAX_NAME_BYTES:
-                raise CheckpointError(f"{where} is beyond {MAX_NAME_BYTES} bytes of names")
-            tensors[name] = leaf
-        self.tensors = tensors
         self.release_range(0, self.size)  # a header may have mapped megabytes around it
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
@@ -116,15 +105,6 @@ class FlaxFile(MappedFile):
             parts += [part] if part.size else []
             reached += count
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def _leaves(tree: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, object]]:
-    """The values of a nested map that are no maps, with their keys joined by "/"."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, (*path, key))
-        else:
-            yield "/".join((*path, key)), value
 
 
 def _is_kernel(name: str, axes: int) -> bool:

@@ -16,9 +16,9 @@ from jaxllm.checkpoint.weight_files import (
     known_names,
     no_weights,
     not_opened,
-    read_index,
     t5x_folders,
     t5x_in,
+    weight_files,
 )
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError, JaxLLMError, MissingFileError, quoted
@@ -167,10 +167,7 @@ def _download(hub_id: str, revision: str | None, weights: bool, prefer: str | No
     if not chosen and "config.json" in names:
         raise no_weights(hub_id, names)
     for name in chosen[:1]:
-        path = fetch(name)
-        format_ = format_of(path)
-        if format_ is not None and name == format_.names[1]:
-            fetch_all(dict.fromkeys(read_index(path, format_.suffix).values()))
+        fetch_all(shard.name for shard in weight_files(fetch(name))[1:])
     return folder
 
 

@@ -14,29 +14,26 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from jaxllm.checkpoint.source import BFLOAT16, StoredTensor
+from jaxllm.checkpoint.safetensors import DTYPES
+from jaxllm.checkpoint.source import StoredTensor
 from jaxllm.common.errors import CheckpointError, quoted
 
-ARRAY, SCALAR = 1, 3  # extension types
+_ARRAY, _COMPLEX, _SCALAR = 1, 2, 3  # extension types
 MAX_DEPTH = 32  # maps and lists within each other; a T5 checkpoint has 8
 MAX_VALUES = 1 << 18  # T5X with its optimizer's states has some 50,000
 MAX_TEXT_BYTES = 16 << 20  # of all keys, texts and binary values together
 MAX_KEY_BYTES = 1024
+MAX_NAME_BYTES = 16 << 20  # of all names together, as in the header of a safetensors file
 _MAX_DIMS = 32
 
 _CHUNKED = "__msgpack_chunked_array__"
-_DTYPES: dict[str, np.dtype[Any]] = {
-    **{"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": BFLOAT16},
-    **{"float64": np.dtype("<f8"), "int8": np.dtype("i1"), "uint8": np.dtype("u1")},
-    **{f"int{8 * size}": np.dtype(f"<i{size}") for size in (2, 4, 8)},
-    **{f"uint{8 * size}": np.dtype(f"<u{size}") for size in (2, 4, 8)},
-}
+_DTYPES = {dtype.name: dtype for code, dtype in DTYPES.items() if code != "BOOL"}
 
 # The kind of value that a first byte announces, and the number of bytes of the number after it:
 # the value itself, or a length.
@@ -69,15 +66,12 @@ class StoredArray(StoredTensor):
         return sum(end - begin for begin, end in self.pieces)
 
 
-def read_msgpack(
-    data: memoryview, *, source: str, extensions: Collection[int] = (ARRAY,)
-) -> object:
+def read_msgpack(data: memoryview, *, source: str) -> object:
     """Reads the one value of a msgpack file, whose maps have unique texts as keys.
 
     Args:
         data: the file's bytes.
         source: the file's name, for errors.
-        extensions: the extension types that are read, of `ARRAY` and `SCALAR`.
 
     Returns:
         ``None``, bool, int, float, str, bytes, list, dict, or :class:`StoredArray` for an array or
@@ -86,7 +80,7 @@ def read_msgpack(
     >>> read_msgpack(memoryview(b"\\x82\\xa1a\\x07\\xa1b\\x92\\xc0\\xc3"), source="example")
     {'a': 7, 'b': [None, True]}
     """
-    reader = _Reader(data, source, extensions)
+    reader = _Reader(data, source)
     value = reader.value(())
     if reader.left:
         raise CheckpointError(
@@ -96,19 +90,52 @@ def read_msgpack(
     return value
 
 
+def flattened(
+    tree: Mapping[str, Any],
+    source: str,
+    is_leaf: Callable[[Mapping[str, Any]], bool] = lambda _: False,
+) -> dict[str, Any]:
+    """The values of a nested map by the keys that lead to them, joined by "/".
+
+    Args:
+        source: the file's name, for errors.
+        is_leaf: True for a map that is a value itself.
+
+    Raises:
+        CheckpointError: two values have the same name, or the names together have more than
+            `MAX_NAME_BYTES` characters.
+    """
+    leaves: dict[str, Any] = {}
+    name_bytes = 0
+    for name, leaf in _leaves(tree, (), is_leaf):
+        where = f"{source}: tensor {quoted(name)}"
+        if name in leaves:
+            raise CheckpointError(f"{where}: two arrays have this name")
+        name_bytes += len(name)
+        if name_bytes > MAX_NAME_BYTES:
+            raise CheckpointError(f"{where} is beyond {MAX_NAME_BYTES} bytes of names")
+        leaves[name] = leaf
+    return leaves
+
+
+def _leaves(
+    tree: Mapping[str, Any], path: tuple[str, ...], is_leaf: Callable[[Mapping[str, Any]], bool]
+) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and not is_leaf(value):
+            yield from _leaves(value, (*path, key), is_leaf)
+        else:
+            yield "/".join((*path, key)), value
+
+
 class _Reader:
     """Cursor over msgpack bytes. Errors name the path of keys that leads to the value."""
 
     def __init__(
-        self,
-        data: memoryview,
-        source: str,
-        extensions: Collection[int],
-        bounds: tuple[int, int] | None = None,
+        self, data: memoryview, source: str, bounds: tuple[int, int] | None = None
     ) -> None:
         self.data = data
         self.source = source
-        self.extensions = extensions
         self.position, self.end = bounds or (0, len(data))
         self.values = 0
         self.text_bytes = 0
@@ -211,14 +238,16 @@ class _Reader:
 
     def extension(self, length: int, path: tuple[str, ...]) -> StoredArray:
         code = int.from_bytes(self.take(1, path), "big", signed=True)
-        if code not in self.extensions:
-            name = {2: ", a complex number", SCALAR: ", a NumPy scalar"}.get(code, "")
+        if code not in (_ARRAY, _SCALAR):
+            name = ", a complex number" if code == _COMPLEX else ""
             raise self.error(
-                path, f"is a msgpack extension of type {code}{name}; only arrays, type 1, are read"
+                path,
+                f"is a msgpack extension of type {code}{name}; only arrays and NumPy scalars, "
+                "types 1 and 3, are read",
             )
         begin = self.position
         self.take(length, path)
-        return _Reader(self.data, self.source, (), (begin, self.position)).array(path)
+        return _Reader(self.data, self.source, (begin, self.position)).array(path)
 
     def array(self, path: tuple[str, ...]) -> StoredArray:
         """The array that all of the reader's bytes hold."""

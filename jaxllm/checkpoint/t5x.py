@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.checkpoint.flax_file import FlaxFile
-from jaxllm.checkpoint.msgpack import ARRAY, SCALAR, StoredArray, read_msgpack
+from jaxllm.checkpoint.msgpack import StoredArray, flattened, read_msgpack
 from jaxllm.checkpoint.source import Index, MappedFile, TensorInfo, WeightSource, find_tensor
 from jaxllm.common.errors import (
     CheckpointError,
@@ -137,25 +137,20 @@ class T5XView(WeightSource):
         return TensorInfo(shape, leaf.dtype, math.prod(shape) * leaf.dtype.itemsize, self.path)
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        tensor = find_tensor(self._tensors, name, self.path)
-        stored = _without_layer(tensor, self._leaves[tensor.path].shape)
-        flat = _merged(tensor, stored)
+        tensor, axes = find_tensor(self._tensors, name, self.path), len(self.info(name).shape)
+        index = (*index, *[slice(None)] * (axes - len(index)))
         index = index[::-1] if tensor.transposed else index
-        missing = (slice(None),) * (len(flat) - len(index))
-        index = (*missing, *index) if tensor.transposed else (*index, *missing)
-        bounds = [slice(*s.indices(size)[:2]) for s, size in zip(index, flat, strict=True)]
         if tensor.heads is None:
-            values = self._stored(tensor, tuple(bounds))
-        else:  # whole heads, of which the rows or columns are cut out
-            axis, size = tensor.heads, stored[tensor.heads + 1]
-            start, stop = bounds[axis].start, max(bounds[axis].start, bounds[axis].stop)
-            heads = slice(start // size, -(-stop // size))
-            values = self._stored(
-                tensor, (*bounds[:axis], heads, slice(0, size), *bounds[axis + 1 :])
+            values = self._stored(tensor, index)
+        else:  # all heads, of which the rows or columns are cut out
+            before, rows, after = (
+                index[: tensor.heads],
+                index[tensor.heads],
+                index[tensor.heads + 1 :],
             )
+            values = self._stored(tensor, (*before, slice(None), slice(None), *after))
             values = values.reshape(_merged(tensor, values.shape))
-            rows = slice(start - heads.start * size, stop - heads.start * size)
-            values = values[(*[slice(None)] * axis, rows)]
+            values = values[(*[slice(None)] * tensor.heads, rows)]
         return values.T if tensor.transposed else values
 
     def _stored(self, tensor: _Tensor, index: Index) -> np.ndarray:
@@ -170,7 +165,7 @@ class T5XView(WeightSource):
         with self._locks[tensor.path]:
             stacks, key = self._stacks[tensor.path], repr(index)
             if key not in stacks:
-                stack = leaf.read((index[0], slice(0, leaf.shape[1]), *index[1:]))
+                stack = leaf.read((index[0], slice(None), *index[1:]))
                 stack.flags.writeable = False
                 stacks[key] = stack
             return stacks[key][:, tensor.layer]
@@ -275,26 +270,14 @@ class _MsgpackFile(FlaxFile):
                 f"{path}: belongs to a checkpoint of TensorFlow; convert it with "
                 "t5x/scripts/convert_tf_checkpoint.py of T5X"
             )
-        tree = read_msgpack(self.head(self.size), source=str(path), extensions=(ARRAY, SCALAR))
+        tree = read_msgpack(self.head(self.size), source=str(path))
         state = tree.get("optimizer", tree) if isinstance(tree, dict) else None
         target = state.get("target") if isinstance(state, dict) else None
         if not isinstance(target, dict):
             raise CheckpointError(f"{path}: holds no tree named target; T5X did not write it")
-        pairs = list(_flattened(target, ()))
-        leaves = dict(pairs)
-        if len(leaves) < len(pairs):
-            raise CheckpointError(f"{path}: two arrays have the same path in the tree")
+        leaves = flattened(target, str(path), is_leaf={"driver", "kvstore"}.issubset)
         self.tensors = {n: x for n, x in leaves.items() if isinstance(x, StoredArray)}
         self.others = {n: x for n, x in leaves.items() if n not in self.tensors}
-
-
-def _flattened(tree: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """The leaves of a tree by path. The description of an array in a folder is a leaf."""
-    for key, value in tree.items():
-        if isinstance(value, dict) and not {"driver", "kvstore"} <= value.keys():
-            yield from _flattened(value, (*path, key))
-        else:
-            yield "/".join((*path, key)), value
 
 
 def _msgpack_leaves(path: Path) -> dict[str, _Leaf]:
@@ -401,8 +384,10 @@ def _zarr_leaf(store: Mapping[str, Any], where: Path) -> _Leaf:
         )
 
     def read(index: Index) -> np.ndarray:
+        sizes = zip(index, array.shape, strict=True)
+        bounds = tuple(slice(*part.indices(size)[:2]) for part, size in sizes)
         with _naming(where):
-            return array[index].read().result()
+            return array[bounds].read().result()
 
     return _Leaf(array.shape, dtype, read)
 

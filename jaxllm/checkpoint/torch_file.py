@@ -17,7 +17,6 @@ Tensors are views of a read-only memory map, with any strides.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -32,7 +31,8 @@ from jaxllm.checkpoint.pickle_subset import (
     View,
     read_pickle,
 )
-from jaxllm.checkpoint.source import BFLOAT16, ROOM, Index, MappedFile, StoredTensor, find_tensor
+from jaxllm.checkpoint.safetensors import DTYPES
+from jaxllm.checkpoint.source import ROOM, Index, MappedFile, StoredTensor, find_tensor
 from jaxllm.checkpoint.zip_members import zip_members
 from jaxllm.common.errors import CheckpointError, UnsupportedError, listed, quoted, warn
 
@@ -43,16 +43,13 @@ _TAR = slice(257, 262), b"ustar"
 _WRAPPERS = ("state_dict", "model")
 _PARALLEL = "module."  # before the names of a model in torch's DataParallel
 
-_DTYPES: Mapping[str, np.dtype[Any]] = {
-    **{"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": BFLOAT16},
-    **{"float64": np.dtype("<f8"), "bool": np.dtype(np.bool_)},
-    **{f"int{8 * size}": np.dtype(f"<i{size}") for size in (1, 2, 4, 8)},
-    **{f"uint{8 * size}": np.dtype(f"<u{size}") for size in (1, 2, 4, 8)},
-}
+_DTYPES = {dtype.name: dtype for dtype in DTYPES.values()}
 _STORAGE_BYTES = {
     **{name: dtype.itemsize for name, dtype in _DTYPES.items()},
     **{"complex64": 8, "complex128": 16, UNTYPED: 1},
 }
+_Storages = dict[str, tuple[int, int]]
+"""Where the bytes of each storage begin and end, by the storage's key."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +61,6 @@ class StridedTensor(StoredTensor):
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class _Content:
-    """The value that the file's pickle describes, and where each storage's bytes begin and end."""
-
-    value: Any
-    storages: Mapping[str, tuple[int, int]]
-    is_big_endian: bool = False
 
 
 class TorchFile(MappedFile):
@@ -91,21 +79,21 @@ class TorchFile(MappedFile):
     def __init__(self, path: str | PathLike[str]) -> None:
         super().__init__(Path(path))
         self.repeated_bytes = self.size
+        self._is_big_endian = False
         start = bytes(self.head(512))
         if start.startswith(_ZIP):
-            content = self._read_zip()
+            value, storages = self._read_zip()
         elif start.startswith(_MAGIC):
-            content = self._read_legacy()
+            value, storages = self._read_legacy()
         elif start[_TAR[0]] == _TAR[1]:
             raise UnsupportedError(
                 f"{self.path}: a tar file, of torch 0.1; load and save it with a newer torch"
             )
         else:
             raise CheckpointError(f"{self.path}: not a file that torch.save wrote")
-        self._is_big_endian = content.is_big_endian
         self.tensors = {
-            name: self._tensor(name, view, content)
-            for name, view in self._state_dict(content.value).items()
+            name: self._tensor(name, view, *storages[view.storage.key])
+            for name, view in self._state_dict(value).items()
         }
         self._check_size()
 
@@ -124,7 +112,7 @@ class TorchFile(MappedFile):
             return values
         return values.view(f"u{entry.dtype.itemsize}").byteswap().view(entry.dtype)
 
-    def _read_zip(self) -> _Content:
+    def _read_zip(self) -> tuple[Any, _Storages]:
         source, data = str(self.path), self.head(self.size)
         members = zip_members(data, source)
         pickles = [name for name in members if name.endswith("/data.pkl")]
@@ -143,7 +131,7 @@ class TorchFile(MappedFile):
         order = bytes(data[begin : min(end, begin + 16)]) or b"little"
         if order not in (b"little", b"big"):
             raise CheckpointError(f"{source}: byteorder is {quoted(str(order))}")
-        storages: dict[str, tuple[int, int]] = {}
+        storages: _Storages = {}
         for key, storage in named.items():
             where = f"{source}: the storage {quoted(key)}"
             if f"{folder}data/{key}" not in members:
@@ -154,9 +142,10 @@ class TorchFile(MappedFile):
                     f"{where} has {end - begin} bytes, which are not {storage.count} elements of "
                     f"{storage.dtype}"
                 )
-        return _Content(value, storages, order == b"big")
+        self._is_big_endian = order == b"big"
+        return value, storages
 
-    def _read_legacy(self) -> _Content:
+    def _read_legacy(self) -> tuple[Any, _Storages]:
         source, data = str(self.path), self.head(self.size)
         position = len(_MAGIC) + len(_PROTOCOL)
         if data[len(_MAGIC) : position] != _PROTOCOL:
@@ -174,7 +163,7 @@ class TorchFile(MappedFile):
                 f"{source}: the list of storages has other keys than the tensors use: "
                 + listed(sorted(named.keys() ^ set(keys)) or ["one twice"])
             )
-        storages: dict[str, tuple[int, int]] = {}
+        storages: _Storages = {}
         for key in keys:
             storage = named[key]
             count = int.from_bytes(data[position : position + 8], "little", signed=True)
@@ -193,7 +182,7 @@ class TorchFile(MappedFile):
             storages[key] = begin, position
         if position != self.size:
             raise CheckpointError(f"{source}: {self.size - position} bytes follow the last storage")
-        return _Content(value, storages)
+        return value, storages
 
     def _interpret(self, begin: int, end: int) -> tuple[Any, dict[str, Storage], int]:
         """The value of the pickle between two bytes, the storages it names, and its length."""
@@ -232,7 +221,8 @@ class TorchFile(MappedFile):
             warn(f"{self.path}: {', and '.join(told)}")
         return value
 
-    def _tensor(self, name: str, view: View, content: _Content) -> StridedTensor:
+    def _tensor(self, name: str, view: View, begin: int, end: int) -> StridedTensor:
+        """The tensor that is a view of a storage, whose bytes begin and end there."""
         where = f"{self.path}: tensor {quoted(name)}"
         if view.dtype not in _DTYPES:
             raise UnsupportedError(
@@ -240,7 +230,6 @@ class TorchFile(MappedFile):
                 "bfloat16 first"
             )
         dtype = _DTYPES[view.dtype]
-        begin, end = content.storages[view.storage.key]
         is_empty = 0 in view.shape
         last = sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True) if n > 1)
         first = begin + view.offset * dtype.itemsize

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
@@ -26,8 +25,16 @@ from jaxllm.common.errors import (
 )
 from jaxllm.common.files import is_there, read_json
 
-WEIGHT_SUFFIXES = (".safetensors", ".msgpack", ".bin")
+FORMATS: Mapping[str, str] = {
+    "safetensors": SINGLE,
+    "flax": "flax_model.msgpack",
+    "pt": "pytorch_model.bin",
+}
+"""Name of the weight file of each format, in the order of precedence. The keys are the values of
+`prefer` of `open_weights`. An index has the name of the file and ``.index.json``."""
+WEIGHT_SUFFIXES = tuple(Path(name).suffix for name in FORMATS.values())
 """Suffixes of weight files that `open_weights` opens."""
+_INDEX_SUFFIX = ".index.json"
 UNREAD_SUFFIXES = (".h5", ".ot", ".pt", ".pth", ".pkl", ".ckpt")
 """Suffixes of weight files, or of other pickled files, that are never opened."""
 NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
@@ -143,66 +150,12 @@ def _is_plain_file_name(name: object, suffix: str) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class WeightFormat:
-    """A format that the weights in a model's folder may have.
-
-    Attributes:
-        names: names of the file and of the index of shards, in the order of precedence.
-        suffix: suffix of the weight files.
-        open_file: opens a file, or an index, of the format.
-    """
-
-    names: tuple[str, str]
-    suffix: str
-    open_file: Callable[[Path], WeightSource]
-
-
-def _open_safetensors(path: Path) -> WeightSource:
-    if _is_index(path):
-        return ShardedWeights(path, SafetensorsFile, ".safetensors")
-    source = SafetensorsFile(path)
-    if source.metadata.get("format") != "flax":
-        return source
-    from jaxllm.checkpoint.flax_file import FlaxView  # only such files need this module
-
-    return FlaxView(source)
-
-
-def _open_flax(path: Path) -> WeightSource:
-    from jaxllm.checkpoint.flax_file import FlaxFile, FlaxView  # only such files need this module
-
-    if _is_index(path):
-        return FlaxView(ShardedWeights(path, FlaxFile, ".msgpack"))
-    return FlaxView(FlaxFile(path))
-
-
-def _open_torch(path: Path) -> WeightSource:
-    from jaxllm.checkpoint.torch_file import TorchFile  # only such files need this module
-
-    return ShardedWeights(path, TorchFile, ".bin") if _is_index(path) else TorchFile(path)
-
-
-# In the order of precedence. The keys are the values of `prefer` of `open_weights`.
-FORMATS: Mapping[str, WeightFormat] = {
-    "safetensors": WeightFormat((SINGLE, INDEX), ".safetensors", _open_safetensors),
-    "flax": WeightFormat(
-        ("flax_model.msgpack", "flax_model.msgpack.index.json"), ".msgpack", _open_flax
-    ),
-    "pt": WeightFormat(("pytorch_model.bin", "pytorch_model.bin.index.json"), ".bin", _open_torch),
-}
-
-
-def _is_index(path: Path) -> bool:
-    return path.name.endswith(".index.json")
-
-
-def format_of(path: Path) -> WeightFormat | None:
-    """The format of a weight file or an index by its name; None for another file."""
-    for each in FORMATS.values():
-        is_file = path.suffix.lower() == each.suffix and path.name not in NO_WEIGHTS
-        if is_file or path.name == each.names[1]:
-            return each
+def format_of(path: Path) -> str | None:
+    """The key in `FORMATS` of a weight file or an index, by its name; None for another file."""
+    for key, single in FORMATS.items():
+        is_file = path.suffix.lower() == Path(single).suffix and path.name not in NO_WEIGHTS
+        if is_file or path.name == single + _INDEX_SUFFIX:
+            return key
     return None
 
 
@@ -212,8 +165,8 @@ def known_names(prefer: str | None = None) -> list[str]:
     Args:
         prefer: key of the format in `FORMATS` that comes first.
     """
-    formats = sorted(FORMATS, key=lambda name: name != prefer)
-    return [name for each in formats for name in FORMATS[each].names]
+    singles = [FORMATS[key] for key in sorted(FORMATS, key=lambda key: key != prefer)]
+    return [name for single in singles for name in (single, single + _INDEX_SUFFIX)]
 
 
 def weight_files(path: Path, prefer: str | None = None) -> list[Path]:
@@ -227,10 +180,10 @@ def weight_files(path: Path, prefer: str | None = None) -> list[Path]:
             return []
         path = found[0]
     index = _index_of(path)
-    format_ = format_of(index)
-    if format_ is None or not _is_index(index):
+    if index.name not in known_names() or not index.name.endswith(_INDEX_SUFFIX):
         return [path]
-    shards = dict.fromkeys(read_index(index, format_.suffix).values())
+    suffix = Path(index.name.removesuffix(_INDEX_SUFFIX)).suffix
+    shards = dict.fromkeys(read_index(index, suffix).values())
     return [index, *(index.with_name(shard) for shard in shards)]
 
 
@@ -260,7 +213,7 @@ def _present(folder: Path, prefer: str | None) -> list[Path]:
 def _index_of(path: Path) -> Path:
     """The index beside a shard; any other path as it is."""
     shard = _SHARD.fullmatch(path.name)
-    index = path if shard is None else path.with_name(f"{shard[1]}{shard[2]}.index.json")
+    index = path if shard is None else path.with_name(shard[1] + shard[2] + _INDEX_SUFFIX)
     return index if index.is_file() else path
 
 
@@ -284,10 +237,31 @@ def open_weights(path: str | PathLike[str], prefer: str | None = None) -> Weight
     elif not path.exists():
         raise MissingFileError(f"{path}: no such file or folder")
     path = _index_of(path)
-    format_ = format_of(path)
-    if format_ is None:
+    key = format_of(path)
+    if key is None:
         raise not_opened(path)
-    return format_.open_file(path)
+    reader, suffix = _reader(key), Path(FORMATS[key]).suffix
+    is_index = path.name.endswith(_INDEX_SUFFIX)
+    source = ShardedWeights(path, reader, suffix) if is_index else reader(path)
+    by_flax = isinstance(source, SafetensorsFile) and source.metadata.get("format") == "flax"
+    if key != "flax" and not by_flax:
+        return source
+    from jaxllm.checkpoint.flax_file import FlaxView  # only such files need this module
+
+    return FlaxView(source)
+
+
+def _reader(key: str) -> Callable[[Path], WeightSource]:
+    """The class of a format's files. Only such files need the module of their class."""
+    if key == "flax":
+        from jaxllm.checkpoint.flax_file import FlaxFile
+
+        return FlaxFile
+    if key == "pt":
+        from jaxllm.checkpoint.torch_file import TorchFile
+
+        return TorchFile
+    return SafetensorsFile
 
 
 def not_opened(path: Path) -> UnsupportedError:

@@ -418,10 +418,20 @@ def test_export_writes_a_hugging_face_folder(
 def test_the_bytes_of_two_arrays_with_one_path(tmp_path: Path) -> None:
     array = b"\xc7\x0d\x01\x93\x91\x01\xa7float32\xc4"  # one float32, cut off
     (tmp_path / "checkpoint").write_bytes(b"\x81\xa6target\x82\xa3a/b\x01\xa1a\x81\xa1b\x01")
-    with pytest.raises(CheckpointError, match="two arrays have the same path"):
+    with pytest.raises(CheckpointError, match="'a/b': two arrays have this name"):
         T5XView(tmp_path / "checkpoint")
     (tmp_path / "checkpoint").write_bytes(b"\x81\xa6target\x81\xa1a" + array)
     with pytest.raises(CheckpointError, match="incomplete download"):
+        T5XView(tmp_path / "checkpoint")
+
+
+def test_the_bytes_of_all_paths_are_bounded(tmp_path: Path) -> None:
+    key = b"\xd9\xff" + b"x" * 255
+    leaves = b"\xdf" + (40_000).to_bytes(4, "big")
+    leaves += b"".join(b"\xa5%05d\x01" % number for number in range(40_000))
+    data = b"\x81\xa6target" + b"".join(b"\x81" + key for _ in range(3)) + leaves
+    (tmp_path / "checkpoint").write_bytes(data)
+    with pytest.raises(CheckpointError, match="is beyond 16777216 bytes of names"):
         T5XView(tmp_path / "checkpoint")
 
 

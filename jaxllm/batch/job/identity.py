@@ -10,13 +10,7 @@ from typing import Any
 
 from jaxllm.checkpoint.gguf.split import part_paths
 from jaxllm.checkpoint.load import gguf_in
-from jaxllm.checkpoint.weight_files import (
-    FORMATS,
-    format_of,
-    t5x_folders,
-    t5x_in,
-    weight_files,
-)
+from jaxllm.checkpoint.weight_files import format_of, t5x_folders, t5x_in, weight_files
 from jaxllm.common.errors import CheckpointError, RunError, naming_file, quoted
 from jaxllm.common.files import is_there
 from jaxllm.tokenizers.loading import ids_version
@@ -109,7 +103,7 @@ def checkpoint_digests(path: Path, *, whole: bool = False) -> dict[str, str | No
         step, folder = t5x_folders(found)
         files = (file for pattern in T5X_FILES for file in step.glob(pattern))
         weights = sorted(file for file in files if file.is_file()) or [found]
-    elif path.is_dir() and (not weights or format_of(weights[0]) is FORMATS["safetensors"]):
+    elif path.is_dir() and (not weights or format_of(weights[0]) == "safetensors"):
         # `FILES` has the index. An adapter has weight files of its own.
         weights = sorted([*folder.glob("*.safetensors"), *folder.glob("adapter_model.bin")])
     digests = {"model weights": _digest(weights, whole=whole)}
