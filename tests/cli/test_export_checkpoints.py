@@ -92,6 +92,7 @@ def test_checkpoints_of_all_kinds(name, tmp_path, capsys):
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
 
 
+@pytest.mark.filterwarnings("ignore:.*Flax class did not read")  # of these models' configs
 @pytest.mark.parametrize("write", [write_flax, write_flax_shards, write_torch, write_torch_shards])
 @pytest.mark.parametrize("name", TORCH)
 def test_folders_of_flax_and_torch(name, write, tmp_path, capsys):
