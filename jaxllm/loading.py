@@ -98,8 +98,9 @@ def load(
         progress: called as ``progress(tensor_name, bytes_done, bytes_total)``, in place of the
             messages of `set_progress`.
         while_loading: called in a thread while weights are read, as ``while_loading(model,
-            tokenizer)``, with a model whose parameters are `jax.ShapeDtypeStruct`. What it compiles
-            for that model is compiled for the one that is returned. Its errors are raised here.
+            tokenizer)``, with a model whose parameters are `jax.ShapeDtypeStruct`. What
+            `jaxllm.generation.compile_programs` compiles for that model is compiled for the one
+            that is returned. Errors of the function are raised here.
 
     Returns:
         (model, tokenizer); the tokenizer is None if the checkpoint has none. `model.config` and

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.generation import processors, stopping
 from jaxllm.generation.call.output import GenerateOutput
-from jaxllm.generation.generate import generate, stream
+from jaxllm.generation.generate import compile_programs, generate, stream
 from jaxllm.generation.processors import *  # noqa: F403
 from jaxllm.generation.processors import grammar
 from jaxllm.generation.registration import (
@@ -51,6 +51,7 @@ __all__ = [
     "WatermarkDetector",
     "WatermarkLogitsProcessor",
     "WatermarkingConfig",
+    "compile_programs",
     "compute_transition_scores",
     "generate",
     "grammar",

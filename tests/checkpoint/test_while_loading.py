@@ -14,7 +14,7 @@ from paths import DATA
 import jaxllm
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import InputError
-from jaxllm.generation.generate import compile_programs
+from jaxllm.generation import compile_programs
 
 IDS = [[5, 9, 2, 7, 3]]
 REFERENCE = DATA / "reference"
