@@ -83,7 +83,7 @@ class WeightSource(Protocol):
 
         If the file stores the array in numpy's layout, the result is a view of a read-only memory
         map and stays valid after :meth:`close`; the file must not change meanwhile. A view may be
-        transposed and need not be aligned: :func:`copy_in_blocks` copies any view fast. Reads only
+        transposed and need not be aligned: `copy_in_blocks` copies any view fast. Reads only
         the requested bytes, or as few as the format allows.
         """
         ...
