@@ -142,12 +142,14 @@ class FlaxView(WeightSource):
 
     def __init__(self, source: WeightSource) -> None:
         self.source = source
-        self._flax_names: dict[str, str] = {}
+        self._file = Path()
+        # Flax's name of each tensor, and whether it is stored as the tensor's transpose.
+        self._stored: dict[str, tuple[str, bool]] = {}
         for flax_name in source.names():
             name, info = torch_name(flax_name), source.info(flax_name)
             where = f"{info.file}: tensor {quoted(flax_name)}"
-            if name in self._flax_names:
-                other = quoted(self._flax_names[name])
+            if name in self._stored:
+                other = quoted(self._stored[name][0])
                 raise CheckpointError(f"{where} and {other} are both {quoted(name)} in torch")
             if _parts(flax_name)[1] == _KERNEL and len(info.shape) == 3:
                 raise CheckpointError(
@@ -155,31 +157,26 @@ class FlaxView(WeightSource):
                     f"parameters were saved once for each of {info.shape[0]} devices, save "
                     "flax.jax_utils.unreplicate(params) instead"
                 )
-            self._flax_names[name] = flax_name
+            self._file = info.file
+            self._stored[name] = flax_name, _is_kernel(flax_name, len(info.shape))
 
     def names(self) -> list[str]:
-        return list(self._flax_names)
+        return list(self._stored)
 
     def info(self, name: str) -> TensorInfo:
-        flax_name, is_turned = self._stored(name)
+        flax_name, is_turned = find_tensor(self._stored, name, self._file)
         info = self.source.info(flax_name)
         return replace(info, shape=info.shape[::-1]) if is_turned else info
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        flax_name, is_turned = self._stored(name)
+        flax_name, is_turned = find_tensor(self._stored, name, self._file)
         if not is_turned:
             return self.source.read(flax_name, index)
         rows, columns = (*index, *[slice(None)] * (2 - len(index)))
         return self.source.read(flax_name, (columns, rows)).T
 
     def release_pages(self, name: str) -> None:
-        self.source.release_pages(self._stored(name)[0])
+        self.source.release_pages(find_tensor(self._stored, name, self._file)[0])
 
     def close(self) -> None:
         self.source.close()
-
-    def _stored(self, name: str) -> tuple[str, bool]:
-        """Flax's name of a tensor, and whether it is stored as the tensor's transpose."""
-        some_file = self.source.info(next(iter(self._flax_names.values()))).file
-        flax_name = find_tensor(self._flax_names, name, some_file)
-        return flax_name, _is_kernel(flax_name, len(self.source.info(flax_name).shape))

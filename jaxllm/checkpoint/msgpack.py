@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from jaxllm.checkpoint.safetensors import DTYPES
 from jaxllm.checkpoint.source import StoredTensor
 from jaxllm.common.errors import CheckpointError, quoted
 
-_ARRAY, _COMPLEX, _SCALAR = 1, 2, 3  # extension types
+ARRAY, COMPLEX, SCALAR = 1, 2, 3  # extension types
 MAX_DEPTH = 32  # maps and lists within each other; a T5 checkpoint has 8
 MAX_VALUES = 1 << 18  # T5X with its optimizer's states has some 50,000
 MAX_TEXT_BYTES = 16 << 20  # of all keys, texts and binary values together
@@ -66,12 +66,15 @@ class StoredArray(StoredTensor):
         return sum(end - begin for begin, end in self.pieces)
 
 
-def read_msgpack(data: memoryview, *, source: str) -> object:
+def read_msgpack(
+    data: memoryview, *, source: str, extensions: Collection[int] = (ARRAY,)
+) -> object:
     """Reads the one value of a msgpack file, whose maps have unique texts as keys.
 
     Args:
         data: the file's bytes.
         source: the file's name, for errors.
+        extensions: the extension types that are read, of `ARRAY` and `SCALAR`.
 
     Returns:
         ``None``, bool, int, float, str, bytes, list, dict, or :class:`StoredArray` for an array or
@@ -80,7 +83,7 @@ def read_msgpack(data: memoryview, *, source: str) -> object:
     >>> read_msgpack(memoryview(b"\\x82\\xa1a\\x07\\xa1b\\x92\\xc0\\xc3"), source="example")
     {'a': 7, 'b': [None, True]}
     """
-    reader = _Reader(data, source)
+    reader = _Reader(data, source, extensions)
     value = reader.value(())
     if reader.left:
         raise CheckpointError(
@@ -132,10 +135,15 @@ class _Reader:
     """Cursor over msgpack bytes. Errors name the path of keys that leads to the value."""
 
     def __init__(
-        self, data: memoryview, source: str, bounds: tuple[int, int] | None = None
+        self,
+        data: memoryview,
+        source: str,
+        extensions: Collection[int],
+        bounds: tuple[int, int] | None = None,
     ) -> None:
         self.data = data
         self.source = source
+        self.extensions = extensions
         self.position, self.end = bounds or (0, len(data))
         self.values = 0
         self.text_bytes = 0
@@ -238,16 +246,14 @@ class _Reader:
 
     def extension(self, length: int, path: tuple[str, ...]) -> StoredArray:
         code = int.from_bytes(self.take(1, path), "big", signed=True)
-        if code not in (_ARRAY, _SCALAR):
-            name = ", a complex number" if code == _COMPLEX else ""
+        if code not in self.extensions:
+            name = {COMPLEX: ", a complex number", SCALAR: ", a NumPy scalar"}.get(code, "")
             raise self.error(
-                path,
-                f"is a msgpack extension of type {code}{name}; only arrays and NumPy scalars, "
-                "types 1 and 3, are read",
+                path, f"is a msgpack extension of type {code}{name}; only arrays, type 1, are read"
             )
         begin = self.position
         self.take(length, path)
-        return _Reader(self.data, self.source, (begin, self.position)).array(path)
+        return _Reader(self.data, self.source, (), (begin, self.position)).array(path)
 
     def array(self, path: tuple[str, ...]) -> StoredArray:
         """The array that all of the reader's bytes hold."""

@@ -1,8 +1,8 @@
 """Interprets the pickles of PyTorch's state dicts, without unpickling anything.
 
 A pickle is a program that can import and call any function. `read_pickle` knows only the
-operations of which state dicts consist, and builds dicts, lists, tuples, texts, numbers and records
-of tensors from them. A name in the pickle is compared with a fixed list of texts: nothing is
+operations that occur in state dicts. The result is made of dicts, lists, tuples, texts, numbers and
+records of tensors. A name in the pickle is compared with a fixed list of texts: nothing is
 imported, called or instantiated, whatever the file says.
 
 The number of operations, the bytes of a pickle, and every text and number in it are bounded, and no
@@ -18,8 +18,8 @@ from typing import Any, NoReturn, TypeGuard
 
 from jaxllm.common.errors import CheckpointError, UnsupportedError, quoted
 
-MAX_OPERATIONS = 2_000_000  # a state dict of 20,000 tensors takes 600,000
-MAX_PICKLE_BYTES = 16 << 20  # that of 20,000 tensors has 2.7 MB
+MAX_OPERATIONS = 2_000_000  # the pickle of 20,000 tensors has 600,000 operations
+MAX_PICKLE_BYTES = 16 << 20  # the pickle of 20,000 tensors has 2.7 MB
 _MAX_NAME_BYTES = 255  # of a module and a function
 _MAX_NUMBER_BYTES = 8
 

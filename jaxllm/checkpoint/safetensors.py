@@ -186,7 +186,7 @@ class SafetensorsFile(MappedFile):
         return self.array(entry.dtype, entry.begin, entry.shape, index)
 
     def holds(self, name: str, blocks: Iterable[np.ndarray]) -> bool:
-        """True if a tensor's bytes are those of the blocks, one after another.
+        """True if a tensor's bytes equal the blocks, joined in their order.
 
         The file is read, not mapped, so that the tensor's pages take no memory.
         """

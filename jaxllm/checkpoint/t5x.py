@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.checkpoint.flax_file import FlaxFile
-from jaxllm.checkpoint.msgpack import StoredArray, flattened, read_msgpack
+from jaxllm.checkpoint.msgpack import ARRAY, SCALAR, StoredArray, flattened, read_msgpack
 from jaxllm.checkpoint.source import Index, MappedFile, TensorInfo, WeightSource, find_tensor
 from jaxllm.common.errors import (
     CheckpointError,
@@ -137,20 +137,21 @@ class T5XView(WeightSource):
         return TensorInfo(shape, leaf.dtype, math.prod(shape) * leaf.dtype.itemsize, self.path)
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        tensor, axes = find_tensor(self._tensors, name, self.path), len(self.info(name).shape)
-        index = (*index, *[slice(None)] * (axes - len(index)))
+        tensor = find_tensor(self._tensors, name, self.path)
+        stored = _without_layer(tensor, self._leaves[tensor.path].shape)
+        index = (*index, *[slice(None)] * (len(_merged(tensor, stored)) - len(index)))
         index = index[::-1] if tensor.transposed else index
         if tensor.heads is None:
             values = self._stored(tensor, index)
-        else:  # all heads, of which the rows or columns are cut out
-            before, rows, after = (
-                index[: tensor.heads],
-                index[tensor.heads],
-                index[tensor.heads + 1 :],
-            )
-            values = self._stored(tensor, (*before, slice(None), slice(None), *after))
+        else:  # the tensor has one axis for heads and their sizes: whole heads are read, and cut
+            axis, size = tensor.heads, stored[tensor.heads + 1]
+            start, stop, _ = index[axis].indices(stored[axis] * size)
+            heads = slice(start // size, -(-max(start, stop) // size))
+            before, after = index[:axis], index[axis + 1 :]
+            values = self._stored(tensor, (*before, heads, slice(None), *after))
             values = values.reshape(_merged(tensor, values.shape))
-            values = values[(*[slice(None)] * tensor.heads, rows)]
+            part = slice(start - heads.start * size, stop - heads.start * size)
+            values = values[(*[slice(None)] * axis, part)]
         return values.T if tensor.transposed else values
 
     def _stored(self, tensor: _Tensor, index: Index) -> np.ndarray:
@@ -270,7 +271,7 @@ class _MsgpackFile(FlaxFile):
                 f"{path}: belongs to a checkpoint of TensorFlow; convert it with "
                 "t5x/scripts/convert_tf_checkpoint.py of T5X"
             )
-        tree = read_msgpack(self.head(self.size), source=str(path))
+        tree = read_msgpack(self.head(self.size), source=str(path), extensions=(ARRAY, SCALAR))
         state = tree.get("optimizer", tree) if isinstance(tree, dict) else None
         target = state.get("target") if isinstance(state, dict) else None
         if not isinstance(target, dict):

@@ -6,10 +6,9 @@ cannot run code. Both formats of torch are read:
 
 * a zip file (torch 1.6 and newer) with the members ``data.pkl``, ``byteorder`` and a member
   ``data/KEY`` for each storage, all of them stored without compression;
-* the format before: a magic number, a protocol version and facts about the machine, the pickle of
-  the state dict and that of the list of storage keys, each a pickle. Then follows for each key the
-  number of elements, as a 64-bit integer, and the elements. All of it is little-endian whatever the
-  machine.
+* the older format: five pickles one after another (a magic number, a protocol version, facts about
+  the machine, the state dict, the list of storage keys), and then, for each key, the number of
+  elements as a 64-bit integer and the elements. Numbers are little-endian on every machine.
 
 Tensors are views of a read-only memory map, with any strides.
 """
@@ -66,8 +65,8 @@ class StridedTensor(StoredTensor):
 class TorchFile(MappedFile):
     """One ``.bin`` file; opening it interprets and checks its pickle, and reads no tensor.
 
-    Names are those of the state dict. A state dict that is wrapped in a dict of a training script
-    (``state_dict`` or ``model``), or whose names begin with ``module.``, is unwrapped, and a
+    Tensors have the names of the state dict. A state dict that is wrapped in a dict of a training
+    script (``state_dict`` or ``model``), or whose names begin with ``module.``, is unwrapped, and a
     warning says so.
 
     Raises:

@@ -261,10 +261,10 @@ def _generate(
                 )
 
         model, tokenizer, assistant = _load(arguments, mesh, reporter, compile_programs_of_call)
-        ids, fields, config = _planned(arguments, fields, prompt, model, tokenizer, assistant)
+        ids, settings, config = _planned(arguments, fields, prompt, model, tokenizer, assistant)
         if config.token_healing:
             ids = _healed(model, tokenizer, ids)
-            fields = fields.replace(token_healing=False)
+            settings = settings.replace(token_healing=False)
         seed = shared_key(arguments.seed, mesh)
         seed = secrets.randbits(32) if seed is None else seed
         if config.do_sample:
@@ -277,7 +277,7 @@ def _generate(
 
         call = {
             "input_ids": [ids],
-            "generation_config": fields,
+            "generation_config": settings,
             "key": seed,
             "tokenizer": tokenizer,
             "assistant_model": assistant,

@@ -202,8 +202,9 @@ def command(
 def _exit_code(command: Callable[[list[str]], int], program: str, arguments: list[str]) -> int:
     try:
         with warnings.catch_warnings(), signals.giving_way():
-            # Settings are checked while weights are read, and again for the call.
-            say = functools.cache(functools.partial(print, file=sys.stderr))
+            # Settings are checked while weights are read, and again for the call. A server, which
+            # runs for weeks, remembers the latest warnings only.
+            say = functools.lru_cache(100)(functools.partial(print, file=sys.stderr))
             warnings.showwarning = lambda message, *_, **__: say(
                 f"{program}: warning: {one_line(str(message))}"
             )

@@ -215,8 +215,10 @@ def _readable_copy(path: Path, folder: Path) -> Path:
     is_flax = first.name == SINGLE and SafetensorsFile(first).metadata.get("format") == "flax"
     if first.name in (SINGLE, INDEX) and not is_flax:
         return first.parent
-    for file in files:
-        if zipfile.is_zipfile(file) and (damaged := zipfile.ZipFile(file).testzip()):
+    for file in filter(zipfile.is_zipfile, files):
+        with zipfile.ZipFile(file) as members:
+            damaged = members.testzip()
+        if damaged:
             raise CheckpointError(
                 f"{file}: {damaged}: its checksum is not that of its bytes; get the file again"
             )

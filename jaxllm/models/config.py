@@ -261,8 +261,8 @@ class ModelConfig(metaclass=_ConfigType):
         return frozenset(key for key, value in keys if raw.get(key) in (None, value))
 
     def flax_differences(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of which transformers' Flax class makes something else than its PyTorch class, and
-        the values with which jaxllm computes what the Flax class does.
+        """Fields that transformers' Flax class reads in another way than the PyTorch class, with
+        the values that give jaxllm the results of the Flax class.
 
         Args:
             raw: the config.json object that this config is from.

@@ -455,3 +455,25 @@ def test_half_precision_model_without_checkpoint(tmp_path, dtype, wide):
     assert {n for n, d in actual.items() if d == "float32"} == {
         n for n in actual if n.split(".")[-2] in wide
     }
+
+
+def resaved(folder: Path, model, changed: dict[str, np.ndarray]) -> None:
+    """Saves a model with other values of some tensors, or with more tensors."""
+    model.save_pretrained(folder)
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | changed, path, {"format": "pt"})
+
+
+def test_shapes_are_checked_before_copies_are_compared(tmp_path):
+    shared = np.ones((60, 32), np.float32)  # 50 rows in the config
+    copy = {"encoder.embed_tokens.weight": 2 * shared}
+    resaved(tmp_path, tiny.make("t5"), {"shared.weight": shared, **copy})
+    with pytest.raises(CheckpointError, match=r"shared\.weight .*\[60, 32\]"):
+        jaxllm.load(tmp_path)
+
+
+def test_few_rows_of_a_constant_are_made_for_a_tensor_without_values(tmp_path):
+    empty = np.zeros((2**40, 0), np.float32)  # as many positions would take 128 TB
+    resaved(tmp_path, tiny.make("xglm"), {"model.embed_positions.weights": empty})
+    with pytest.raises(CheckpointError, match="other values than the sinusoidal positions"):
+        jaxllm.load(tmp_path)

@@ -124,6 +124,20 @@ def test_reads_only_the_chunks_of_a_slice(unpack: Callable[[str], Path]) -> None
         np.testing.assert_array_equal(part, whole[:128])
 
 
+def test_a_slice_reads_the_heads_that_it_needs(unpack: Callable[[str], Path]) -> None:
+    name = "encoder.block.0.layer.0.SelfAttention.q.weight"
+    with T5XView(unpack("umt5_layers") / "checkpoint_7" / "checkpoint") as view:
+        tensor, whole, asked = view._tensors[name], view.read(name), []
+        leaf = view._leaves[tensor.path]
+        view._leaves[tensor.path] = dataclasses.replace(
+            leaf, read=lambda index: asked.append(index) or leaf.read(index)
+        )
+        size = leaf.shape[2]
+        part = view.read(name, (slice(size + 1, 2 * size), slice(None)))
+        np.testing.assert_array_equal(part, whole[size + 1 : 2 * size])
+    assert [index[1] for index in asked] == [slice(1, 2)]
+
+
 def test_a_stack_of_layers_is_read_once_and_released(unpack: Callable[[str], Path]) -> None:
     step = unpack("umt5_scanned") / "checkpoint_7"
     names = [f"encoder.block.{i}.layer.1.DenseReluDense.wo.weight" for i in range(3)]

@@ -112,6 +112,7 @@ MALFORMED = {
         packed(entry("w", (2, b"\x92\x00\x00"))),
         "'layer/w' .* 2, a complex",
     ),
+    "a NumPy scalar": (packed(entry("w", np.float32(1))), "'layer/w' .* type 3, a NumPy scalar"),
     "a timestamp": (packed(entry("w", (-1, bytes(4)))), "'layer/w' .* extension of type -1"),
     "an array of two items": (packed(entry("w", (1, b"\x92\x90\xa1x"))), "'layer/w' is no array"),
     "a shape that is a number": (packed(entry("w", leaf(2))), "'layer/w' must have a shape"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax_bytes import MALFORMED, in_chunks, packed
 
-from jaxllm.checkpoint.msgpack import StoredArray, read_msgpack
+from jaxllm.checkpoint.msgpack import ARRAY, SCALAR, StoredArray, read_msgpack
 from jaxllm.common.errors import CheckpointError
 
 VALUES = {
@@ -22,8 +22,8 @@ VALUES = {
 }
 
 
-def read(data: bytes):
-    return read_msgpack(memoryview(data), source="file.msgpack")
+def read(data: bytes, **options):
+    return read_msgpack(memoryview(data), source="file.msgpack", **options)
 
 
 def test_every_kind_of_value():
@@ -57,9 +57,9 @@ def test_an_array_in_chunks_is_in_the_order_of_their_numbers():
     assert b"".join(data[begin:end] for begin, end in found.pieces) == array.tobytes()
 
 
-def test_scalars_are_read_as_arrays_without_axes():
+def test_scalars_are_read_where_they_are_expected():
     scalar = np.int32(7)
-    found = read(packed({"step": scalar}))["step"]
+    found = read(packed({"step": scalar}), extensions=(ARRAY, SCALAR))["step"]
     assert (found.shape, found.dtype) == ((), np.dtype(np.int32))
 
 
