@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxllm.common.arguments import checked_count
 from jaxllm.common.errors import InputError, UnsupportedError, quoted
@@ -198,28 +198,33 @@ def compile_programs(
     """
     request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
     decoder, strategy, settings = program_model(model, request), request.strategy, request.settings
-    with use_mesh(request.mesh):
-        state = run_prefill(decoder, request, _compiled(prefill_program, request.mesh))
+    compilations: list[Future[Any]] = []
+    with use_mesh(request.mesh), ThreadPoolExecutor(1) as compiler:
+
+        def compiled(program: Any) -> Callable[..., Any]:
+            """A function that compiles a program for its arguments, and returns result shapes."""
+
+            def compile_for(*arguments: Any, **static: Any) -> Any:
+                lowered = program.lower(*arguments, **static)
+                shapes = program.eval_shape(*arguments, **static)
+                if request.mesh is None:  # an array that is committed to no device has no sharding
+                    # While this program compiles, or comes from the cache, the next one is traced.
+                    compilations.append(compiler.submit(lowered.compile))
+                    return shapes
+                return jax.tree.map(
+                    lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+                    shapes,
+                    lowered.compile().output_shardings,
+                )
+
+            return compile_for
+
+        state = run_prefill(decoder, request, compiled(prefill_program))
         decode_call = decode_arguments(strategy, decoder, state, settings, request.max_length)
-        _compiled(decode_program, request.mesh)(*decode_call)
-        _compiled(finish_program, request.mesh)(strategy, state, settings)
-
-
-def _compiled(program: Any, mesh: Mesh | None) -> Callable[..., Any]:
-    """A function that compiles a program for its arguments, and returns shapes of the result."""
-
-    def compile_for(*arguments: Any, **static: Any) -> Any:
-        lowered = program.lower(*arguments, **static)
-        compiled = lowered.compile()
-        if mesh is None:  # an array that is committed to no device has no sharding
-            return program.eval_shape(*arguments, **static)
-        return jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            program.eval_shape(*arguments, **static),
-            compiled.output_shardings,
-        )
-
-    return compile_for
+        compiled(decode_program)(*decode_call)
+        compiled(finish_program)(strategy, state, settings)
+    for compilation in compilations:
+        compilation.result()  # raises what the compiler raised
 
 
 def _chunks(model: Decoder, request: Request, chunk_size: int) -> Iterator[np.ndarray]:

@@ -190,16 +190,20 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
             raise TokenizerError("GGUF: tokenizer.ggml.token_type holds types other than 1 to 6")
     # llama.cpp's names of empty tokens.
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
-    return builders[model](metadata, _Vocabulary(tokens, list(map(_known_type, tokens, types))))
+    types = [
+        _known_type(token, kind) if token in _CONTROL_TEXTS else kind
+        for token, kind in zip(tokens, types, strict=True)
+    ]
+    return builders[model](metadata, _Vocabulary(tokens, types))
 
 
 def _known_type(token: str, kind: int) -> int:
-    """The type of a token, which is llama.cpp's for the texts that it knows.
+    """The type of a token of `_CONTROL_TEXTS`, which is llama.cpp's where the file's is ordinary.
 
     An ordinary token ``</s>`` stays one: Qwen2 has learned such a token, from the texts of others.
     """
     is_ordinary = kind == PieceType.USER_DEFINED or (kind == PieceType.NORMAL and token != "</s>")
-    return PieceType.CONTROL if is_ordinary and token in _CONTROL_TEXTS else kind
+    return PieceType.CONTROL if is_ordinary else kind
 
 
 def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Tokenizer:

@@ -115,8 +115,9 @@ class FastTokenizer(Tokenizer):
             token.content: token for token in self._added.values() if token.special
         }
         self.vocab_size = len(spec["model"]["vocab"])
-        vocabulary = self.get_vocab()
-        self._tokens_by_id = tokens = list(vocabulary)
+        vocabulary = _ids(spec["model"]) | {t.content: index for index, t in self._added.items()}
+        # The ids are 0, 1, ..., each once, and a file's vocabulary is mostly in their order.
+        self._tokens_by_id = tokens = sorted(vocabulary, key=vocabulary.__getitem__)
         for entry in spec["added_tokens"]:
             if entry["normalized"]:  # decoded as the normalizer made it: "▁Hello"
                 tokens[entry["id"]] = str(self._backend.id_to_token(entry["id"]))
@@ -297,12 +298,17 @@ def _build(
     return backend
 
 
+def _ids(model: Mapping[str, Any]) -> dict[str, int]:
+    """Ids by token, in a new dictionary: of a BPE model, or of a Unigram model's pieces."""
+    vocab = model["vocab"]
+    return dict(vocab) if isinstance(vocab, dict) else {p: i for i, (p, _) in enumerate(vocab)}
+
+
 def all_added_tokens(
     spec: Mapping[str, Any], settings: TokenizerSettings, source: str
 ) -> list[dict[str, Any]]:
     """Merges the added tokens of tokenizer.json and of the settings as in transformers."""
-    vocab = spec["model"]["vocab"]
-    ids = dict(vocab) if isinstance(vocab, dict) else {p: i for i, (p, _) in enumerate(vocab)}
+    ids = _ids(spec["model"])
     entries = sorted(spec["added_tokens"], key=lambda entry: entry["id"])
     added = {entry["id"]: parse_added_token(entry, source, special=False) for entry in entries}
     ids |= {token.content: index for index, token in added.items()}
