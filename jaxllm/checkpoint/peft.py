@@ -1,9 +1,9 @@
 """LoRA adapters in PEFT's format: adapter_config.json, and adapter_model.safetensors or .bin.
 
-PEFT adapts GPT-2's q, k and v as one layer, `c_attn`, with one A; here each has its own A. Loading
-gives each a copy of A and its rows of B. Saving writes one A if the copies are still equal. If they
-differ, the three A are stacked and B is block-diagonal, of rank 3 r, with alpha multiplied to keep
-the scale: PEFT computes the same outputs.
+PEFT adapts GPT-2's q, k and v as one layer, `c_attn`. Here each has its rows of B, and they share
+an A. In models whose q, k and v have an A each (``add_lora(..., share_a=False)``), saving stacks
+the three A, and B is block-diagonal, of rank 3 r, with alpha multiplied to keep the scale: PEFT
+computes the same outputs.
 
 Of adapter_config.json, a field is used, is known to be inert, or raises.
 """
@@ -276,17 +276,20 @@ def split_layers(
     magnitudes: Sequence[Any] = [None] * len(bases)
     if config.use_dora:
         magnitudes = entry.parts(take_tensor(unused, f"{name}.{MAGNITUDE}", (sum(outputs),)))
+    owner, *_ = (path.rpartition(".")[2] for path in bases)
     return {
         path: LoraLinear(
             base,
-            jnp.array(a, jnp.float32),
+            owner if number else jnp.array(a, jnp.float32),
             jnp.array(part, jnp.float32),
             alpha=config.alpha_of(name),
             rslora=config.use_rslora,
             dropout_rate=config.lora_dropout,
             magnitude=None if magnitude is None else jnp.array(magnitude, jnp.float32),
         )
-        for (path, base), part, magnitude in zip(bases.items(), parts, magnitudes, strict=True)
+        for number, ((path, base), part, magnitude) in enumerate(
+            zip(bases.items(), parts, magnitudes, strict=True)
+        )
     }
 
 
@@ -427,28 +430,19 @@ def fuse(parts: Sequence[Linear], entry: Entry) -> tuple[dict[str, np.ndarray], 
     alpha; see `jaxllm.checkpoint.peft`."""
     adapted = [part for part in parts if isinstance(part, LoraLinear)]
     first = adapted[0]
-    a, b = np.asarray(first.lora_a[...]), [np.asarray(x.lora_b[...]) for x in adapted]
-    same_a = all(
-        x.scale == first.scale and np.array_equal(np.asarray(x.lora_a[...]), a) for x in adapted
-    )
-    alpha = first.alpha
-    if same_a and len(adapted) == len(parts):
-        b = np.concatenate(b)
-    else:
-        a = np.concatenate([np.asarray(x.lora_a[...]) for x in adapted])
-        factor = a.shape[0] / first.rank
-        alpha *= math.sqrt(factor) if first.rslora else factor
-        outputs = [part.weight[...].shape[0] for part in parts]
-        b = np.zeros((sum(outputs), a.shape[0]), a.dtype)
-        row = column = 0
-        for part, height in zip(parts, outputs, strict=True):
-            if isinstance(part, LoraLinear):
-                columns = slice(column, column + part.rank)
-                b[row : row + height, columns] = np.asarray(part.lora_b[...]) * (
-                    part.scale / first.scale
-                )
-                column += part.rank
-            row += height
+    a = np.concatenate([np.asarray(x.lora_a[...]) for x in adapted if x.lora_a is not None])
+    factor = a.shape[0] / first.rank
+    alpha = first.alpha * (math.sqrt(factor) if first.rslora else factor)
+    outputs = [part.weight[...].shape[0] for part in parts]
+    b = np.zeros((sum(outputs), a.shape[0]), a.dtype)
+    row = column = 0
+    for part, height in zip(parts, outputs, strict=True):
+        if isinstance(part, LoraLinear):
+            column = column if part.lora_a is None or part is first else column + part.rank
+            b[row : row + height, column : column + part.rank] = np.asarray(part.lora_b[...]) * (
+                part.scale / first.scale
+            )
+        row += height
     tensors = {A: a, B: np.ascontiguousarray(entry.whole(b))}
     if first.lora_magnitude is not None:
         # Rows of a part without LoRA keep their norms.

@@ -212,7 +212,7 @@ def check_parameters(model: Model[Any], function: str) -> None:
     found = parameters(model)
     for path in lora_layers(model):
         rows, columns = expected[f"{path}.weight"][0]
-        rank = next(iter(getattr(found[f"{path}.lora_a"], "shape", ())), 0)
+        rank = next(iter(getattr(found[f"{path}.lora_b"], "shape", ())[-1:]), 0)
         lora = {"a": (rank, columns), "b": (rows, rank), "magnitude": (rows,)}
         expected |= {f"{path}.lora_{name}": (shape, "float") for name, shape in lora.items()}
     lacking = [path for path in expected if path not in found and ".lora_" not in path]

@@ -45,7 +45,7 @@ class LoraConfig:
         targets: regular expressions, each matching the full name of a module or its end after a
             dot: ``"attn.(q|v)"`` of our paths, ``"q_proj"`` of Hugging Face's names.
             ``"all-linear"``: every Linear except the head and experts, which have no LoRA. GPT-2's
-            ``"c_attn"`` is q, k and v.
+            ``"c_attn"`` is q, k and v, which share an A.
         rslora: multiply by ``alpha / sqrt(rank)`` instead.
         dora: also train a magnitude per row of the weights.
         modules_to_save: more modules, named like targets, that are fully trained: embeddings,
@@ -99,17 +99,21 @@ def check_number(
         raise InputError(f"{name}: expected {what}, found {value!r}")
 
 
-def add_lora(model: M, config: LoraConfig | None = None, *, key: int | Array = 0) -> M:
+def add_lora(
+    model: M, config: LoraConfig | None = None, *, key: int | Array = 0, share_a: bool = True
+) -> M:
     """Adds LoRA to the config's targets; the new model computes the same until it is trained.
 
     `model` is unchanged and shares its arrays. New parameters are float32: A is uniform in
     ±1/sqrt(in), PEFT's ``kaiming_uniform(a=sqrt(5))``, B is zero, magnitudes are the norms of the
-    weights' rows. Each layer's A depends only on the key and the layer's path.
+    weights' rows. Each A depends only on the key and the path of the layer that has it.
 
     Args:
         model: a model of any family, without LoRA.
         config: None: `LoraConfig()`.
         key: seed or key of the random A.
+        share_a: train one A for all layers whose weights are one matrix in the checkpoint, as PEFT
+            does (GPT-2's q, k and v); False: one A for each layer.
 
     Returns:
         The model; `modules_to_save` of its card are the paths of the modules that are fully
@@ -133,11 +137,22 @@ def add_lora(model: M, config: LoraConfig | None = None, *, key: int | Array = 0
         raise InputError("targets: all that they match is in modules_to_save, so trained whole")
     key = jax.random.key(key) if isinstance(key, int) else key
     layers, mesh = {}, mesh_of(model)
+    shared = layers_with_a(model, chosen) if share_a else {}
     for path in chosen:
         base = module_at(model, path)
-        layer = new_layer(base, config, jax.random.fold_in(key, zlib.crc32(path.encode())))
+        own = jax.random.fold_in(key, zlib.crc32(path.encode()))
+        layer = new_layer(base, config, shared.get(path, own))
         layers[path] = layer if mesh is None else put_tree(layer, mesh, path=path)
     return with_lora(model, layers, saved)
+
+
+def layers_with_a(model: Model[Any], paths: Iterable[str]) -> dict[str, str]:
+    """Name of the layer in the same module whose A a layer shares, by the path of the latter."""
+    paths, shared = set(paths), dict[str, str]()
+    for entry in base_entries(model):
+        first, *others = [path for path in entry.modules if path in paths] or [""]
+        shared |= dict.fromkeys(others, first.rpartition(".")[2])
+    return shared
 
 
 def check_no_experts(model: Model[Any], names: Mapping[str, str], config: LoraConfig) -> None:
@@ -158,13 +173,19 @@ def check_no_experts(model: Model[Any], names: Mapping[str, str], config: LoraCo
                 )
 
 
-def new_layer(base: Linear, config: LoraConfig, key: Array) -> LoraLinear:
-    """LoRA with B zero, so that the layer's output is unchanged."""
+def new_layer(base: Linear, config: LoraConfig, a: Array | str) -> LoraLinear:
+    """LoRA with B zero, so that the layer's output is unchanged.
+
+    Args:
+        a: key of a random A, or the name of the layer that has it.
+    """
     outputs, inputs = base.weight[...].shape
-    bound = inputs**-0.5
+    if not isinstance(a, str):
+        bound = inputs**-0.5
+        a = jax.random.uniform(a, (config.rank, inputs), minval=-bound, maxval=bound)
     return LoraLinear(
         base,
-        jax.random.uniform(key, (config.rank, inputs), minval=-bound, maxval=bound),
+        a,
         jnp.zeros((outputs, config.rank)),
         alpha=config.alpha,
         rslora=config.rslora,
@@ -187,14 +208,17 @@ def merge_lora(model: M) -> M:
     layers = lora_layers(model)
     if not layers:
         raise InputError("merge_lora: the model has no LoRA")
-    merged = {path: wait_on_cpu_mesh(layer.merged()) for path, layer in layers.items()}
+    merged = {
+        path: wait_on_cpu_mesh(layer.merged(module_at(model, path.rpartition(".")[0])))
+        for path, layer in layers.items()
+    }
     model = replace_modules(model, merged)
     return model if model.card is None else model.with_card(modules_to_save=None)
 
 
 def lora_layers(model: Model[Any]) -> dict[str, LoraLinear]:
     """The layers with LoRA by path."""
-    paths = (p.removesuffix(".lora_a") for p in parameters(model) if p.endswith(".lora_a"))
+    paths = (p.removesuffix(".lora_b") for p in parameters(model) if p.endswith(".lora_b"))
     return {path: module_at(model, path) for path in paths}
 
 

@@ -330,8 +330,8 @@ class Attention(nnx.Module):
         """Keys and values of x."""
         shape = (*x.shape[:2], self.kv_heads, self.head_dim)
         k_key, v_key = split_key(key, 2)
-        k = with_gradient_in_token_order(self.k(x, k_key)).reshape(shape)
-        v = with_gradient_in_token_order(self.v(x, v_key)).reshape(shape)
+        k = with_gradient_in_token_order(self.k(x, k_key, self)).reshape(shape)
+        v = with_gradient_in_token_order(self.v(x, v_key, self)).reshape(shape)
         k = k if self.k_norm is None else self.k_norm(k)
         k, v = constrain((k, v), "rows", None, "heads")
         return (k if rotary is None else rotate(k, *rotary)), v
@@ -362,7 +362,7 @@ class Attention(nnx.Module):
             used_slots: number of the cache's first slots that hold tokens; None: any slot may.
         """
         key, q_key, o_key = split_key(key, 3)
-        q = with_gradient_in_token_order(self.q(x, q_key))
+        q = with_gradient_in_token_order(self.q(x, q_key, self))
         q = split_heads(q, self.heads, is_rotated=rotary is not None)
         q = constrain(q if self.q_norm is None else self.q_norm(q), "rows", None, "heads")
         if rotary is not None:

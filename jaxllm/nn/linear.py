@@ -51,7 +51,8 @@ def normal(
 class Linear(nnx.Module):
     """Linear layer ``y = x W^T + b``, computed in `dtype` for any parameter dtype.
 
-    The dropout key of a call is used only by the subclass `LoraLinear`.
+    The dropout key of a call, and the module that has the layer, are used only by the subclass
+    `LoraLinear`.
     """
 
     axes: tuple[str | None, ...]
@@ -74,7 +75,10 @@ class Linear(nnx.Module):
         self.dtype, self.axes = jnp.dtype(dtype), ()
 
     def __call__(
-        self, x: Float[Array, "... I"], key: jax.Array | None = None
+        self,
+        x: Float[Array, "... I"],
+        key: jax.Array | None = None,
+        parent: nnx.Module | None = None,
     ) -> Float[Array, "... O"]:
         y = self.product(x.astype(self.dtype))
         return kept(y if self.bias is None else plus_bias(y, self.bias[...].astype(self.dtype)))

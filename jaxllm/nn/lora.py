@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +26,15 @@ class LoraLinear(Linear):
 
     `weight`, `bias` and `dtype` come from `base` and share its arrays, so their parameter paths do
     not change; the new parameters are `lora_a`, `lora_b` and `lora_magnitude`.
+
+    Layers whose weights are one matrix in the checkpoint share an A, as in PEFT: `a` is then the
+    name of the layer in the same module that has it, such as ``"q"``, and `lora_a` is None.
     """
 
     def __init__(
         self,
         base: Linear,
-        a: Float[Array, "R I"],
+        a: Float[Array, "R I"] | str,
         b: Float[Array, "O R"],
         *,
         alpha: float,
@@ -41,35 +45,44 @@ class LoraLinear(Linear):
         self.weight = nnx.Param(base.weight[...])
         self.bias = None if base.bias is None else nnx.Param(base.bias[...])
         self.dtype, self.axes = base.dtype, base.axes
-        self.lora_a, self.lora_b = nnx.Param(a), nnx.Param(b)
+        self.lora_a = None if isinstance(a, str) else nnx.Param(a)
+        self.a_layer = a if isinstance(a, str) else None
+        self.lora_b = nnx.Param(b)
         self.lora_magnitude = None if magnitude is None else nnx.Param(magnitude)
         self.alpha, self.rslora, self.dropout_rate = float(alpha), rslora, dropout_rate
 
     @property
     def rank(self) -> int:
-        return self.lora_a[...].shape[0]
+        return self.lora_b[...].shape[1]
 
     @property
     def scale(self) -> float:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def __call__(
-        self, x: Float[Array, "... I"], key: jax.Array | None = None
+        self,
+        x: Float[Array, "... I"],
+        key: jax.Array | None = None,
+        parent: nnx.Module | None = None,
     ) -> Float[Array, "... O"]:
         y = super().__call__(x)
         x = dropout(x.astype(self.dtype), self.dropout_rate, key)
-        a, b = (p[...].astype(self.dtype) for p in (self.lora_a, self.lora_b))
+        a, b = (p.astype(self.dtype) for p in (self._a(parent), self.lora_b[...]))
         lowered = kept(product(x, a, part_axes("lora_a", self.axes)))
         change = product(lowered, b, part_axes("lora_b", self.axes)) * self.scale
         if self.lora_magnitude is None:
             return kept(y + change)
-        ratio = self._ratio(kept(jax.lax.stop_gradient(row_norms(self._sum()))))
+        ratio = self._ratio(kept(jax.lax.stop_gradient(row_norms(self._sum(parent)))))
         plain = kept(self.product(x))
         return y + (ratio - 1).astype(self.dtype) * plain + ratio.astype(self.dtype) * change
 
-    def merged(self) -> Linear:
-        """Plain Linear with the update merged in: summed in float32, cast to the weight's dtype."""
-        weight = self._sum()
+    def merged(self, parent: nnx.Module | None = None) -> Linear:
+        """Plain Linear with the update merged in: summed in float32, cast to the weight's dtype.
+
+        Args:
+            parent: the module that has this layer; needed where another layer has the A.
+        """
+        weight = self._sum(parent)
         if self.lora_magnitude is not None:
             weight = self._ratio(row_norms(weight))[:, None] * weight
         dtype = self.weight[...].dtype
@@ -81,8 +94,13 @@ class LoraLinear(Linear):
             plain.bias = nnx.Param(self.bias[...])
         return plain
 
-    def _sum(self) -> Float[Array, "O I"]:
-        w, a, b = (p[...].astype(jnp.float32) for p in (self.weight, self.lora_a, self.lora_b))
+    def _a(self, parent: nnx.Module | None) -> Float[Array, "R I"]:
+        layer: Any = self if self.a_layer is None else getattr(parent, self.a_layer)
+        return layer.lora_a[...]
+
+    def _sum(self, parent: nnx.Module | None) -> Float[Array, "O I"]:
+        arrays = (self.weight[...], self._a(parent), self.lora_b[...])
+        w, a, b = (x.astype(jnp.float32) for x in arrays)
         return w + self.scale * jnp.matmul(b, a, precision=precision_of(b, a))
 
     def _ratio(self, norms: Float[Array, " O"]) -> Float[Array, " O"]:

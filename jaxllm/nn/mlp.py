@@ -57,7 +57,8 @@ class GatedMLP(nnx.Module):
         self, x: Float[Array, "B T D"], *, key: jax.Array | None = None
     ) -> Float[Array, "B T D"]:
         key, gate_key, up_key, down_key = split_key(key, 4)
-        y = dropout(self.act(self.gate(x, gate_key)) * self.up(x, up_key), self.dropout_rate, key)
+        gate, up = self.gate(x, gate_key, self), self.up(x, up_key, self)
+        y = dropout(self.act(gate) * up, self.dropout_rate, key)
         return self.down(before_product(y), down_key)
 
 

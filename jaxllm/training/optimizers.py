@@ -41,7 +41,10 @@ class OptimizerConfig:
 
     Args:
         name: adamw, adafactor, lion, sgd or muon.
-        learning_rate: peak learning rate.
+        learning_rate: peak learning rate: about the change of each element in a step of adamw,
+            lion and muon; of adafactor, the root mean square of a step as a share of the
+            parameter's own, or with `scale_parameter` false that of the step; of sgd, the factor of
+            the gradient.
         schedule: constant, linear or cosine (down to `final_factor` at step `schedule_steps`), or
             inverse_sqrt.
         warmup_steps: steps of a linear warmup from 0 to the peak.
@@ -51,6 +54,8 @@ class OptimizerConfig:
         b1, b2, eps: decay rates of the moments, and epsilon (adamw, muon; lion has b1 and b2).
             None: optax's defaults.
         momentum: momentum of sgd (Nesterov) and adafactor; None: no momentum.
+        scale_parameter: multiply adafactor's steps by the root mean square of each parameter;
+            false: as ``optim="adafactor"`` of transformers' Trainer.
         weight_decay: decoupled weight decay, times the learning rate; None: none. With muon it
             applies only to the parameters that Muon itself trains.
         no_decay: regexes of parameter paths without weight decay. Vectors (norms, biases) never
@@ -69,6 +74,7 @@ class OptimizerConfig:
     b2: float | None = None
     eps: float | None = None
     momentum: float | None = None
+    scale_parameter: bool = True
     weight_decay: float | None = None
     no_decay: tuple[str, ...] = (r"position_bias",)
     clip_norm: float | None = 1.0
@@ -86,6 +92,8 @@ class OptimizerConfig:
                 raise ConfigError(f"{name}: {self.name} has none; it has {', '.join(known)}")
             if not 0 <= value < (math.inf if name == "eps" else 1):
                 raise ConfigError(f"{name}: expected 0 to 1, found {value}")
+        if not self.scale_parameter and self.name != "adafactor":
+            raise ConfigError(f"scale_parameter: false has no effect on {self.name}")
         if not 0 < self.learning_rate < math.inf:
             raise ConfigError(f"learning_rate: expected more than 0, found {self.learning_rate}")
         if self.warmup_steps < 0:
@@ -162,7 +170,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     - Adafactor with T5's settings (Shazeer & Stern 2018, arXiv:1804.04235; Raffel et al. 2019):
       updates relative to each parameter's size and clipped, factored second moments (of matrices
       with both sides above 127, as in T5X) that decay as 1 - t^-0.8. T5 was fine-tuned at a
-      constant 1e-3.
+      constant 1e-3. Without `scale_parameter` updates are not relative to the parameter's size.
     - Lion: Chen et al. 2023, arXiv:2302.06675. Its learning rate is 3 to 10 times below AdamW's.
     - Muon (Jordan et al. 2024) for the matrices of the blocks, each expert's alone; Adam with
       Nesterov momentum for embeddings, head and vectors. Muon's updates are scaled to the size of
@@ -179,7 +187,11 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
             # optax does not multiply this rate by the learning rate; the other optimizers do.
             rate = (lambda step: decay * schedule(step)) if decay else None
             optimizer = optax.adafactor(
-                schedule, weight_decay_rate=rate, weight_decay_mask=mask, **options
+                schedule,
+                multiply_by_parameter_scale=config.scale_parameter,
+                weight_decay_rate=rate,
+                weight_decay_mask=mask,
+                **options,
             )
         case "lion":
             optimizer = optax.lion(schedule, weight_decay=decay, mask=mask, **options)

@@ -149,19 +149,15 @@ def lora_model(combination: Combination) -> Any:
     return with_peft_tensors(model, values)
 
 
-def peft_tensors(model: Any, values: Mapping[str, Any], is_gradient: bool = False) -> Arrays:
-    """What is trained of a model, or its gradients, as PEFT's tensors.
-
-    Where PEFT has one layer for our q, k and v, it has one A: its gradient is the sum of ours.
-    """
+def peft_tensors(model: Any, values: Mapping[str, Any]) -> Arrays:
+    """What is trained of a model, or its gradients, as PEFT's tensors."""
     named: Arrays = {}
     saved = model.card.modules_to_save
     for name, entry in weight_entries(model).items():
         paths = entry.modules
         if f"{paths[0]}.lora_a" not in values:
             continue
-        parts = [np.asarray(values[f"{path}.lora_a"]) for path in paths]
-        named[f"{name}.{A}"] = np.sum(parts, axis=0) if is_gradient else parts[0]
+        named[f"{name}.{A}"] = np.asarray(values[f"{paths[0]}.lora_a"])
         for ours, theirs in (("lora_b", B), ("lora_magnitude", MAGNITUDE)):
             if f"{paths[0]}.{ours}" in values:
                 parts = [np.asarray(values[f"{path}.{ours}"]) for path in paths]
@@ -181,9 +177,10 @@ def with_peft_tensors(model: Any, values: Arrays) -> Any:
         for ours, theirs in (("lora_a", A), ("lora_b", B), ("lora_magnitude", MAGNITUDE)):
             if (x := values.get(f"{PREFIX}{name}.{theirs}")) is None:
                 continue
-            parts = [x] * len(paths) if ours == "lora_a" else np.split(x, len(paths))
+            owners = paths[:1] if ours == "lora_a" else paths
+            parts = np.split(x, len(owners))
             changed |= {
-                f"{path}.{ours}": jnp.asarray(y) for path, y in zip(paths, parts, strict=True)
+                f"{path}.{ours}": jnp.asarray(y) for path, y in zip(owners, parts, strict=True)
             }
     for entry in base_entries(model):
         if (x := values.get(PREFIX + entry.tensor)) is not None:
@@ -207,7 +204,7 @@ def lora(combination: Combination, model: Any = None) -> Arrays:
         return results, whole(**batch).logits
 
     ((loss, logits), grads), merged = jax.jit(both)(trained, frozen)
-    named = peft_tensors(model, {**frozen, **grads}, is_gradient=True)
+    named = peft_tensors(model, {**frozen, **grads})
     return {"loss": loss, "logits": logits, "merged": merged} | {
         f"grad:{name}": x for name, x in named.items()
     }

@@ -86,6 +86,37 @@ def test_lora_a_depends_on_key_and_layer_only():
     assert 0.15 < np.abs(first).max() <= 32**-0.5
 
 
+@pytest.mark.in_ci("gpt2-attn.(k|v)")
+@pytest.mark.parametrize(
+    ("family", "targets", "layers"),
+    [
+        ("gpt2", "c_attn", {"q": None, "k": "q", "v": "q"}),
+        ("gpt2", "attn.(k|v)", {"k": None, "v": "k"}),
+        ("gpt2", "attn.v", {"v": None}),
+        ("bloom", "query_key_value", {"q": None, "k": "q", "v": "q"}),
+        ("phi3", "qkv_proj", {"q": None, "k": "q", "v": "q"}),
+        ("phi3", "gate_up_proj", {"gate": None, "up": "gate"}),
+        ("llama", "[qkv]_proj", {"q": None, "k": None, "v": None}),
+    ],
+)
+def test_parts_of_one_matrix_share_an_a(family, targets, layers):
+    """One A is trained, which moves all parts; merged and separate logits are the same."""
+    config = LoraConfig(rank=3, dora=True, targets=targets)
+    model = trained(add_lora(tiny.cached(family), config))
+    found = {path: layer.a_layer for path, layer in lora_layers(model).items() if ".1." in path}
+    assert {path.rpartition(".")[2]: other for path, other in found.items()} == layers
+    assert sum(path.endswith("lora_a") for path in partition(model)[0]) == 2 * sum(
+        other is None for other in layers.values()
+    )
+    np.testing.assert_allclose(tiny.logits(merge_lora(model)), tiny.logits(model), atol=3e-4)
+    values = parameters(model)
+    for path, layer in lora_layers(model).items():
+        module, _, name = path.rpartition(".")
+        values[f"{path}.lora_a"] = values[f"{module}.{layer.a_layer or name}.lora_a"]
+    copies = with_parameters(add_lora(tiny.cached(family), config, share_a=False), values)
+    np.testing.assert_allclose(tiny.logits(copies), tiny.logits(model), atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("family", "theirs", "ours"),
     [

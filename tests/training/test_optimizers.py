@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -81,16 +82,17 @@ def test_lion():
         np.testing.assert_allclose(out[path], -0.1 * (jnp.sign(g) + decay), rtol=1e-5)
 
 
-@pytest.mark.ci
-def test_adafactor_scales_with_the_parameter_and_decays_by_the_learning_rate():
-    plain = OptimizerConfig(name="adafactor", learning_rate=0.1)
+@pytest.mark.in_ci("True")
+@pytest.mark.parametrize("scale", [True, False])
+def test_adafactor_scales_with_the_parameter_and_decays_by_the_learning_rate(scale):
+    plain = OptimizerConfig(name="adafactor", learning_rate=0.1, scale_parameter=scale)
     params, grads, out = updates(plain)
     for path, g in grads.items():  # too small to be factored: one second moment an element
         update = g / jnp.sqrt(g**2 + 1e-30)
         clipped = update / jnp.maximum(1.0, jnp.sqrt(jnp.mean(update**2)))
-        size = jnp.maximum(jnp.sqrt(jnp.mean(params[path] ** 2)), 1e-3)
+        size = jnp.maximum(jnp.sqrt(jnp.mean(params[path] ** 2)), 1e-3) if scale else 1.0
         np.testing.assert_allclose(out[path], -0.1 * size * clipped, rtol=1e-4, err_msg=path)
-    decayed = updates(OptimizerConfig(name="adafactor", learning_rate=0.1, weight_decay=0.5))[2]
+    decayed = updates(dataclasses.replace(plain, weight_decay=0.5))[2]
     for path, x in params.items():
         expected = out[path] - (0.05 * x if path in PATHS[:2] else 0.0)
         np.testing.assert_allclose(decayed[path], expected, rtol=1e-4, err_msg=path)
@@ -184,6 +186,7 @@ def test_schedules():
         ({"name": "adam"}, "name: unknown 'adam'; known: adamw"),
         ({"schedule": "step"}, "schedule: unknown 'step'"),
         ({"name": "sgd", "b1": 0.9}, "b1: sgd has none; it has momentum"),
+        ({"scale_parameter": False}, "scale_parameter: false has no effect on adamw"),
         ({"b1": 1.5}, "b1: expected 0 to 1"),
         ({"learning_rate": 0.0}, "learning_rate: expected more than 0"),
         ({"warmup_steps": -1}, "warmup_steps"),

@@ -216,9 +216,10 @@ class Batches(Iterator[HostBatch]):
         return Batches(examples, self._model, self._planner, self._epochs, self._process)
 
     def in_order(self, batch_size: int) -> EpochBatches:
-        """Every example once, unshuffled, in batches of another size."""
+        """Every example once, unshuffled but grouped by length, in batches of another size."""
         source = self.examples.in_order() if isinstance(self.examples, Stream) else self.examples
-        planner = replace(self._planner, batch_size=batch_size, shuffle=False)
+        grouped = {"shuffle": False, "group_by_length": True}
+        planner = replace(self._planner, batch_size=batch_size, **grouped)
         rows = rows_of_process(batch_size, *self._process)
         return EpochBatches(source, self._model, planner, rows)
 

@@ -208,6 +208,7 @@ def make_batches(
     rows: Sequence[Row] | None = None,
     progress: EncodingProgress = lambda done, total: None,
     peers: Peers = ALONE,
+    group_by_length: bool | None = None,
 ) -> Batches:
     """Makes the batches of a training run.
 
@@ -222,6 +223,7 @@ def make_batches(
         rows: dicts in place of the config's source.
         progress: called as ``progress(done, total)`` after every encoded row.
         peers: processes among which the encoding of a streamed set is divided.
+        group_by_length: see `Planner`; None: as the config's `shuffle`.
 
     Raises:
         ConfigError, DataError: as `read_examples`.
@@ -238,8 +240,9 @@ def make_batches(
     rows_of_process(batch_size, *process)  # raises before rows are read
     encoder = row_encoder(config, tokenizer, model, rows)
     seed = seed if config.seed is None else config.seed
+    group = config.shuffle if group_by_length is None else group_by_length
     planner = Planner(
-        batch_size, encoder.limits, config.packing, config.bucket, config.shuffle, seed
+        batch_size, encoder.limits, config.packing, config.bucket, config.shuffle, seed, group
     )
     stream = open_stream(config, tokenizer, encoder, planner, peers)
     source = encode_rows(encoder, progress) if stream is None else stream

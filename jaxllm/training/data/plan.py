@@ -66,6 +66,8 @@ class Planner:
         bucket: rounding of lengths without packing; see `DataConfig`.
         shuffle: use a new order in each epoch; False: the order of the examples.
         seed: seed of the order.
+        group_by_length: make batches of one bucket, and put into packed rows what fills them best;
+            False: batches and packed rows have consecutive examples.
     """
 
     batch_size: int
@@ -74,6 +76,7 @@ class Planner:
     bucket: Bucket = "power_of_two"
     shuffle: bool = True
     seed: int = 0
+    group_by_length: bool = True
 
     def plan(
         self, lengths: Int[np.ndarray, "N K"], epoch: int, *, is_last: bool = True
@@ -84,13 +87,17 @@ class Planner:
             is_last: no window follows, so the last batch is filled up with padding rows. Otherwise
                 only full batches are made and `rest` has the other examples: without packing the
                 examples of the last batch, with packing the examples of the rows that have the
-                most padding.
+                most padding, or of the last rows without `group_by_length`.
         """
         order = self._permutation(len(lengths), epoch, 0)
         if self.packing:
-            rows = pack(lengths, order, self.limits)
-            fill = [(lengths[row].sum(axis=0) / self.limits).max() for row in rows]
-            fullest = np.argsort(-np.asarray(fill), kind="stable")
+            if self.group_by_length:
+                rows = pack(lengths, order, self.limits)
+                fill = [(lengths[row].sum(axis=0) / self.limits).max() for row in rows]
+                fullest = np.argsort(-np.asarray(fill), kind="stable")
+            else:
+                rows = pack_in_order(lengths, order, self.limits)
+                fullest = np.arange(len(rows))
             whole = len(rows) if is_last else len(rows) // self.batch_size * self.batch_size
             kept = np.sort(fullest[:whole])
             rest = [example for n in fullest[whole:] for example in rows[n]]
@@ -133,6 +140,8 @@ class Planner:
         """
         sizes, size = self._bucket_sizes(lengths), self.batch_size
         buckets, bucket_of = np.unique(sizes, axis=0, return_inverse=True)
+        if not self.group_by_length:
+            buckets, bucket_of = sizes[:1], np.zeros(len(sizes), np.int64)
         batches, remainders = [], [order[:0]]
         for bucket in range(len(buckets)):
             mine = order[bucket_of[order] == bucket]
@@ -181,6 +190,25 @@ def pack(
     window_of = np.cumsum(shares[order]) // window_rows
     for part in np.split(order, np.flatnonzero(np.diff(window_of)) + 1):
         rows += _first_fit(lengths, part[np.argsort(-shares[part], kind="stable")], limits)
+    return rows
+
+
+def pack_in_order(
+    lengths: Int[np.ndarray, "N K"], order: Int[np.ndarray, " N"], limits: tuple[int, ...]
+) -> list[list[int]]:
+    """Packs consecutive examples into rows, of which each is as long as its limits allow.
+
+    >>> pack_in_order(np.array([[3], [6], [2], [5]]), np.arange(4), (8,))
+    [[0], [1, 2], [3]]
+    """
+    rows: list[list[int]] = []
+    free = np.zeros(len(limits), np.int64)
+    for example in order:
+        if not rows or (free < lengths[example]).any():
+            rows.append([])
+            free = np.asarray(limits, np.int64)
+        rows[-1].append(int(example))
+        free = free - lengths[example]
     return rows
 
 

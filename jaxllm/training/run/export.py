@@ -84,7 +84,7 @@ def load_run(
                 raise ConfigError("model: the run started from random weights, not a checkpoint")
             source = dataclasses.replace(recipe.model, path=model)
             recipe = dataclasses.replace(recipe, model=source)
-        start, tokenizer = initial_model(recipe)
+        start, tokenizer = initial_model(recipe, rules=record.meta.get("rules", 1))
         is_trained = trainable_paths(recipe, start)
         params = parameters(start)
         frozen = {p: x for p, x in params.items() if is_trained and not is_trained(p)}

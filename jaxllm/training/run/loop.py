@@ -69,7 +69,7 @@ class Patience:
     best: float | None = None
     """Value that later ones have to improve by `min_delta`; None: not evaluated yet."""
     waited: int = 0
-    """Number of evaluations since then."""
+    """Number of evaluations since the last improvement."""
     measured_on: str | None = None
     """Hash of what the metric is measured on."""
 
@@ -84,10 +84,11 @@ class Patience:
         """
         value = float(evaluation[self.metric])
         sign = -1 if is_lower_better(self.metric) else 1
-        improves = self.best is None or sign * (value - self.best) > settings.min_delta
-        if math.isfinite(value) and improves:
-            return dataclasses.replace(self, best=value, waited=0)
-        return dataclasses.replace(self, waited=self.waited + 1)
+        gain = math.inf if self.best is None else sign * (value - self.best)
+        improves = math.isfinite(value) and gain > settings.min_delta
+        is_best = math.isfinite(value) and gain > 0 and settings.min_delta_from == "best"
+        best = value if improves or is_best else self.best
+        return dataclasses.replace(self, best=best, waited=0 if improves else self.waited + 1)
 
     def reason(self, settings: EarlyStopping) -> str | None:
         """Says why the run ends; None: it goes on."""

@@ -56,6 +56,10 @@ FOLDERS = (PACKAGE / "recipes", PACKAGE.parent / "configs")
 """Folder of the recipes in an installed package, and in a clone of the repository."""
 DATA_SCRIPT = "make_data.py"
 DEFAULT_STEPS = 1000
+RULES = 2
+"""Version of the rules of a run, which its checkpoints name; without a name it is 1. A run resumes
+with its own. Since 2, layers of one matrix share LoRA's A, `data.shuffle: false` keeps the order of
+the files, and `epochs` round up."""
 MAX_FILE_BYTES = 1 << 20
 TAG = "tag:yaml.org,2002:"
 PATHS = {
@@ -197,11 +201,14 @@ class EarlyStopping:
         patience: number of evaluations in a row without an improvement that ends the run.
         metric: evaluation metric to watch. None: `checkpoints.metric`.
         min_delta: smallest change that is more than no improvement.
+        min_delta_from: last_improvement: the change since the last value that was an improvement;
+            best: since the best value, as transformers' ``early_stopping_threshold``.
     """
 
     patience: int = 3
     metric: str | None = None
     min_delta: float = 0.0
+    min_delta_from: Literal["last_improvement", "best"] = "last_improvement"
 
     def __post_init__(self):
         at_least(1, self, "patience")
@@ -229,8 +236,8 @@ class Recipe:
             also drops the file's `evaluation` and `early_stopping`.
         output_dir: folder of the run.
         max_steps: last step. None: 1000, or the end of the last epoch.
-        epochs: passes over the data, such as 3 or 0.5, in place of `max_steps`; those before a
-            resume count too.
+        epochs: passes over the data, such as 3 or 0.5, in place of `max_steps`; a part of a step
+            is a step. Those before a resume count too.
         batch_size: rows of one optimizer step, over all devices and micro-batches.
         accumulation: number of micro-batches of a step, computed sequentially.
         seed: seed of random weights, data order and dropout.
@@ -308,10 +315,11 @@ class Recipe:
         if self.early_stopping is not None and self.evaluation.every is None:
             raise ConfigError("early_stopping: has no effect without evaluation.every")
 
-    def last_step(self, steps_per_epoch: int) -> int:
+    def last_step(self, steps_per_epoch: int, rules: int = RULES) -> int:
         """The step at which the run ends."""
         if self.epochs is not None:
-            return max(1, round(self.epochs * steps_per_epoch))
+            steps = self.epochs * steps_per_epoch
+            return max(1, round(steps) if rules < 2 else math.ceil(steps))
         return DEFAULT_STEPS if self.max_steps is None else self.max_steps
 
     def _check_preferences(self) -> None:

@@ -24,7 +24,7 @@ from jaxllm.common.files import expanded
 from jaxllm.common.hardware import device_report
 from jaxllm.common.precision import matmul_precision
 from jaxllm.common.progress import Reporter, reports_to
-from jaxllm.common.validation import to_plain
+from jaxllm.common.validation import from_plain, to_plain
 from jaxllm.models.model import Model
 from jaxllm.models.registry import architecture_of
 from jaxllm.parallel.environment import changed_environment, changes, jax_settings
@@ -45,7 +45,14 @@ from jaxllm.training.monitor.report import (
 )
 from jaxllm.training.monitor.run_card import DataFile, RunCard, flat, make_run_card, write_run_card
 from jaxllm.training.run.loop import Loop, patience_of
-from jaxllm.training.run.recipe import CHANGEABLE, DataConfig, Recipe, find_recipe, read_recipe
+from jaxllm.training.run.recipe import (
+    CHANGEABLE,
+    RULES,
+    DataConfig,
+    Recipe,
+    find_recipe,
+    read_recipe,
+)
 from jaxllm.training.run.setup import (
     Setup,
     check_metric,
@@ -168,6 +175,7 @@ def train(
             "recipe": to_plain(recipe),
             "base": base,
             "settings": settings_of(state.model, setup.tokenizer),
+            "rules": saved.get("rules", 1) if saved else RULES,
         }
         loop = Loop(setup, checkpoints, progress, log, sinks, meta, patience, after)
         before, now = ({**x.versions, **x.devices} for x in ([card.starts[-1], *card.starts])[-2:])
@@ -206,13 +214,16 @@ def start_or_resume(
     """
     if not resume:
         in_all_processes(lambda: check_new(folder), RunError)
-    has_checkpoint = resume and bool(numbered(folder / CHECKPOINTS))
+    has_checkpoint, rules = resume and bool(numbered(folder / CHECKPOINTS)), RULES
     if has_checkpoint:
-        before = fixed_fields(checkpoints.read().meta["recipe"])
+        meta = checkpoints.read().meta
+        # Fields that are new since then have their defaults.
+        before = fixed_fields(to_plain(from_plain(Recipe, meta["recipe"])))
+        rules = meta.get("rules", 1)
         now = fixed_fields(to_plain(recipe))
         before[DTYPE] = now[DTYPE] = None  # the settings have the dtype that was chosen
         check_unchanged(before, now, folder)
-    setup = set_up(recipe, say)
+    setup = set_up(recipe, say, rules)
     # LoRA's reference is the frozen model.
     is_reference = recipe.dpo is not None and recipe.lora is None
     reference = setup.state.params if is_reference else None

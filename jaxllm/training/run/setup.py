@@ -72,7 +72,7 @@ from jaxllm.training.losses import Loss, loss_for
 from jaxllm.training.monitor.flops import ModelFlops, model_flops
 from jaxllm.training.monitor.metrics_log import tensorboard_package, wandb_package
 from jaxllm.training.optimizers import OptimizerConfig, make_optimizer, make_schedule
-from jaxllm.training.run.recipe import BYTES, Evaluation, ModelSource, Recipe
+from jaxllm.training.run.recipe import BYTES, RULES, Evaluation, ModelSource, Recipe
 from jaxllm.training.state import TrainState
 from jaxllm.training.step import Step, make_train_step
 
@@ -84,13 +84,16 @@ REFERENCE_FILE = "reference_logps.npz"
 """File in the folder of a DPO run: computed at its start, read again when it resumes."""
 
 
-def initial_model(recipe: Recipe, mesh: Mesh | None = None) -> tuple[Model[Any], Tokenizer]:
+def initial_model(
+    recipe: Recipe, mesh: Mesh | None = None, rules: int = RULES
+) -> tuple[Model[Any], Tokenizer]:
     """Loads or creates the model and tokenizer, with LoRA if the recipe has it.
 
     The same recipe gives the same weights, including random ones.
 
     Args:
         mesh: devices over which all weights are sharded from the start.
+        rules: `RULES` of the run.
 
     Raises:
         ConfigError: the model has no tokenizer, or one with too many tokens.
@@ -128,7 +131,7 @@ def initial_model(recipe: Recipe, mesh: Mesh | None = None) -> tuple[Model[Any],
             f"{model.config.vocab_size}; name another tokenizer"
         )
     if recipe.lora is not None:
-        model = add_lora(model, recipe.lora, key=recipe.seed)
+        model = add_lora(model, recipe.lora, key=recipe.seed, share_a=rules >= 2)
     return model, tokenizer
 
 
@@ -199,19 +202,22 @@ class Setup:
     """Prompts to generate for at every evaluation."""
 
 
-def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
+def set_up(recipe: Recipe, say: Callable[[str], None], rules: int = RULES) -> Setup:
     """Loads or makes the model, encodes the data, and creates the state on the mesh.
+
+    Args:
+        rules: `RULES` of the run.
 
     Raises:
         JaxLLMError: as the parts of the recipe raise, with the field or the row.
     """
     mesh = mesh_for(recipe)
     check_files_and_packages(recipe)
-    model, tokenizer = initial_model(recipe, mesh if mesh.size > 1 else None)
+    model, tokenizer = initial_model(recipe, mesh if mesh.size > 1 else None, rules)
     info = ModelInfo.of(model)
-    batches, eval_batches = load_data(recipe, tokenizer, info, mesh, say)
+    batches, eval_batches = load_data(recipe, tokenizer, info, mesh, say, rules)
     prompts = eval_prompts(recipe, model, tokenizer, info)
-    last_step = recipe.last_step(batches.batches_per_epoch)
+    last_step = recipe.last_step(batches.batches_per_epoch, rules)
     end = recipe.optimizer.schedule_steps
     if end is not None and last_step > end:
         rate = recipe.optimizer.learning_rate * (recipe.optimizer.final_factor or 0.0)
@@ -294,6 +300,7 @@ def load_data(
     info: ModelInfo,
     mesh: Mesh,
     say: Callable[[str], None],
+    rules: int = RULES,
 ) -> tuple[Batches, EpochBatches | None]:
     """Loads the training batches, and the evaluation batches if the recipe has any."""
     part, parts = row_share(mesh)
@@ -309,7 +316,10 @@ def load_data(
     )
     with section("data"):
         progress = rows_progress(say, "training data")
-        batches = made(recipe.data, batch_size=recipe.batch_size, progress=progress)
+        group = True if rules < 2 else None
+        batches = made(
+            recipe.data, batch_size=recipe.batch_size, group_by_length=group, progress=progress
+        )
     say(f"training data: {batches.summary}")
     if recipe.eval_data is None:
         return batches, None

@@ -128,8 +128,7 @@ def gradients(case: str) -> dict[str, np.ndarray]:
     for name, entry in entries.items():
         paths = entry.modules
         if f"{paths[0]}.lora_a" in params:
-            # One A of PEFT's is copied to q, k and v: its gradient is the sum.
-            actual[f"{name}.{A}"] = sum(params[f"{path}.lora_a"] for path in paths)
+            actual[f"{name}.{A}"] = params[f"{paths[0]}.lora_a"]
             actual[f"{name}.{B}"] = jnp.concatenate([params[f"{path}.lora_b"] for path in paths])
             if f"{paths[0]}.lora_magnitude" in params:
                 rows = [params[f"{path}.lora_magnitude"] for path in paths]
@@ -188,17 +187,19 @@ def trained(model: Any) -> Any:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("options", [{}, {"rslora": True}, {"dora": True, "rslora": True}], ids=str)
-@pytest.mark.parametrize("targets", ["all-linear", "attn.(q|v)"])
-def test_gpt2_qkv_with_different_a(options, targets, tmp_path):
-    """One c_attn of several times the rank, with the scale of before."""
+@pytest.mark.parametrize("targets", ["all-linear", "attn.(q|v)", "attn.(k|v)"])
+@pytest.mark.parametrize("share_a", [True, False])
+def test_gpt2_qkv_in_one_layer(share_a, options, targets, tmp_path):
+    """A c_attn of the rank, or with an A for each part of several times the rank, scale kept."""
     base = tiny.cached("gpt2")
-    model = trained(add_lora(base, LoraConfig(rank=2, alpha=3, targets=targets, **options)))
+    config = LoraConfig(rank=2, alpha=3, targets=targets, **options)
+    model = trained(add_lora(base, config, share_a=share_a))
     save_adapter(tmp_path, model)
-    parts = 3 if targets == "all-linear" else 2
+    parts = 1 if share_a else 3 if targets == "all-linear" else 2
     a = tensors_of(tmp_path)[f"{PREFIX}transformer.h.1.attn.c_attn.{A}"]
     assert a.shape == (2 * parts, 32)
     again = load_adapter(base, tmp_path)
-    path = "backbone.stack.blocks.1.attn.q"
+    path = "backbone.stack.blocks.1.attn.v"
     assert lora_layers(again)[path].scale == pytest.approx(lora_layers(model)[path].scale)
     np.testing.assert_allclose(tiny.logits(again), tiny.logits(model), atol=1e-4)
 

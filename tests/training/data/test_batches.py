@@ -228,6 +228,23 @@ def test_impossible_states_are_refused(change, message):
     assert batches.state() == batches_of("text").state()
 
 
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_without_shuffle_rows_are_in_the_order_of_the_files(packing, streaming, tmp_path):
+    """Also with the default bucket, and in every epoch."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": row["text"]}) + "\n" for row in ROWS))
+    options = {"shuffle": False, "packing": packing, "streaming": streaming}
+    config = DataConfig(format="text", path=str(path), **options)
+    batches = make_batches(config, BYTES, model=CAUSAL, batch_size=8, epochs=2)
+    documents = [
+        bytes(token for token in row if token < 256).decode()
+        for batch in batches
+        for row in batch["input_ids"]
+    ]
+    assert "".join(documents) == 2 * "".join(row["text"] for row in ROWS)
+
+
 @pytest.mark.ci
 def test_a_far_position_is_reached_at_once():
     """Epoch 10,000 of 20,000 examples, and its last batch: nothing before it is made."""

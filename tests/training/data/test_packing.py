@@ -94,6 +94,26 @@ def test_batches_of_a_window_are_full_if_others_follow(lengths, batch_size, pack
     assert sorted(left) == sorted(fill)[: len(left)]
 
 
+@settings(max_examples=60)
+@given(
+    some_lengths(),
+    st.integers(1, 7),
+    st.booleans(),
+    st.sampled_from([None, 8, "power_of_two"]),
+    st.booleans(),
+)
+def test_batches_without_groups_are_in_order(lengths, batch_size, packing, bucket, is_last):
+    planner = Planner(batch_size, LIMITS, packing, bucket, shuffle=False, group_by_length=False)
+    plan = planner.plan(lengths, 3, is_last=is_last)
+    assert [*plan.members, *plan.rest] == list(range(len(lengths)))
+    assert is_last <= (len(plan.rest) == 0)
+    rows = [plan.row(batch, n) for batch in range(len(plan)) for n in range(batch_size)]
+    assert all((lengths[row].sum(axis=0) <= LIMITS).all() for row in rows)
+    full = [len(row) for row in rows if len(row)]
+    assert len(full) > (len(plan) - 1) * batch_size
+    assert packing or {*full} <= {1}
+
+
 def test_shapes_come_from_few_buckets():
     lengths = np.arange(1, 101)[:, None]
     planner = Planner(batch_size=4, limits=(100,))

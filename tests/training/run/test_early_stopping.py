@@ -62,6 +62,11 @@ def test_a_resumed_run_counts_on(tmp_path: Path):
         ("eval_loss", [3, 2, 1], EarlyStopping(), 0),
         ("eval_loss", [3, 3, 3.1], EarlyStopping(), 2),
         ("eval_loss", [3, 2.9, 2.8], EarlyStopping(min_delta=0.3), 2),
+        # As EarlyStoppingCallback of transformers 5.24.0 counts (early_stopping_threshold).
+        ("eval_loss", [3, 2.8, 2.6], EarlyStopping(min_delta=0.3), 0),
+        ("eval_loss", [3, 2.8, 2.6], EarlyStopping(min_delta=0.3, min_delta_from="best"), 2),
+        ("eval_loss", [3, 2.8, 2.4], EarlyStopping(min_delta=0.3, min_delta_from="best"), 0),
+        ("eval_accuracy", [0.1, 0.2, 0.3], EarlyStopping(min_delta=0.2, min_delta_from="best"), 2),
         ("eval_accuracy", [0.1, 0.2, 0.15, float("nan")], EarlyStopping(), 2),
         ("eval_rewards/margins", [float("nan"), 0.1], EarlyStopping(), 0),
     ],

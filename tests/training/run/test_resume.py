@@ -6,6 +6,7 @@ Checkpoints hold a digest of every array's bits, so runs are compared by these.
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ import pytest
 from folder_cases import write
 from tiny_runs import MODELS, measured, recipe, saved
 
+from jaxllm.checkpoint.orbax import RunCheckpoints
 from jaxllm.common.errors import RunError
 from jaxllm.tokenizers import FastTokenizer
 from jaxllm.training.run import run
+from jaxllm.training.run.export import export
 from jaxllm.training.run.recipe import Recipe
 from jaxllm.training.run.run import train
 
@@ -126,6 +129,34 @@ def test_other_ids_of_texts_are_the_reason(tmp_path: Path, monkeypatch: pytest.M
         train(spec, quiet=True)
     with pytest.raises(RunError, match="run: token ids: an earlier version of jaxllm began it"):
         train(stopped_at(spec, tmp_path / "run", 2), quiet=True, resume=True)
+
+
+@pytest.mark.ci
+def test_a_run_goes_on_with_its_own_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An earlier version had an A for each of GPT-2's q, k and v, another order of the rows with
+    `shuffle: false`, and half of an odd number of steps was rounded to an even number."""
+    data = text(tmp_path, max_length=32, shuffle=False)  # six batches an epoch
+    spec = recipe(tmp_path, "gpt2", lora=LORA, data=data, max_steps=None, epochs=0.75)
+    now, straight, halves = (tmp_path / name for name in ("now", "straight", "halves"))
+    assert train(dataclasses.replace(spec, output_dir=str(now)), quiet=True).step == 5
+    with monkeypatch.context() as earlier:
+        earlier.setattr(run, "RULES", 1)
+        train(dataclasses.replace(spec, output_dir=str(straight)), quiet=True)
+        train(dataclasses.replace(spec, output_dir=str(halves), epochs=0.25), quiet=True)
+    with RunCheckpoints(halves / "checkpoints") as checkpoints:  # nor had its recipe this field
+        recipe_of = checkpoints.read().meta["recipe"]
+        del recipe_of["optimizer"]["scale_parameter"]
+        checkpoints.amend(2, {"recipe": recipe_of}, metric=None)
+    assert saved(halves)[0].keys() > saved(now)[0].keys()
+    go_on = dataclasses.replace(spec, output_dir=str(halves))
+    assert train(go_on, quiet=True, resume=True).step == 4
+    assert train(go_on, quiet=True, resume=True).step == 4
+    assert saved(halves) == saved(straight)
+    assert measured(halves) == measured(straight)
+    out = tmp_path / "adapter"
+    export(halves, out, adapter=True)
+    ranks = json.loads((out / "adapter_config.json").read_text())["rank_pattern"]
+    assert ranks == {"transformer.h.0.attn.c_attn": 3 * LORA["rank"]}
 
 
 LEFT_OUT = ("step", "params", "opt_state", "key", "ema", "data")

@@ -133,7 +133,9 @@ def test_epochs_and_steps(folder: Path):
     spec = read_recipe(folder / "recipe.yaml", {"max_steps": 7})
     assert (spec.max_steps, spec.epochs, spec.last_step(100)) == (7, None, 7)
     spec = read_recipe(folder / "recipe.yaml", {"epochs": 0.25})
-    assert [spec.last_step(steps) for steps in (100, 2)] == [25, 1]
+    assert [spec.last_step(steps) for steps in (100, 2, 10)] == [25, 1, 3]
+    assert spec.last_step(10, rules=1) == 2
+    assert replace(spec, epochs=2.5).last_step(5) == 13  # as transformers' Trainer
     assert replace(spec, epochs=None).last_step(5) == 1000
     with pytest.raises(ConfigError, match="epochs cannot be combined with max_steps"):
         replace(spec, max_steps=3)
