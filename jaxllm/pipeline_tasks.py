@@ -17,13 +17,14 @@ from jaxllm.common.errors import ConfigError, InputError, NonFiniteError, quoted
 from jaxllm.generation.generate import generate
 from jaxllm.generation.inputs.batching import run_in_batches
 from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.generation.settings.resolve import with_default_length
+from jaxllm.generation.settings.resolve import target_settings, with_default_length
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder_only import CausalLM, SequenceClassifier, with_rope_per_row
 from jaxllm.models.encoder_decoder import EncoderDecoderLM
 from jaxllm.models.model import BaseModel, Model
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.batch import Truncation
+from jaxllm.tokenizers.vocabulary import check_not_blank
 
 Chat: TypeAlias = Sequence[Mapping[str, Any]]
 """Messages of a conversation: ``{"role": ..., "content": ...}``."""
@@ -155,6 +156,9 @@ def _text_to_text(
     **fields: Any,
 ) -> Iterator[list[dict[str, str]]]:
     tokenizer = pipe.tokenizer.with_languages(src_lang)
+    target_settings(pipe.model, tokenizer, fields, tgt_lang)
+    for number, text in enumerate(inputs):
+        check_not_blank(text, f"inputs[{number}]")
     prompts = [tokenizer.encode(pipe.prefix + text) for text in inputs]
     for results in _generate(pipe, prompts, key, tokenizer.with_target(fields, tgt_lang)):
         texts = tokenizer.batch_decode(results, skip_special_tokens=True)

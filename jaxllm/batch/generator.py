@@ -98,6 +98,7 @@ class BatchGenerator:
             expression, or a Lark grammar (at most one of them; a row's own replaces it). A schema
             or a grammar may also be the name of a file. Needs
             ``pip install 'jaxllm[grammar]'``, and not several devices.
+        src_lang, tgt_lang: languages of rows that name none, for translation models.
         announce: called with the memory that each pool of slots will take, before it runs.
         fields: generation fields of all rows; a row's own override them.
 
@@ -121,6 +122,8 @@ class BatchGenerator:
         schema: Mapping[str, Any] | str | PathLike[str] | bool | None = None,
         regex: str | None = None,
         grammar: str | PathLike[str] | None = None,
+        src_lang: str | None = None,
+        tgt_lang: str | None = None,
         announce: Callable[[Prediction], object] | None = None,
         **fields: Any,
     ) -> None:
@@ -129,6 +132,11 @@ class BatchGenerator:
         if announce is not None:
             checked_function(announce, "announce")
         self._slots = checked_slots(slots, self.mesh)
+        if src_lang is not None or tgt_lang is not None:
+            if tokenizer is None:
+                raise InputError("src_lang, tgt_lang: need a tokenizer; give the model's")
+            tokenizer = tokenizer.with_languages(src_lang)
+            fields = tokenizer.with_target(fields, tgt_lang)
         GenerationConfig(**fields)
         self.model, self.tokenizer = model, tokenizer
         self._model = with_rope_per_row(model)

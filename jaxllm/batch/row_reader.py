@@ -22,6 +22,7 @@ from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig, generation_mode
 from jaxllm.generation.settings.resolve import (
     UnusedFieldWarning,
+    check_language,
     checked_lengths,
     checked_pad,
     with_default_length,
@@ -83,7 +84,9 @@ class RowReader:
     ) -> None:
         self._model, self._tokenizer = model, tokenizer
         self._constraints = ConstraintCompiler(tokenizer, dict(constraint or {}))
-        self._fields, self._seed = dict(fields), checked_seed(seed)
+        # A language of the tokenizer's holds for all rows.
+        own = fields if tokenizer is None else tokenizer.with_target(fields, None)
+        self._fields, self._seed = dict(own), checked_seed(seed)
         self._default_new_tokens = default_new_tokens
         self._prompts = PromptReader(tokenizer, model.config.vocab_size, chat, system)
         self._settings: dict[str, tuple[GenerationConfig, tuple[int, ...]]] = {}
@@ -106,6 +109,8 @@ class RowReader:
             fields = self._tokenizer.with_target(fields, row_input.tgt_lang)
         config, eos = self._read_settings(fields)
         input_ids = self._prompts.ids(row_input)
+        if row_input.input_ids is None:
+            check_language(self._model, self._tokenizer, config)
         context = self._model.config.longest_prompt
         if context is not None and len(input_ids) > context:
             # It would cost memory and time in all slots, for a meaningless answer.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from functools import partial
+from functools import cache, partial
 from os import PathLike
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args
 
@@ -37,6 +37,8 @@ from jaxllm.generation.inputs.batching import run_in_batches
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, checked_ids, padded_rows
 from jaxllm.generation.inputs.values import bucket, is_integer
 from jaxllm.generation.scoring import Pair, batch_scorer, make_pair, text_pair
+from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.generation.settings.resolve import target_settings
 from jaxllm.loading import load
 from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.models.decoder_only import with_rope_per_row
@@ -44,6 +46,7 @@ from jaxllm.models.model import Model
 from jaxllm.parallel.placement import mesh_of
 from jaxllm.parallel.sharding import row_shards, use_mesh
 from jaxllm.tokenizers.tokenizer import Tokenizer
+from jaxllm.tokenizers.vocabulary import check_not_blank
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -145,6 +148,8 @@ class ScoreInput(RowPrompt):
     """A row to score."""
 
     completion: Annotated[str | list[int] | None, "a text or a list of token ids"] = None
+    tgt_lang: str | None = None
+    """Language of the completion's text, for a translation model."""
 
 
 SCORE_KEYS = frozenset(field.name for field in dataclasses.fields(ScoreInput))
@@ -169,7 +174,8 @@ class RowScorer(RowTask[Pair, tuple[np.ndarray, ...]]):
     The result is that of `jaxllm.score` on the row's tokens. For a causal model, prompt and
     completion are tokenized as one text; tokens that both of them share belong to the completion.
     After `messages`, and for an encoder-decoder, the completion is tokenized alone. No end token is
-    added.
+    added. For an encoder-decoder the completion is a target of its tokenizer: where generation
+    begins with a language (NLLB, M2M100, mBART-50), its token is the first, and is scored too.
 
     Args:
         batch_size: rows that are scored at once.
@@ -191,13 +197,17 @@ class RowScorer(RowTask[Pair, tuple[np.ndarray, ...]]):
         rows = checked_batch_size(batch_size, SCORED_ROWS)
         super().__init__(rows, batch_scorer(model), lambda pair: pair.size)
         self._prompts = PromptReader(tokenizer, model.config.vocab_size, chat, system)
+        own: Any = tokenizer
+        self._target_settings = cache(partial(target_settings, model, own, None))
 
     def read(self, row: RawRow) -> Pair:
         row_input = checked_row(ScoreInput, row.mapping(SCORE_KEYS))
-        prompt, completion = self._prompt_ids(row_input), self._completion(row_input)
+        if self._model.is_encoder_decoder and row_input.prompt is not None:
+            check_not_blank(row_input.prompt, "prompt")
+        prompt, (completion, settings) = self._prompt_ids(row_input), self._completion(row_input)
         if completion is None:
             prompt, completion = self._split(row_input)
-        return make_pair(self._model, row.index, prompt, completion)
+        return make_pair(self._model, row.index, prompt, completion, settings)
 
     def output(self, row: RawRow, item: Pair, result: tuple[np.ndarray, ...]) -> BatchOutput:
         log_probs, is_best, is_finite = (x[: len(item.completion)] for x in result)
@@ -215,18 +225,29 @@ class RowScorer(RowTask[Pair, tuple[np.ndarray, ...]]):
             token_log_probs=log_probs.astype(float).tolist(),
         )
 
-    def _completion(self, row: ScoreInput) -> Int[np.ndarray, " C"] | None:
-        """The completion's tokens, where they do not depend on the prompt."""
+    def _completion(
+        self, row: ScoreInput
+    ) -> tuple[Int[np.ndarray, " C"] | None, GenerationConfig | None]:
+        """The completion's tokens, where they do not depend on the prompt, and settings of the
+        language in which an encoder-decoder writes them."""
         if row.completion is None or len(row.completion) == 0:
             raise InputError("completion: a row to score has one, and it is not empty")
-        ids = row.completion
+        ids, settings = row.completion, None
         if isinstance(ids, str):
             if self._tokenizer is None:
                 raise InputError("completion: this model has no tokenizer; give token ids")
-            if not self._model.is_encoder_decoder and self._prompts.is_text(row):
-                return None
-            ids = self._tokenizer.encode(ids, add_special_tokens=False)
-        return checked_ids("completion", np.array([ids]), self._model.config.vocab_size)[0]
+            if self._model.is_encoder_decoder:
+                check_not_blank(ids, "completion")
+                settings = self._target_settings(row.tgt_lang)
+                ids = self._tokenizer.encode_target(ids, settings.forced_bos_token_id)
+            elif self._prompts.is_text(row):
+                return None, None
+            else:
+                ids = self._tokenizer.encode(ids, add_special_tokens=False)
+        elif row.tgt_lang is not None:
+            raise InputError("tgt_lang: has no effect on a completion of token ids; leave it out")
+        vocab_size = self._model.config.vocab_size
+        return checked_ids("completion", np.array([ids]), vocab_size)[0], settings
 
     def _prompt_ids(self, row: ScoreInput) -> Int[np.ndarray, " T"]:
         """The prompt's tokens. A causal model continues them with the completion, so they have no
@@ -238,9 +259,9 @@ class RowScorer(RowTask[Pair, tuple[np.ndarray, ...]]):
         those of the prompt alone."""
         assert self._tokenizer is not None
         assert isinstance(row.completion, str)
-        tokenizer = self._tokenizer.with_languages(row.src_lang)
+        tokenizer = self._tokenizer.with_languages(row.src_lang, row.tgt_lang)
         size = self._model.config.vocab_size
-        ids = text_pair(tokenizer, row.prompt or "", row.completion, is_encoder_decoder=False)
+        ids = text_pair(self._model, tokenizer, 0, row.prompt or "", row.completion)
         prompt, completion = (checked_ids("prompt", np.array([x], int), size)[0] for x in ids)
         return prompt, completion
 

@@ -59,12 +59,13 @@ from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import InputError, shortened
 from jaxllm.common.progress import PLAIN_SECONDS, Reporter, duration
 from jaxllm.generation.processors.grammar import llguidance
-from jaxllm.generation.settings.resolve import DEFAULT_NEW_TOKENS
+from jaxllm.generation.settings.resolve import DEFAULT_NEW_TOKENS, target_settings
 from jaxllm.loading import read_generation_config, tokenizer_of, with_settings
 from jaxllm.models.decoder import checked_generative
 from jaxllm.models.quantize import KEEP
 from jaxllm.parallel.environment import devices, jax_settings, versions
 from jaxllm.serve.http.batch_requests import BatchRequests
+from jaxllm.tokenizers.settings import LANGUAGES
 
 NO_SUCCESS = 1
 """Exit code of a job in which no row succeeded."""
@@ -101,8 +102,9 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
         if arguments.engine == RAY:
             engine = ray_engine(arguments, source, clock, identity["--dtype"])
         else:
-            are_requests = isinstance(source, OpenAIRequests)
-            engine = load_engine(arguments, constraint(arguments), are_requests, mesh, reporter)()
+            engine = load_engine(
+                arguments, constraint(arguments), *row_kind(source), mesh, reporter
+            )()
         job: Job | StreamedJob
         if arguments.output == STREAM:
             job = StreamedJob(engine, source, sys.stdout.buffer)
@@ -200,7 +202,8 @@ def dry_run(arguments: argparse.Namespace, mesh: Mesh | None, reporter: Reporter
         model, tokenizer = load_named(arguments, mesh, reporter)
     else:
         model, tokenizer = without_weights(arguments, mesh)
-    engine = BatchGenerator(model, tokenizer, **options)
+    languages = {name: getattr(arguments, name) for name in LANGUAGES}
+    engine = BatchGenerator(model, tokenizer, **options, **languages)
     plan = engine.plan(map(source.row, range(len(source))))
     reporter.table([("rows", f"{len(source):,}"), ("rows that can run", f"{len(plan.rows):,}")])
     for line in histogram([len(row.input_ids) for row in plan.rows]):
@@ -331,7 +334,8 @@ def job_identity(arguments: argparse.Namespace, platform: str) -> dict[str, Any]
     """
     path, whole = arguments.model, bool(arguments.whole_digest)
     adapter = arguments.adapter and checkpoint_digests(arguments.adapter, whole=whole)
-    task = {name: getattr(arguments, name) for name in ("context", "score", "embed")}
+    names = ("context", "score", "embed", *LANGUAGES)
+    task = {name: getattr(arguments, name) for name in names}
     task = {name: value for name, value in task.items() if value}
     task |= constraint(arguments)  # an empty schema is one too: any JSON value
     fields = sorted(generation_fields(arguments).items())
@@ -342,7 +346,7 @@ def job_identity(arguments: argparse.Namespace, platform: str) -> dict[str, Any]
         "--delimiter": arguments.delimiter,
         "--chat": arguments.chat,
         "--system": arguments.system,
-        **{f"--{name}": value for name, value in task.items()},
+        **{"--" + name.replace("_", "-"): value for name, value in task.items()},
         **{"--" + name.replace("_", "-"): value for name, value in fields},
         "--whole-digest": whole,
         **checkpoint_digests(resolve(path), whole=whole),
@@ -416,10 +420,19 @@ def check_task(arguments: argparse.Namespace, source: Source) -> None:
         raise InputError("--chat: remove it; the url in an OpenAI batch file selects chats")
 
 
+def row_kind(source: Source) -> tuple[bool, bool]:
+    """Whether the rows are requests of an OpenAI batch file, and texts that name no language."""
+    are_requests = isinstance(source, OpenAIRequests)
+    naming = {"tgt_lang", "input_ids", "forced_bos_token_id", "decoder_start_token_id"}
+    named = naming.intersection(source.table.column_names())
+    return are_requests, not (are_requests or named)
+
+
 def load_engine(
     arguments: argparse.Namespace,
     constraint: Mapping[str, Any],
     are_requests: bool,
+    needs_language: bool,
     mesh: Mesh | None,
     reporter: Reporter,
 ) -> Callable[[], RowEngine]:
@@ -427,11 +440,17 @@ def load_engine(
 
     Args:
         constraint: of `constraint`.
-        are_requests: the rows are requests of an OpenAI batch file.
+        are_requests, needs_language: of `row_kind`.
     """
     chat_flag = "--chat" if arguments.chat else None
     model, tokenizer = load_named(arguments, mesh, reporter, chat_flag=chat_flag)
     path = arguments.model
+    if tokenizer is not None:
+        tokenizer = tokenizer.with_languages(arguments.src_lang, arguments.tgt_lang)
+        if arguments.tgt_lang is not None or (needs_language and not arguments.embed):
+            target_settings(model, tokenizer, generation_fields(arguments), arguments.tgt_lang)
+    elif arguments.src_lang is not None or arguments.tgt_lang is not None:
+        raise InputError(f"--src-lang, --tgt-lang: {path} has no tokenizer; leave them out")
     rows: dict[str, Any] = {
         "batch_size": arguments.slots,
         "chat": arguments.chat,
@@ -506,7 +525,7 @@ def ray_engine(
         load_in_actor,
         argparse.Namespace(**{**vars(arguments), **absolute}),
         constraint(arguments),
-        isinstance(source, OpenAIRequests),
+        *row_kind(source),
     )
     return RayEngine(
         load,
@@ -518,13 +537,13 @@ def ray_engine(
 
 
 def load_in_actor(
-    arguments: argparse.Namespace, constraint: Mapping[str, Any], are_requests: bool
+    arguments: argparse.Namespace, constraint: Mapping[str, Any], *kind: bool
 ) -> Callable[[], RowEngine]:
     """`load_engine` in an actor, on all devices that Ray lets it see."""
     reporter = Reporter(quiet=True)
     if arguments.matmul_precision is not None:
         jax.config.update("jax_default_matmul_precision", arguments.matmul_precision)
-    return load_engine(arguments, constraint, are_requests, local_mesh(arguments), reporter)
+    return load_engine(arguments, constraint, *kind, local_mesh(arguments), reporter)
 
 
 class BatchProgress:

@@ -55,6 +55,7 @@ from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.resolve import (
     UnusedFieldWarning,
     check_for_use,
+    check_language,
     with_default_length,
 )
 from jaxllm.models.decoder import GenerativeModel, checked_generative
@@ -72,7 +73,7 @@ examples:
 """
 
 _GIVE_ONE = 'give one, such as "Once upon a time", or - for stdin'
-_ONE_PROMPT = ("text", "prompt", "input_ids", "assistant_model", "src_lang", "tgt_lang")
+_ONE_PROMPT = ("text", "prompt", "input_ids", "assistant_model")
 _RAY = ("engine", "address", "actors", "actor_resources")
 
 
@@ -92,9 +93,10 @@ _PROMPT_FLAGS: Flags = {
     },
     "--chat": "send the prompt as a chat message",
     "--system SYSTEM": "the system message, with --chat",
-    "--src-lang CODE": "the language of the prompt of a translation model, such as eng_Latn (in "
-    "the rows of --input: src_lang)",
-    "--tgt-lang CODE": "the language to translate into (in the rows of --input: tgt_lang)",
+    "--src-lang CODE": "the language of the prompt of a translation model, such as eng_Latn; rows "
+    "of --input may have their own, src_lang",
+    "--tgt-lang CODE": "the language to translate into; rows of --input may have their own, "
+    "tgt_lang",
 }
 _ANSWER_FLAGS: Flags = {
     "--assistant-model MODEL": "a smaller model with the same vocabulary, which drafts",
@@ -306,13 +308,15 @@ def _planned(
 ) -> tuple[list[int], GenerationConfig, GenerationConfig]:
     """Ids of the prompt, the call's own settings, and all settings with the model's defaults."""
     ids = _ids(arguments, prompt, tokenizer)
-    if arguments.tgt_lang is not None:
-        if tokenizer is None:
-            raise InputError(f"--tgt-lang: {arguments.model} has no tokenizer; leave it out")
+    if tokenizer is not None:
         given = generation_fields(arguments)
         fields = GenerationConfig(**tokenizer.with_target(given, arguments.tgt_lang))
+    elif arguments.tgt_lang is not None:
+        raise InputError(f"--tgt-lang: {arguments.model} has no tokenizer; leave it out")
     fields = with_default_length(fields, model, len(ids))
     config = _effective(fields, model, assistant)
+    if prompt is not None:
+        check_language(model, tokenizer, config)
     for name, value in config.to_dict().items():
         if FIELDS[name].record and value:
             raise InputError(f"{name}: this command prints only text; use Python")

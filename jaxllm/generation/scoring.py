@@ -33,6 +33,7 @@ from jaxllm.generation.inputs.values import (
     is_traced,
 )
 from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.generation.settings.resolve import target_settings
 from jaxllm.generation.strategies.token_choice import choose_greedy
 from jaxllm.models.decoder import Decoder, GenerativeModel, checked_generative
 from jaxllm.models.decoder_only import with_rope_per_row
@@ -41,6 +42,7 @@ from jaxllm.parallel.placement import mesh_of, put_rows
 from jaxllm.parallel.sharding import constrain, use_mesh
 from jaxllm.tokenizers.chats import shared_length
 from jaxllm.tokenizers.tokenizer import Tokenizer
+from jaxllm.tokenizers.vocabulary import check_not_blank
 
 MOST_LOGIT_BYTES = 2**26
 """Largest size of a block of logits in bytes; limits the columns that are scored at a time."""
@@ -106,11 +108,12 @@ def score(
     ids: tuple[Any, Any] = (prompts, completions)
     if tokenizer is not None:
         texts = (_texts("prompts", prompts), _texts("completions", completions))
-        is_encoder_decoder = checked_generative(model, "score").is_encoder_decoder
         if len(texts[0]) != len(texts[1]):
             raise InputError(f"completions: {len(texts[1])} for {len(texts[0])} prompts")
-        rows = zip(*texts, strict=True)
-        pairs = [text_pair(tokenizer, *row, is_encoder_decoder) for row in rows]
+        if checked_generative(model, "score").is_encoder_decoder:
+            model = with_target_language(model, tokenizer)
+        rows = enumerate(zip(*texts, strict=True))
+        pairs = [text_pair(model, tokenizer, i, *row) for i, row in rows]
         ids = ([pair[0] for pair in pairs], [pair[1] for pair in pairs])
     scores = dict(
         stream_scores(
@@ -129,17 +132,24 @@ def score(
     )
 
 
+def with_target_language(model: Any, tokenizer: Tokenizer) -> Any:
+    """An encoder-decoder whose generation begins with the language of its tokenizer's targets."""
+    return model.with_card(generation_config=target_settings(model, tokenizer))
+
+
 def text_pair(
-    tokenizer: Tokenizer, prompt: str, completion: str, is_encoder_decoder: bool
+    model: GenerativeModel, tokenizer: Tokenizer, i: int, prompt: str, completion: str
 ) -> tuple[list[int], list[int]]:
-    """The token ids of a prompt and its completion, without an end token of the completion.
+    """The token ids of pair number i, without an end token of the completion.
 
     For a causal model both are tokenized as one text: the completion begins where the tokens differ
     from those of the prompt alone. An encoder reads the prompt with the end token that its
-    tokenizer adds.
+    tokenizer adds, and the completion is a target of the tokenizer.
     """
-    if is_encoder_decoder:
-        return tokenizer.encode(prompt), tokenizer.encode(completion, add_special_tokens=False)
+    if model.is_encoder_decoder:
+        check_not_blank(prompt, f"prompts[{i}]")
+        forced = (model.generation_config or GenerationConfig()).forced_bos_token_id
+        return tokenizer.encode(prompt), tokenizer.encode_target(completion, forced)
     head, whole = (tokenizer.encode_beginning(text) for text in (prompt, prompt + completion))
     start = shared_length(head, whole)
     return whole[:start], whole[start:]
@@ -238,15 +248,25 @@ def read_pairs(
     return [make_pair(model, i, *pair) for i, pair in enumerate(rows)]
 
 
-def make_pair(model: GenerativeModel, i: int, prompt: np.ndarray, completion: np.ndarray) -> Pair:
-    """The columns of one pair. The last token predicts nothing, and is not read."""
+def make_pair(
+    model: GenerativeModel,
+    i: int,
+    prompt: np.ndarray,
+    completion: np.ndarray,
+    settings: GenerationConfig | None = None,
+) -> Pair:
+    """The columns of one pair. The last token predicts nothing, and is not read.
+
+    Args:
+        settings: name the decoder's start; None: the model's.
+    """
     if completion.size == 0:
         raise InputError(f"completions[{i}]: empty; it must have one token or more")
     if model.is_encoder_decoder:
         if prompt.size == 0:
             raise InputError(f"prompts[{i}]: empty; the encoder needs one token or more")
-        settings = model.generation_config or GenerationConfig()
-        start = decoder_prompt(model, None, None, 1, settings).ids[0]
+        settings = settings or model.generation_config
+        start = decoder_prompt(model, None, None, 1, settings or GenerationConfig()).ids[0]
         return Pair(prompt, np.concatenate([start, completion[:-1]]), completion)
     if prompt.size == 0:
         bos = model.checked_card("score").config.bos_token_id

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Literal, Self, TypedDict, Unpack, cast, overload
+from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack, cast, overload
 
 import numpy as np
 
@@ -80,6 +80,8 @@ class Tokenizer(TextEncoder):
     """
 
     padding_side: PaddingSide
+    translates: ClassVar[bool] = False
+    """True for the tokenizers of translation models: an empty line is translated as it is."""
     _encodes_targets = False
     """True while it encodes texts that the model should write."""
 
@@ -265,7 +267,11 @@ class Tokenizer(TextEncoder):
         return {}
 
     def with_target(self, fields: Mapping[str, Any], tgt_lang: str | None) -> dict[str, Any]:
-        """Generation settings with those of `target_fields`; None: as they are.
+        """Generation settings with those of `target_fields`.
+
+        Args:
+            fields: the settings.
+            tgt_lang: the language; None: the tokenizer's `tgt_lang`, unless `fields` name one.
 
         Raises:
             InputError: as `with_languages`, or a setting contradicts the language.
@@ -278,6 +284,12 @@ class Tokenizer(TextEncoder):
                     f"which is {value}; leave one of the two out"
                 )
         return {**fields, **own}
+
+    def encode_target(self, text: str, forced_bos_token_id: int | None) -> list[int]:
+        """Ids of a text that an encoder-decoder should write, without an end token. The language
+        with which a translation begins (`forced_bos_token_id`) is the first."""
+        code = [forced_bos_token_id] if self.translates and forced_bos_token_id is not None else []
+        return [*code, *self.for_targets().encode(text, add_special_tokens=False)]
 
     def for_targets(self) -> Self:
         """A copy that encodes the texts which the model should write."""

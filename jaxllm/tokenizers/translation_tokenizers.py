@@ -64,6 +64,14 @@ M2M100_CODES: Mapping[str, Sequence[str]] = {
 """Language codes of M2M100 by the option `language_codes`."""
 
 
+NO_TARGET = (
+    "tgt_lang: this translation model needs the language of the new text; give tgt_lang in the "
+    "call, the row or the request, or --tgt-lang; or set tokenizer.tgt_lang, or the "
+    "forced_bos_token_id of the generation config"
+)
+"""Message of a text whose language nothing names."""
+
+
 class WithLanguages(Tokenizer):
     """Mixin of tokenizers with language codes.
 
@@ -77,6 +85,7 @@ class WithLanguages(Tokenizer):
 
     default_language: ClassVar[str]
     options = LANGUAGES
+    translates = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -147,6 +156,13 @@ class WithLanguages(Tokenizer):
 
     def target_fields(self, tgt_lang: str) -> dict[str, int]:
         return {"forced_bos_token_id": self.get_lang_id(tgt_lang, "tgt_lang")}
+
+    def with_target(self, fields: Mapping[str, Any], tgt_lang: str | None) -> dict[str, Any]:
+        if tgt_lang is None and self.tgt_lang is not None:
+            named = {"forced_bos_token_id", *self.target_fields(self.tgt_lang)}
+            if all(fields.get(name) is None for name in named):
+                tgt_lang = self.tgt_lang
+        return super().with_target(fields, tgt_lang)
 
     def _add_special_tokens(self, ids: list[int], pair: list[int] | None) -> list[int]:
         target = self.tgt_lang if self._encodes_targets else None
@@ -238,6 +254,7 @@ class MarianTokenizer(VocabularyTokenizer):
     model_files = ("source.spm", "target.spm")
     default_tokens = T5_TOKENS
     space_after_special = " "
+    translates = True
 
     @classmethod
     def _complete(cls, settings: TokenizerSettings) -> TokenizerSettings:

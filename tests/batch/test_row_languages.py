@@ -44,7 +44,7 @@ def test_wrong_languages_are_errors_of_their_rows(engine):
         {"prompt": "Hello", "src_lang": "x"},
         {"prompt": "Hello", "tgt_lang": "x"},
         {"input_ids": [5, 6], "src_lang": "en_XX"},
-        {"prompt": "Hello"},
+        {"prompt": "Hello", **fields},
         {"prompt": "Hello", "tgt_lang": language, **fields},
         {"prompt": "Hello", "tgt_lang": language, **dict.fromkeys(fields, 7)},
     ]

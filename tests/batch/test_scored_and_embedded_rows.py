@@ -87,7 +87,12 @@ def test_scores_are_those_of_score(family):
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_score_takes_texts_with_a_tokenizer(family):
     model = tiny.make(family, vocab_size=len(TOKENIZER))
-    prompts, completions = ["Hello there", "Hel", ""], [" my friend", "lo", "Hi"]
+    prompts, completions = ["Hello there", "Hel", "Hi"], [" my friend", "lo", "Hi"]
+    if family == "llama":
+        prompts[2] = ""  # the BOS token
+    else:
+        with pytest.raises(InputError, match=r"prompts\[2\]: has no text"):
+            jaxllm.score(model, [*prompts[:2], " "], completions, TOKENIZER)
     scores = jaxllm.score(model, prompts, completions, TOKENIZER)
     rows = [{"prompt": p, "completion": c} for p, c in zip(prompts, completions, strict=True)]
     expected = [output.log_likelihood for output in answers(RowScorer(model, TOKENIZER), rows)]

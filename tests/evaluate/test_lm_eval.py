@@ -16,6 +16,7 @@ from compiling import program_count
 from harness_runs import RUNS, Run
 from lm_eval.api.instance import Instance
 from paths import ROOT
+from translation_tools import TARGETS, write_model
 
 import jaxllm
 from jaxllm.cli import eval as eval_command
@@ -270,3 +271,21 @@ def test_commands_of_the_harness(folders: dict[str, Path], tmp_path: Path):
     done = run("jaxllm", "eval", str(folders["llama"]), "--tasks", "arc_esy", "--quiet")
     assert done.returncode == 2
     assert "no task 'arc_esy'; is it arc_easy?" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["marian", "nllb", "mbart"])
+def test_continuations_are_targets(tmp_path: Path, name: str):
+    folder, row = write_model(tmp_path / name, name), TARGETS[name]["rows"][0]
+    languages = {key: row.get(key) for key in ("src_lang", "tgt_lang")}
+    lm = JaxLM(folder, reporter=QUIET, **languages)
+    request = (row["prompt"], row["completion"])
+    ((log_likelihood, _),) = lm.loglikelihood(instances([request], "loglikelihood"))
+    assert log_likelihood == pytest.approx(sum(row["token_log_probs"]), rel=1e-5)
+    # The decoder reads a whole text too, up to its end token.
+    ids = [*row["ids"], lm.tokenizer.eos_token_id]
+    expected = jaxllm.score(lm.model, [[lm.prefix_token_id]], [ids]).log_likelihoods[0]
+    rolled = lm.loglikelihood_rolling(instances([(row["completion"],)], "loglikelihood_rolling"))
+    assert rolled == pytest.approx([expected], rel=1e-5)
+    if languages["tgt_lang"] is not None:
+        with pytest.raises(jaxllm.JaxLLMError, match="tgt_lang: this translation model needs"):
+            JaxLM(folder, reporter=QUIET)

@@ -325,6 +325,8 @@ def test_requests_name_their_languages(tmp_path, name, family):
         for wrong, message in (
             ({"tgt_lang": "xx"}, "tgt_lang: 'xx' is no language"),
             ({"src_lang": "xx"}, "src_lang: 'xx' is no language"),
+            ({}, "tgt_lang: this translation model needs the language" if name == "nllb" else ""),
+            ({"tgt_lang": first, "prompt": " "}, "prompt[0]: has no text, found ' '"),
             ({"src_lang": first, "prompt": [5, 6]}, "src_lang: has no effect on token ids"),
         ):
             answer = httpx.post(url, json={**body, **wrong})

@@ -29,7 +29,7 @@ from jaxllm.batch.rows import RawRow
 from jaxllm.common.errors import InputError, TemplateError, UnsupportedError, warn
 from jaxllm.common.progress import Reporter
 from jaxllm.generation.inputs.values import is_integer
-from jaxllm.generation.scoring import stream_scores
+from jaxllm.generation.scoring import stream_scores, with_target_language
 from jaxllm.generation.settings.config import FIELDS
 from jaxllm.generation.stopping import StopStringCriteria
 from jaxllm.models.decoder import GenerativeModel
@@ -63,6 +63,8 @@ class JaxLM(TemplateLM):
         max_length: tokens of context and continuation; longer ones lose their start. None: the
             model's context, or the tokenizer's `model_max_length`, or 2048.
         max_gen_toks: new tokens of a request that sets none.
+        src_lang, tgt_lang: languages of contexts and of what the model writes, for translation
+            models; None: those of the tokenizer.
         prefix_token_id: first token of a text without context. None: BOS, or else EOS.
         add_bos_token: add special tokens to a text, such as BOS. None: as the tokenizer does.
         enable_thinking: variable of the chat template; if True, only answers are generated, and
@@ -93,6 +95,8 @@ class JaxLM(TemplateLM):
         max_batch_size: int | None = None,
         max_length: int | None = None,
         max_gen_toks: int = 256,
+        src_lang: str | None = None,
+        tgt_lang: str | None = None,
         prefix_token_id: int | None = None,
         add_bos_token: bool | None = None,
         enable_thinking: bool | None = None,
@@ -127,6 +131,9 @@ class JaxLM(TemplateLM):
         if tokenizer is None:
             raise UnsupportedError(f"{self._name}: has no tokenizer, which tasks need")
         check_model(model)
+        tokenizer = tokenizer.with_languages(src_lang, tgt_lang)
+        if model.is_encoder_decoder:
+            model = with_target_language(model, tokenizer)
         self.model, self.tokenizer = model, tokenizer
         self.backend = "seq2seq" if model.is_encoder_decoder else "causal"
         self.batch_size, self._slots = batch_sizes(batch_size, max_batch_size)
@@ -164,7 +171,11 @@ class JaxLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Token ids of a text, without special tokens if it already begins with the first."""
+        """Token ids of a text, without special tokens if it already begins with the first. Without
+        `add_special_tokens` it is a continuation, which an encoder-decoder's decoder reads."""
+        if add_special_tokens is False and self.backend == "seq2seq":
+            settings = self.model.generation_config
+            return self.tokenizer.encode_target(string, settings.forced_bos_token_id)
         if add_special_tokens is None:
             prefix = self.tokenizer.decode([self.prefix_token_id])
             add_special_tokens = self._add_bos_token is not False
@@ -238,9 +249,11 @@ class JaxLM(TemplateLM):
         windows: list[TokenRequest] = []
         owners: list[int] = []
         for i, request in enumerate(requests):
-            for window in get_rolling_token_windows(
-                self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, 1
-            ):
+            text = request.args[0]
+            ids = self.tok_encode(text)
+            if self.tokenizer.translates:  # the decoder reads it
+                ids = [*self.tok_encode(text, add_special_tokens=False), self.eot_token_id]
+            for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1):
                 windows.append((None, *make_disjoint_window(window)))
                 owners.append(i)
         totals = [0.0] * len(requests)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +23,8 @@ from jaxllm.generation.inputs.values import is_traced
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig, is_contrastive
 from jaxllm.generation.settings.fields import Condition, checked_value
 from jaxllm.models.decoder import GenerativeModel
+from jaxllm.tokenizers.tokenizer import Tokenizer
+from jaxllm.tokenizers.translation_tokenizers import NO_TARGET, WithLanguages
 
 MAX_COLUMNS = 2**20
 DEFAULT_NEW_TOKENS = 256
@@ -240,6 +245,34 @@ def with_default_length(
     if model.config.context_length is not None:
         limit = max(1, min(limit, model.config.context_length - taken))
     return fields.replace(max_new_tokens=limit)
+
+
+def check_language(
+    model: GenerativeModel, tokenizer: Tokenizer | None, config: GenerationConfig
+) -> None:
+    """Raises InputError if a text would be translated into a language that nothing names."""
+    if isinstance(tokenizer, WithLanguages) and config.forced_bos_token_id is None:
+        start = config.decoder_start_token_id
+        start = model.config.decoder_start_token_id if start is None else start
+        if start not in tokenizer.lang_code_to_id.values():
+            raise InputError(NO_TARGET)
+
+
+def target_settings(
+    model: GenerativeModel,
+    tokenizer: Tokenizer,
+    fields: Mapping[str, Any] | None = None,
+    tgt_lang: str | None = None,
+) -> GenerationConfig:
+    """The settings of a call with those of its target language, as `Tokenizer.with_target`.
+
+    Raises:
+        InputError: a translation model needs a language, and nothing names one.
+    """
+    given = GenerationConfig(**tokenizer.with_target(fields or {}, tgt_lang))
+    config = (model.generation_config or GenerationConfig()).merge(given)
+    check_language(model, tokenizer, config)
+    return config
 
 
 def token_tuple(value: int | tuple[int, ...] | None) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.common.errors import InputError
+from jaxllm.generation.settings.resolve import target_settings
 from jaxllm.serve.async_engine import GenerationStream
 from jaxllm.serve.http.api_types import ChatRequest, CompletionRequest, SamplingFields
 from jaxllm.serve.http.pieces import Choice, Piece, collect, overlap, pieces_of
@@ -30,6 +31,7 @@ from jaxllm.serve.http.tool_calls import (
 from jaxllm.serve.live_run import TokenLogprob
 from jaxllm.tokenizers.messages import read_tools
 from jaxllm.tokenizers.tokenizer import Tokenizer
+from jaxllm.tokenizers.vocabulary import check_not_blank
 
 _LOG = logging.getLogger("jaxllm.serve")
 
@@ -235,6 +237,9 @@ class CompletionAnswer(Answer):
     async def start(self) -> list[GenerationStream]:
         """Tokenizes the prompts and queues them."""
         request = self.request
+        if any(isinstance(prompt, str) for prompt in request.prompts):
+            fields = self.state.engine.fields if request.tgt_lang is None else None
+            target_settings(self.state.engine.model, self.tokenizer, fields, request.tgt_lang)
         prompts = (request.prompts, "prompt", request.src_lang)
         ids = await self.state.in_thread(prompt_ids, self.state, *prompts)
         logprobs = request.logprobs is not None or request.best_of is not None
@@ -291,6 +296,10 @@ def prompt_ids(
     """
     vocab_size, result = state.engine.model.config.vocab_size, []
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if name == "input" or state.engine.model.is_encoder_decoder:
+        for number, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                check_not_blank(prompt, f"{name}[{number}]")
     if src_lang is not None and len(texts) < len(prompts):
         raise InputError("src_lang: has no effect on token ids; leave it out")
     encoded: Iterator[list[int]] = iter(())

@@ -17,11 +17,11 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from jaxllm.common.cells import Cells, printable
-from jaxllm.common.errors import ConfigError, DataError
+from jaxllm.common.errors import ConfigError, DataError, InputError
 from jaxllm.models.config_checks import is_float32_number
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.byte_level import ids_are_bytes
-from jaxllm.tokenizers.translation_tokenizers import WithLanguages
+from jaxllm.tokenizers.translation_tokenizers import NO_TARGET, WithLanguages
 from jaxllm.training.data.config import ModelInfo
 from jaxllm.training.data.examples import (
     CausalExample,
@@ -88,7 +88,7 @@ class Seq2SeqFormat:
     """Encoder-decoder (T5): source for the encoder, target for the decoder; both end with EOS.
 
     With a tokenizer that has language codes they have those of the row's languages, from the fields
-    `src_lang` and `tgt_lang`, or of the tokenizer's.
+    `src_lang` and `tgt_lang`, or of the tokenizer's. A target without a language is an error.
     """
 
     tokenizer: Tokenizer
@@ -124,7 +124,7 @@ def tokenizer_of(
         src_lang, tgt_lang: names of their fields; a row need not have those of the default names.
 
     Raises:
-        InputError: the tokenizer has no such language.
+        InputError: the tokenizer has no such language, or nothing names that of the target.
     """
     names = {"src_lang": src_lang, "tgt_lang": tgt_lang}
     is_used = isinstance(tokenizer, WithLanguages)
@@ -133,7 +133,10 @@ def tokenizer_of(
         for name, field in names.items()
         if (field in row and is_used) or field != name
     }
-    return tokenizer.with_languages(**languages) if languages else tokenizer
+    own = tokenizer.with_languages(**languages) if languages else tokenizer
+    if isinstance(own, WithLanguages) and own.tgt_lang is None:
+        raise InputError(NO_TARGET)
+    return own
 
 
 def get(row: Row, name: str, *types: type) -> Any:

@@ -143,11 +143,20 @@ def test_sources_and_targets_have_the_languages_of_their_rows(tmp_path):
     deu, zul, fra = map(tokenizer.token_to_id, ("deu_Latn", "zul_Latn", "fra_Latn"))
     assert (example.input_ids[0], example.labels[0]) == (deu, zul)
     assert (example.input_ids[-1], example.labels[-1]) == (2, 2)
-    plain = encode({"source": "Hello", "target": "Hello"})  # in the languages of the file
-    assert (plain.input_ids[0], plain.labels[0]) == (fra, fra)
+    plain = encode({"source": "Hello", "target": "Hello", "tgt_lang": "zul_Latn"})
+    assert (plain.input_ids[0], plain.labels[0]) == (fra, zul)  # the source's is the file's
     np.testing.assert_array_equal(plain.input_ids[1:], example.input_ids[1:])
     with pytest.raises(InputError, match="'en' is no language of this tokenizer"):
         encode({**row, "src_lang": "en"})
+    nameless = {"source": "Hello", "target": "Hello"}
+    pair = {"prompt": "Hello", "chosen": "Hello", "rejected": "world"}
+    model = ModelInfo(kind="seq2seq", vocab_size=len(tokenizer), context_length=64)
+    prefer = make_format(DataConfig(format="preference"), tokenizer, model)
+    for wrong, make in ((nameless, encode), (nameless, encode.prompt_of), (pair, prefer)):
+        with pytest.raises(InputError, match="tgt_lang: this translation model needs"):
+            make(wrong)
+    chosen, rejected = prefer({**pair, "tgt_lang": "zul_Latn"}).sequences
+    assert chosen.labels[0] == rejected.labels[0] == zul
     named = Seq2SeqFormat(tokenizer, 2, "source", "target", "", "from", "to")
     with pytest.raises(DataError, match="from: no such field"):
         named(row)

@@ -1,0 +1,146 @@
+"""Texts that a model should write are targets of the tokenizer, in a language that is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from translation_tools import TARGETS, write_model
+
+import jaxllm
+from jaxllm import BatchGenerator
+from jaxllm.batch.row_tasks import RowScorer
+from jaxllm.batch.rows import RawRow
+from jaxllm.cli.main import main
+from jaxllm.common.errors import InputError
+
+LANGUAGES = [name for name in TARGETS if name not in ("marian", "t5")]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """Loads a family's tiny model, once."""
+    models = {}
+
+    def load(name):
+        if name not in models:
+            models[name] = jaxllm.load(write_model(tmp_path_factory.mktemp(name), name))
+        return models[name]
+
+    return load
+
+
+def answers(engine, rows):
+    raw_rows = [RawRow(index, index, row) for index, row in enumerate(rows)]
+    return sorted(engine.answer(raw_rows), key=lambda output: output.index)
+
+
+def without(row, *names):
+    return {name: value for name, value in row.items() if name not in names}
+
+
+@pytest.mark.parametrize("name", list(TARGETS))
+def test_scores_of_target_texts_are_those_of_transformers(loaded, name):
+    model, tokenizer = loaded(name)
+    stored = TARGETS[name]["rows"]
+    rows = [without(row, "ids", "token_log_probs") for row in stored]
+    for row, output in zip(stored, answers(RowScorer(model, tokenizer), rows), strict=True):
+        assert output.error is None
+        np.testing.assert_allclose(
+            output.token_log_probs, row["token_log_probs"], rtol=1e-5, atol=2e-4
+        )
+    languages = {key: stored[0].get(key) for key in ("src_lang", "tgt_lang")}
+    texts = [row["prompt"] for row in rows], [row["completion"] for row in rows]
+    scores = jaxllm.score(model, *texts, tokenizer.with_languages(**languages))
+    expected = [sum(row["token_log_probs"]) for row in stored]
+    np.testing.assert_allclose(scores.log_likelihoods, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", LANGUAGES)
+def test_a_missing_language_is_an_error(loaded, name):
+    model, tokenizer = loaded(name)
+    row = without(TARGETS[name]["rows"][0], "ids", "token_log_probs")
+    bare = without(row, "tgt_lang")
+    message = "tgt_lang: this translation model needs the language of the new text"
+    with pytest.raises(InputError, match=message):
+        jaxllm.score(model, [row["prompt"]], [row["completion"]], tokenizer)
+    with pytest.raises(InputError, match=message):
+        jaxllm.generate_texts(model, [row["prompt"]], tokenizer, max_new_tokens=3)
+    scored = [bare, {**bare, "completion": [4, 5]}, {**row, "completion": [4, 5]}, row]
+    outputs = answers(RowScorer(model, tokenizer), scored)
+    assert outputs[0].error.startswith(message)
+    assert outputs[1].error is outputs[3].error is None
+    assert "tgt_lang: has no effect on a completion of token ids" in outputs[2].error
+    # Ids are never asked.
+    (output,) = BatchGenerator(model, tokenizer, max_new_tokens=3).generate([[4, 5]])
+    assert output.error is None
+    # The model's settings, the tokenizer, the call and the row name it.
+    fields, languages = (
+        tokenizer.target_fields(row["tgt_lang"]),
+        without(row, "prompt", "completion"),
+    )
+    prompt = without(bare, "completion")
+    own = model.with_card(generation_config=model.generation_config.replace(**fields))
+    with_language = tokenizer.with_languages(tgt_lang=row["tgt_lang"])
+    results = [
+        jaxllm.generate_texts(*call, max_new_tokens=3, **options)
+        for call, options in (
+            ((model, [{**prompt, **fields}], tokenizer), {}),
+            ((model, [without(row, "completion")], tokenizer), {}),
+            ((own, [prompt], tokenizer), {}),
+            ((model, [prompt], with_language), {}),
+            ((model, [row["prompt"]], tokenizer), languages),
+        )
+    ]
+    assert results[1:] == results[:1] * 4
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """Runs the command on rows of JSONL with NLLB; gives the exit code and the lines."""
+    folder = tmp_path_factory.mktemp("command")
+    write_model(folder / "nllb", "nllb")
+
+    def run(rows, *options):
+        lines, output = [json.dumps(row) for row in rows], folder / f"{len(list(folder.iterdir()))}"
+        (folder / "rows.jsonl").write_text("\n".join(lines))
+        files = ("--input", folder / "rows.jsonl", "--output", f"{output}.jsonl")
+        fixed = ("--model", folder / "nllb", *files, "--no-compile-cache", "--quiet")
+        code = main(["generate", *map(str, (*fixed, *options))])
+        written = Path(f"{output}.jsonl")
+        return code, [json.loads(x) for x in written.read_text().splitlines() if written.exists()]
+
+    return run
+
+
+NLLB = TARGETS["nllb"]["rows"]
+
+
+def test_the_command_has_languages_for_a_whole_file(loaded, command):
+    model, tokenizer = loaded("nllb")
+    languages = ("--src-lang", "deu_Latn", "--tgt-lang", "zul_Latn")
+    rows = [{"prompt": "Hello world."}, {"prompt": "Hello world.", "tgt_lang": "fra_Latn"}]
+    code, lines = command(rows, *languages, "--max-new-tokens", 4)
+    named = [{"src_lang": "deu_Latn", "tgt_lang": "zul_Latn", **row} for row in rows]
+    expected = jaxllm.generate_texts(model, named, tokenizer, max_new_tokens=4)
+    assert (code, [line["text"] for line in lines]) == (0, expected)
+    assert expected[0] != expected[1]
+    scored = [without(row, "src_lang", "tgt_lang", "ids", "token_log_probs") for row in NLLB]
+    code, lines = command(scored, *languages, "--score")
+    for line, row in zip(lines, NLLB, strict=True):
+        assert line["log_likelihood"] == pytest.approx(sum(row["token_log_probs"]), rel=1e-5)
+
+
+def test_a_job_without_a_language_ends_before_its_first_row(command, capsys):
+    row = {"prompt": "Hello world.", "completion": "Hello"}
+    for options in (("--score",), ("--max-new-tokens", 4)):
+        with pytest.raises(FileNotFoundError):
+            command([row], *options)
+        assert "tgt_lang: this translation model needs the language" in capsys.readouterr().err
+    with pytest.raises(FileNotFoundError):
+        command([row], "--tgt-lang", "zul_Latn", "--forced-bos-token-id", 3)
+    assert "forced_bos_token_id: 3 contradicts tgt_lang" in capsys.readouterr().err
+    code, lines = command([row, {**row, "tgt_lang": "zul_Latn"}], "--max-new-tokens", 4)
+    assert (code, ["error" in line for line in lines]) == (0, [True, False])
