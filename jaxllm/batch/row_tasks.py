@@ -36,9 +36,13 @@ from jaxllm.common.progress import progress_phase
 from jaxllm.generation.inputs.batching import run_in_batches
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, checked_ids, padded_rows
 from jaxllm.generation.inputs.values import bucket, is_integer
-from jaxllm.generation.scoring import Pair, batch_scorer, make_pair, text_pair
-from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.generation.settings.resolve import target_settings
+from jaxllm.generation.scoring import (
+    Pair,
+    batch_scorer,
+    make_pair,
+    text_pair,
+    with_target_language,
+)
 from jaxllm.loading import load
 from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.models.decoder_only import with_rope_per_row
@@ -197,17 +201,20 @@ class RowScorer(RowTask[Pair, tuple[np.ndarray, ...]]):
         rows = checked_batch_size(batch_size, SCORED_ROWS)
         super().__init__(rows, batch_scorer(model), lambda pair: pair.size)
         self._prompts = PromptReader(tokenizer, model.config.vocab_size, chat, system)
-        own: Any = tokenizer
-        self._target_settings = cache(partial(target_settings, model, own, None))
+        self._with_language = cache(partial(with_target_language, model, tokenizer))
 
     def read(self, row: RawRow) -> Pair:
-        row_input = checked_row(ScoreInput, row.mapping(SCORE_KEYS))
-        if self._model.is_encoder_decoder and row_input.prompt is not None:
-            check_not_blank(row_input.prompt, "prompt")
-        prompt, (completion, settings) = self._prompt_ids(row_input), self._completion(row_input)
+        row_input, model = checked_row(ScoreInput, row.mapping(SCORE_KEYS)), self._model
+        if model.is_encoder_decoder:
+            for name in ("prompt", "completion"):
+                if isinstance(text := getattr(row_input, name), str):
+                    check_not_blank(text, name)
+            if self._tokenizer is not None and isinstance(row_input.completion, str):
+                model = self._with_language(row_input.tgt_lang)
+        prompt, completion = self._prompt_ids(row_input), self._completion(row_input, model)
         if completion is None:
             prompt, completion = self._split(row_input)
-        return make_pair(self._model, row.index, prompt, completion, settings)
+        return make_pair(model, row.index, prompt, completion)
 
     def output(self, row: RawRow, item: Pair, result: tuple[np.ndarray, ...]) -> BatchOutput:
         log_probs, is_best, is_finite = (x[: len(item.completion)] for x in result)
@@ -225,29 +232,20 @@ class RowScorer(RowTask[Pair, tuple[np.ndarray, ...]]):
             token_log_probs=log_probs.astype(float).tolist(),
         )
 
-    def _completion(
-        self, row: ScoreInput
-    ) -> tuple[Int[np.ndarray, " C"] | None, GenerationConfig | None]:
-        """The completion's tokens, where they do not depend on the prompt, and settings of the
-        language in which an encoder-decoder writes them."""
+    def _completion(self, row: ScoreInput, model: Any) -> Int[np.ndarray, " C"] | None:
+        """The completion's tokens, where they do not depend on the prompt."""
         if row.completion is None or len(row.completion) == 0:
             raise InputError("completion: a row to score has one, and it is not empty")
-        ids, settings = row.completion, None
+        ids = row.completion
         if isinstance(ids, str):
             if self._tokenizer is None:
                 raise InputError("completion: this model has no tokenizer; give token ids")
-            if self._model.is_encoder_decoder:
-                check_not_blank(ids, "completion")
-                settings = self._target_settings(row.tgt_lang)
-                ids = self._tokenizer.encode_target(ids, settings.forced_bos_token_id)
-            elif self._prompts.is_text(row):
-                return None, None
-            else:
-                ids = self._tokenizer.encode(ids, add_special_tokens=False)
+            if not model.is_encoder_decoder and self._prompts.is_text(row):
+                return None
+            ids = self._tokenizer.encode_target(ids, model.generation_config)
         elif row.tgt_lang is not None:
             raise InputError("tgt_lang: has no effect on a completion of token ids; leave it out")
-        vocab_size = self._model.config.vocab_size
-        return checked_ids("completion", np.array([ids]), vocab_size)[0], settings
+        return checked_ids("completion", np.array([ids]), self._model.config.vocab_size)[0]
 
     def _prompt_ids(self, row: ScoreInput) -> Int[np.ndarray, " T"]:
         """The prompt's tokens. A causal model continues them with the completion, so they have no

@@ -102,9 +102,8 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
         if arguments.engine == RAY:
             engine = ray_engine(arguments, source, clock, identity["--dtype"])
         else:
-            engine = load_engine(
-                arguments, constraint(arguments), *row_kind(source), mesh, reporter
-            )()
+            are_requests = isinstance(source, OpenAIRequests)
+            engine = load_engine(arguments, constraint(arguments), are_requests, mesh, reporter)()
         job: Job | StreamedJob
         if arguments.output == STREAM:
             job = StreamedJob(engine, source, sys.stdout.buffer)
@@ -170,6 +169,8 @@ def checked_source(arguments: argparse.Namespace) -> Source:
         results=SCORE_RESULTS if arguments.score else EMBED_RESULTS if arguments.embed else RESULTS,
     )
     check_task(arguments, source)
+    columns = {"tgt_lang", "input_ids", "forced_bos_token_id", "decoder_start_token_id"}
+    arguments.rows_name_languages = bool(columns.intersection(source.table.column_names()))
     source.check_rows()
     return source
 
@@ -202,8 +203,7 @@ def dry_run(arguments: argparse.Namespace, mesh: Mesh | None, reporter: Reporter
         model, tokenizer = load_named(arguments, mesh, reporter)
     else:
         model, tokenizer = without_weights(arguments, mesh)
-    languages = {name: getattr(arguments, name) for name in LANGUAGES}
-    engine = BatchGenerator(model, tokenizer, **options, **languages)
+    engine = BatchGenerator(model, tokenizer, **options)
     plan = engine.plan(map(source.row, range(len(source))))
     reporter.table([("rows", f"{len(source):,}"), ("rows that can run", f"{len(plan.rows):,}")])
     for line in histogram([len(row.input_ids) for row in plan.rows]):
@@ -420,19 +420,10 @@ def check_task(arguments: argparse.Namespace, source: Source) -> None:
         raise InputError("--chat: remove it; the url in an OpenAI batch file selects chats")
 
 
-def row_kind(source: Source) -> tuple[bool, bool]:
-    """Whether the rows are requests of an OpenAI batch file, and texts that name no language."""
-    are_requests = isinstance(source, OpenAIRequests)
-    naming = {"tgt_lang", "input_ids", "forced_bos_token_id", "decoder_start_token_id"}
-    named = naming.intersection(source.table.column_names())
-    return are_requests, not (are_requests or named)
-
-
 def load_engine(
     arguments: argparse.Namespace,
     constraint: Mapping[str, Any],
     are_requests: bool,
-    needs_language: bool,
     mesh: Mesh | None,
     reporter: Reporter,
 ) -> Callable[[], RowEngine]:
@@ -440,15 +431,15 @@ def load_engine(
 
     Args:
         constraint: of `constraint`.
-        are_requests, needs_language: of `row_kind`.
+        are_requests: the rows are requests of an OpenAI batch file.
     """
     chat_flag = "--chat" if arguments.chat else None
     model, tokenizer = load_named(arguments, mesh, reporter, chat_flag=chat_flag)
     path = arguments.model
     if tokenizer is not None:
         tokenizer = tokenizer.with_languages(arguments.src_lang, arguments.tgt_lang)
-        if arguments.tgt_lang is not None or (needs_language and not arguments.embed):
-            target_settings(model, tokenizer, generation_fields(arguments), arguments.tgt_lang)
+        if not (are_requests or arguments.embed or arguments.rows_name_languages):
+            target_settings(model, tokenizer, generation_fields(arguments))
     elif arguments.src_lang is not None or arguments.tgt_lang is not None:
         raise InputError(f"--src-lang, --tgt-lang: {path} has no tokenizer; leave them out")
     rows: dict[str, Any] = {
@@ -489,6 +480,7 @@ def generator_options(
     return {
         "chat": arguments.chat,
         "system": arguments.system,
+        **{name: getattr(arguments, name) for name in LANGUAGES},
         "default_new_tokens": DEFAULT_NEW_TOKENS,
         **constraint,
         **slot_options(arguments, reporter),
@@ -525,7 +517,7 @@ def ray_engine(
         load_in_actor,
         argparse.Namespace(**{**vars(arguments), **absolute}),
         constraint(arguments),
-        *row_kind(source),
+        isinstance(source, OpenAIRequests),
     )
     return RayEngine(
         load,
@@ -537,13 +529,13 @@ def ray_engine(
 
 
 def load_in_actor(
-    arguments: argparse.Namespace, constraint: Mapping[str, Any], *kind: bool
+    arguments: argparse.Namespace, constraint: Mapping[str, Any], are_requests: bool
 ) -> Callable[[], RowEngine]:
     """`load_engine` in an actor, on all devices that Ray lets it see."""
     reporter = Reporter(quiet=True)
     if arguments.matmul_precision is not None:
         jax.config.update("jax_default_matmul_precision", arguments.matmul_precision)
-    return load_engine(arguments, constraint, *kind, local_mesh(arguments), reporter)
+    return load_engine(arguments, constraint, are_requests, local_mesh(arguments), reporter)
 
 
 class BatchProgress:

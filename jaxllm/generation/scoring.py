@@ -132,9 +132,9 @@ def score(
     )
 
 
-def with_target_language(model: Any, tokenizer: Tokenizer) -> Any:
-    """An encoder-decoder whose generation begins with the language of its tokenizer's targets."""
-    return model.with_card(generation_config=target_settings(model, tokenizer))
+def with_target_language(model: Any, tokenizer: Any, tgt_lang: str | None = None) -> Any:
+    """An encoder-decoder that writes in the language of `target_settings`."""
+    return model.with_card(generation_config=target_settings(model, tokenizer, None, tgt_lang))
 
 
 def text_pair(
@@ -148,8 +148,8 @@ def text_pair(
     """
     if model.is_encoder_decoder:
         check_not_blank(prompt, f"prompts[{i}]")
-        forced = (model.generation_config or GenerationConfig()).forced_bos_token_id
-        return tokenizer.encode(prompt), tokenizer.encode_target(completion, forced)
+        ids = tokenizer.encode_target(completion, model.generation_config)
+        return tokenizer.encode(prompt), ids
     head, whole = (tokenizer.encode_beginning(text) for text in (prompt, prompt + completion))
     start = shared_length(head, whole)
     return whole[:start], whole[start:]
@@ -248,25 +248,15 @@ def read_pairs(
     return [make_pair(model, i, *pair) for i, pair in enumerate(rows)]
 
 
-def make_pair(
-    model: GenerativeModel,
-    i: int,
-    prompt: np.ndarray,
-    completion: np.ndarray,
-    settings: GenerationConfig | None = None,
-) -> Pair:
-    """The columns of one pair. The last token predicts nothing, and is not read.
-
-    Args:
-        settings: name the decoder's start; None: the model's.
-    """
+def make_pair(model: GenerativeModel, i: int, prompt: np.ndarray, completion: np.ndarray) -> Pair:
+    """The columns of one pair. The last token predicts nothing, and is not read."""
     if completion.size == 0:
         raise InputError(f"completions[{i}]: empty; it must have one token or more")
     if model.is_encoder_decoder:
         if prompt.size == 0:
             raise InputError(f"prompts[{i}]: empty; the encoder needs one token or more")
-        settings = settings or model.generation_config
-        start = decoder_prompt(model, None, None, 1, settings or GenerationConfig()).ids[0]
+        settings = model.generation_config or GenerationConfig()
+        start = decoder_prompt(model, None, None, 1, settings).ids[0]
         return Pair(prompt, np.concatenate([start, completion[:-1]]), completion)
     if prompt.size == 0:
         bos = model.checked_card("score").config.bos_token_id

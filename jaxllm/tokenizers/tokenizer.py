@@ -285,11 +285,12 @@ class Tokenizer(TextEncoder):
                 )
         return {**fields, **own}
 
-    def encode_target(self, text: str, forced_bos_token_id: int | None) -> list[int]:
-        """Ids of a text that an encoder-decoder should write, without an end token. The language
-        with which a translation begins (`forced_bos_token_id`) is the first."""
-        code = [forced_bos_token_id] if self.translates and forced_bos_token_id is not None else []
-        return [*code, *self.for_targets().encode(text, add_special_tokens=False)]
+    def encode_target(self, text: str, settings: Any) -> list[int]:
+        """Ids of a text that the model should write, without an end token. The language with which
+        a translation begins (`forced_bos_token_id` of the generation settings) is the first."""
+        ids = self.for_targets().encode(text, add_special_tokens=False)
+        code = settings.forced_bos_token_id if self.translates and settings is not None else None
+        return ids if code is None else [code, *ids]
 
     def for_targets(self) -> Self:
         """A copy that encodes the texts which the model should write."""

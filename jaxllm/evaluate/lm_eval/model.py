@@ -174,8 +174,7 @@ class JaxLM(TemplateLM):
         """Token ids of a text, without special tokens if it already begins with the first. Without
         `add_special_tokens` it is a continuation, which an encoder-decoder's decoder reads."""
         if add_special_tokens is False and self.backend == "seq2seq":
-            settings = self.model.generation_config
-            return self.tokenizer.encode_target(string, settings.forced_bos_token_id)
+            return self.tokenizer.encode_target(string, self.model.generation_config)
         if add_special_tokens is None:
             prefix = self.tokenizer.decode([self.prefix_token_id])
             add_special_tokens = self._add_bos_token is not False
