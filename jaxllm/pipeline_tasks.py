@@ -267,6 +267,8 @@ def _features(
         states = np.asarray(out.last_hidden_state, np.float32)
         return [x[mask == 1] for x, mask in zip(states, masks, strict=True)]
 
+    for number, text in enumerate(inputs):
+        check_not_blank(text, f"inputs[{number}]")
     encoding = {"truncation": truncation, "max_length": max_length}
     for vectors in _outputs(pipe, inputs, vectors_of, **encoding):
         yield vectors if pooling is None else vectors.mean(0)

@@ -290,10 +290,10 @@ class BatchGenerator:
         """What `answer` would run. It reads no weights, so that the model may have none."""
         plan = RowPlan([], [], [])
         for row in self._checked(rows):
-            if isinstance(row, BatchOutput):
-                plan.errors.append(row)
-            else:
+            if isinstance(row, BatchRow):
                 plan.rows.append(row)
+            elif row.error is not None:
+                plan.errors.append(row)
         for group in groups(filter(fits_slots, plan.rows), self.model.config.vocab_size):
             for pool in self._pools(group):
                 if pool.memory.fits:
@@ -311,6 +311,10 @@ class BatchGenerator:
         for raw_row in rows:
             try:
                 row = self._reader.read(raw_row)
+                if row.is_blank:
+                    ids, reasons = tuple([] for _ in range(row.samples)), ("eos",) * row.samples
+                    yield BatchOutput.of(row, ids, reasons, self.tokenizer)
+                    continue
                 if row.constraint is not None and self.mesh is not None and self.mesh.size > 1:
                     raise UnsupportedError(
                         "schema, regex, grammar: run on one device; hide the others from JAX "

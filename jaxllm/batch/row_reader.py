@@ -31,6 +31,7 @@ from jaxllm.generation.stopping import StopStringCriteria
 from jaxllm.generation.strategies.select_strategy import Call, registered_strategy
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.tokenizers.tokenizer import Tokenizer
+from jaxllm.tokenizers.vocabulary import check_not_blank
 
 MAX_SEED = 2**32 - 1
 MAX_SEQUENCES = 2**20
@@ -109,6 +110,14 @@ class RowReader:
             fields = self._tokenizer.with_target(fields, row_input.tgt_lang)
         config, eos = self._read_settings(fields)
         input_ids = self._prompts.ids(row_input)
+        own: Any = self._tokenizer
+        is_blank = self._prompts.is_text(row_input) and own.is_blank(row_input.prompt)
+        if (
+            is_blank
+            and not own.translates
+            and (self._model.is_encoder_decoder or not row_input.prompt)
+        ):
+            check_not_blank(row_input.prompt or "", "prompt")
         if row_input.input_ids is None:
             check_language(self._model, self._tokenizer, config)
         context = self._model.config.longest_prompt
@@ -139,6 +148,7 @@ class RowReader:
             row_number=row.index if seed is None else 0,
             mode=registered.name if registered else generation_mode(config),
             constraint=self._constraints.of_row(own_constraint, eos, len(decoder_prompt)),
+            is_blank=is_blank and own.translates,
         )
 
     def _with_lengths(

@@ -302,7 +302,10 @@ class RowEmbedder(RowTask[np.ndarray, np.ndarray]):
         self._prompts = PromptReader(tokenizer, model.config.vocab_size, chat, system)
 
     def read(self, row: RawRow) -> Int[np.ndarray, " T"]:
-        ids = self._prompts.ids(checked_row(RowPrompt, row.mapping(EMBED_KEYS)))
+        row_input = checked_row(RowPrompt, row.mapping(EMBED_KEYS))
+        if row_input.prompt is not None:
+            check_not_blank(row_input.prompt, "prompt")
+        ids = self._prompts.ids(row_input)
         self._embedder.check_length("prompt", ids)
         return ids
 

@@ -45,6 +45,8 @@ class BatchRow:
     """Generation mode, as `generation_mode` names it, or the name of a registered strategy."""
     constraint: RowConstraint | None = None
     """What the new text must match."""
+    is_blank: bool = False
+    """True for a line without text to translate, whose translation is empty too."""
 
     @property
     def samples(self) -> int:

@@ -162,6 +162,8 @@ class LiveRowReader:
             JaxLLMError: it is wrong, or needs what slots do not have.
         """
         row = self._reader.read(RawRow(index, index, raw))
+        if row.is_blank:
+            raise InputError("prompt: has no text; there is nothing to translate")
         self._check_fields(row, raw)
         self._check_lengths(row)
         if grammar is None and row.constraint is not None:

@@ -292,6 +292,10 @@ class Tokenizer(TextEncoder):
         code = settings.forced_bos_token_id if self.translates and settings is not None else None
         return ids if code is None else [code, *ids]
 
+    def is_blank(self, text: str) -> bool:
+        """True for a text that is empty, or has spaces alone."""
+        return not text.strip()
+
     def for_targets(self) -> Self:
         """A copy that encodes the texts which the model should write."""
         copied = copy.copy(self)

@@ -268,9 +268,16 @@ class MarianTokenizer(VocabularyTokenizer):
         return replace(settings, options=length)
 
     def _tokenize(self, text: str) -> list[str]:
-        end = text.find("<<") + 2 if text.startswith(">>") else 1
-        code, text = ([text[:end]], text[end:]) if end > 1 else ([], text)
+        code, text = self._split(text)
         return [*code, *super()._tokenize(text)]
+
+    def is_blank(self, text: str) -> bool:
+        return not self._split(text.strip())[1].strip()
+
+    def _split(self, text: str) -> tuple[list[str], str]:
+        """The language that a text begins with, if it does, and the rest."""
+        end = text.find("<<") + 2 if text.startswith(">>") else 1
+        return ([text[:end]], text[end:]) if end > 1 else ([], text)
 
     def _add_special_tokens(self, ids: list[int], pair: list[int] | None) -> list[int]:
         end = [] if self.eos_token_id is None else [self.eos_token_id]

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from translation_tools import TARGETS, write_model
 
@@ -144,3 +146,68 @@ def test_a_job_without_a_language_ends_before_its_first_row(command, capsys):
     assert "forced_bos_token_id: 3 contradicts tgt_lang" in capsys.readouterr().err
     code, lines = command([row, {**row, "tgt_lang": "zul_Latn"}], "--max-new-tokens", 4)
     assert (code, ["error" in line for line in lines]) == (0, [True, False])
+
+
+BLANK = ["Hello world.", "", "Nice to meet you.", "   "]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "python", "frame"])
+@pytest.mark.parametrize("name", ["nllb", "marian"])
+def test_a_line_without_text_is_translated_as_an_empty_line(loaded, tmp_path, kind, name):
+    model, tokenizer = loaded(name)
+    prefix = ">>deu<< " if name == "marian" else ""
+    lines = [prefix + text for text in BLANK] if kind == "python" else BLANK
+    options = {} if name == "marian" else {"tgt_lang": "zul_Latn"}
+    engine = BatchGenerator(model, tokenizer, max_new_tokens=4, **options)
+    alone = engine.generate([lines[0], lines[2]])
+    expected = [alone[0].text, "", alone[1].text, ""]
+    if kind == "python":
+        outputs = engine.generate(lines)
+        assert [output.text for output in outputs] == expected
+        assert outputs[1].to_dict() == {
+            "id": 1,
+            "text": "",
+            "output_ids": [],
+            "finish_reason": "eos",
+        }
+        assert (engine.counts.rows, engine.counts.errors.total()) == (4, 0)
+        several = engine.generate([{"prompt": "", "num_return_sequences": 2, "do_sample": True}])
+        assert several[0].texts == ("", "")
+        return
+    table = pa.table({"prompt": [*lines[:3], None if kind in ("frame", "parquet") else "  "]})
+    if kind == "frame":
+        assert engine.generate_table(table).column("text").to_pylist() == expected
+        return
+    path, output = tmp_path / f"in.{kind}", tmp_path / "out.jsonl"
+    if kind == "parquet":
+        pq.write_table(table, path)
+    elif kind == "csv":
+        path.write_text("prompt,n\n" + "".join(f"{line},1\n" for line in lines))
+    else:
+        path.write_text("\n".join(json.dumps({"prompt": line}) for line in lines))
+    engine.generate_table(path, output=output)
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["text"] for row in rows] == expected
+
+
+@pytest.mark.parametrize("text", ["", "  "])
+def test_an_empty_text_is_an_error_where_nothing_is_translated(loaded, text):
+    model, tokenizer = loaded("nllb")
+    t5, t5_tokenizer = loaded("t5")
+    rows = [{"prompt": "Hello", "completion": text}, {"prompt": text, "completion": "Hello"}]
+    rows = [{**row, "tgt_lang": "zul_Latn"} for row in rows]
+    for output, field in zip(answers(RowScorer(model, tokenizer), rows), rows, strict=True):
+        name = next(key for key in field if field[key] == text)
+        assert output.error.startswith(f"{name}: ")
+    (output,) = BatchGenerator(t5, t5_tokenizer).generate([{"prompt": text}])
+    assert output.error.startswith(f"prompt: has no text, found {text!r}")
+    calls = {
+        r"texts\[1\]: prompt": lambda: jaxllm.embed(t5, ["Hello", text], t5_tokenizer),
+        r"inputs\[1\]": lambda: jaxllm.pipeline("translation", model, tokenizer)(
+            ["Hello", text], tgt_lang="zul_Latn"
+        ),
+        "inputs": lambda: jaxllm.pipeline("text2text-generation", t5, t5_tokenizer)(text),
+    }
+    for message, call in calls.items():
+        with pytest.raises(InputError, match=f"{message}.*: has no text"):
+            call()

@@ -198,7 +198,9 @@ class ColumnChoice:
             raise DataError(f"nothing in {self.completion!r}, the column of the completions")
         if self.template is not None:
             row["prompt"] = self.template.render(cells)
-        elif self.prompt is not None and not set(PROMPT_KEYS).intersection(row):
+        elif not row.keys() & set(PROMPT_KEYS) and (self.prompt or "prompt") in cells:
+            row["prompt"] = ""  # a line without text, which a translation keeps
+        elif self.prompt is not None and not row.keys() & set(PROMPT_KEYS):
             raise DataError(f"nothing in {self.prompt!r}, the column of the prompts")
         if self.system_template is not None:
             row["messages"] = [
