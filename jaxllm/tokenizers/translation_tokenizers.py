@@ -268,13 +268,13 @@ class MarianTokenizer(VocabularyTokenizer):
         return replace(settings, options=length)
 
     def _tokenize(self, text: str) -> list[str]:
-        code, text = self._split(text)
+        code, text = self._code_and_text(text)
         return [*code, *super()._tokenize(text)]
 
     def is_blank(self, text: str) -> bool:
-        return not self._split(text.strip())[1].strip()
+        return not self._code_and_text(text.strip())[1].strip()
 
-    def _split(self, text: str) -> tuple[list[str], str]:
+    def _code_and_text(self, text: str) -> tuple[list[str], str]:
         """The language that a text begins with, if it does, and the rest."""
         end = text.find("<<") + 2 if text.startswith(">>") else 1
         return ([text[:end]], text[end:]) if end > 1 else ([], text)
