@@ -39,6 +39,7 @@ from jaxllm.generation.loop import (
 )
 from jaxllm.generation.processors.host import reraise_failures
 from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.generation.strategies.beam_search import end_beams
 from jaxllm.generation.strategies.guidance import Guided
 from jaxllm.generation.strategies.records import check_record_size
 from jaxllm.generation.strategies.strategy import DecodeState, Result
@@ -307,7 +308,7 @@ def partial_results(
                 state = run_prefill(model, request, prefill_program)
             else:
                 state = run_decode(strategy, model, state, settings, next_length)
-            result = fetch_progress(finish_program(strategy, state, request.settings))
+            result = fetch_progress(finish_program(strategy, state, settings))
         expired = any(limit.expired() for limit in request.time_limits)
         if expired and not beams:
             longest = result.length if result.longest is None else result.longest
@@ -315,17 +316,16 @@ def partial_results(
             result = dataclasses.replace(
                 result, all_finished=np.bool_(True), length=longest, steps=steps
             )
-        elif settings is not request.settings:  # the last step of beams after the time limit
-            result = dataclasses.replace(result, all_finished=np.bool_(True))
+        elif expired:
+            with use_mesh(request.mesh), reraise_failures():
+                state = end_beams(strategy, state)
+                result = fetch_progress(finish_program(strategy, state, settings))
         yield result, state
         if result.all_finished:
             return
         length = request.start_len + int(result.steps) if beams else int(result.length)
         chunks = (length - request.start_len) // chunk + 1
         next_length = min(request.start_len + chunks * chunk, request.max_length)
-        if expired:  # one last step of beams, in which every candidate finishes
-            next_length = length + 1
-            settings = dataclasses.replace(settings, max_length=np.int32(next_length))
 
 
 def run_prefill(model: Decoder, request: Request, program: Callable[..., Prefilled]) -> Prefilled:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxllm.cache.attention_view import AttentionView
+from jaxllm.cache.attention_view import AttentionView, SequenceMask
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.models import config as cfg
 from jaxllm.models import config_checks as checks
@@ -114,10 +114,9 @@ class AbsoluteConfig(cfg.ModelConfig):
             "add_bias_logits": False,
         }
         handled = {key for key, value in implied.items() if raw.get(key) in (None, value)}
-        if not raw.get("force_bos_token_to_be_generated") or "forced_bos_token_id" in raw:
-            handled |= {"force_bos_token_to_be_generated"}  # the old name of forced_bos_token_id
-        # Of classifiers, and of the training of distilled models.
-        handled |= {"classif_dropout", "replacing_rate", "save_step"}
+        # Read with the generation settings; of classifiers; of the training of distilled models.
+        handled |= {"force_bos_token_to_be_generated", "classif_dropout"}
+        handled |= {"replacing_rate", "save_step"}
         return super().handled_keys(raw) | handled
 
     def check(self) -> None:
@@ -180,6 +179,10 @@ class Positions(nnx.Module):
         # M2M100 gives no position to a pad token, even to one that no mask hides.
         pad = self.positions.zero_row if isinstance(self.positions, Sinusoids) else None
         if ids is not None and pad is not None:
+            mask = view.visible
+            if isinstance(mask, SequenceMask) and mask.query_segments is None:
+                counted = (ids == pad) & mask.keys  # tokens after them have the positions of before
+                positions = positions - jnp.cumsum(counted, axis=1, dtype=jnp.int32)
             positions = jnp.where(ids == pad, pad, positions)
         x = x + self.positions(positions).astype(x.dtype)
         return x if self.norm is None else self.norm(x)

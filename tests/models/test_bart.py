@@ -24,6 +24,7 @@ from jaxllm.nn.positions import Sinusoids
 from jaxllm.training import OptimizerConfig, TrainState, loss_for, make_optimizer, make_train_step
 
 PEGASUS = Path(__file__).parents[1] / "data" / "parity" / "pegasus_full"
+DATA = Path(__file__).parents[1] / "data"
 FULL = Path(__file__).parents[1] / "data" / "parity" / "bart_full"
 
 
@@ -279,3 +280,34 @@ def test_the_flax_class():
     encoded = model.encode(ids)
     expected = model(ids, decoder_input_ids=ids[:, :3]).logits
     np.testing.assert_allclose(model.decode(ids[:, :3], encoded).logits, expected, atol=1e-5)
+
+
+@pytest.mark.usefixtures("highest_precision")
+def test_pads_that_no_mask_hides_have_no_positions_in_m2m_100():
+    """In a prompt of the decoder and in the encoder; new tokens count them, as in transformers."""
+    reference = dict(np.load(DATA / "decoder_pads" / "reference.npz"))
+    inputs = {name: reference[name] for name in ("input_ids", "attention_mask")}
+    prompt, model = reference["decoder_input_ids"], jaxllm.load(DATA / "parity" / "m2m_100_full")[0]
+    assert reference["logits"].std() > 1
+    actual = model(**inputs, decoder_input_ids=prompt).logits
+    np.testing.assert_allclose(actual, reference["logits"], atol=1e-4)
+    settings = {"max_new_tokens": 5, "eos_token_id": None, "num_beams": 1, "output_logits": True}
+    settings |= {"do_sample": False, "forced_bos_token_id": None, "decoder_input_ids": prompt}
+    out = jaxllm.generate(model, **inputs, **settings, return_dict_in_generate=True)
+    np.testing.assert_array_equal(out.sequences, reference["sequences"])
+    np.testing.assert_allclose(np.stack(out.logits), reference["steps"], atol=1e-4)
+
+
+@pytest.mark.parametrize("given", [{}, {"forced_bos_token_id": None}, {"forced_bos_token_id": 9}])
+def test_the_old_name_of_a_forced_first_token(given, tmp_path):
+    """BART's files of transformers 3, as BartConfig and GenerationConfig read them."""
+    shutil.copytree(FULL, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("forced_bos_token_id", None)
+    config |= {"force_bos_token_to_be_generated": True, "bos_token_id": 5, **given}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model, first = jaxllm.load(tmp_path)[0], given.get("forced_bos_token_id") or 5
+    assert model.generation_config.forced_bos_token_id == first
+    out = jaxllm.generate(model, tiny.ids(2, 5, vocab=53), max_new_tokens=3, num_beams=1)
+    assert (np.asarray(out.sequences)[:, 1] == first).all()

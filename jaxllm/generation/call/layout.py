@@ -176,6 +176,17 @@ def sequence_buffers(
 
 
 def cache_kind(config: GenerationConfig, *, ring: bool) -> CacheKind:
+    """`required_cache_kind`; the plain cache where a file asks for what is not possible, since a
+    file says how to compute, not what."""
+    try:
+        return required_cache_kind(config, ring=ring)
+    except (InputError, UnsupportedError):
+        if not config.explicit.isdisjoint(("cache_implementation", "cache_config")):
+            raise
+        return PLAIN
+
+
+def required_cache_kind(config: GenerationConfig, *, ring: bool) -> CacheKind:
     """Cache kind from `cache_implementation` and `cache_config`.
 
     "static" and "dynamic" are the plain cache: it has its full size from the start, as "static" in

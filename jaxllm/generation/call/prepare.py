@@ -249,7 +249,8 @@ def decode_settings(
             vocab_size=call.model.config.vocab_size,
             encoder_input_ids=None if encoder_input is None else encoder_input.ids,
             encoder_mask=None if encoder_input is None else encoder_input.mask,
-            prompt_ids=padded.ids,
+            # The decoder's prompt does not stand in for an encoder's input without ids.
+            prompt_ids=None if call.model.is_encoder_decoder else padded.ids,
             prompt_mask=padded.mask,
             prefix_allowed_tokens_fn=call.arguments.prefix_allowed_tokens_fn,
             extra=processor_list(call.arguments.logits_processor),

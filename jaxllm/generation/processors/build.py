@@ -40,7 +40,10 @@ class ProcessorInputs:
     def encoder(self, field: str) -> tuple[Int[Array, "B S"], Bool[Array, "B S"] | None]:
         """Ids and mask of the encoder's input; InputError naming ``field`` if there are no ids."""
         if self.encoder_ids is None:
-            raise InputError(f"`{field}` needs token ids as the model's input")
+            raise InputError(
+                f"{field}: compares with the token ids of the model's input, which encoder_outputs "
+                "and inputs_embeds do not have; give input_ids, or leave the setting out"
+            )
         return self.encoder_ids, self.encoder_mask
 
 
@@ -193,8 +196,10 @@ def build_processors(
     inputs = ProcessorInputs(config, prompt_len, max_length, eos_token_id, vocab_size, *encoder)
     built = _build(_PENALTIES, inputs)
     if prefix_allowed_tokens_fn is not None:
-        # Each beam group calls it separately, with the rows of that group.
+        # Each beam group calls it separately, with the rows of that group. Without beams a prompt
+        # has a row for each sample.
         rows = config.num_beams // config.num_beam_groups
+        rows = config.num_return_sequences if config.num_beams == 1 else rows
         built.append(processors.PrefixConstrainedLogitsProcessor(prefix_allowed_tokens_fn, rows))
     built += _build(_FORCING | REGISTERED["penalties"], inputs)
     warpers = _build(_WARPERS, inputs) if config.do_sample else []

@@ -258,7 +258,7 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
 
     Args:
         prefix_allowed_tokens_fn: returns a non-empty list of token ids.
-        num_beams: rows per prompt; row r belongs to prompt ``r // num_beams``.
+        num_beams: rows per prompt, beams or samples; row r belongs to prompt ``r // num_beams``.
 
     Raises:
         InputError: an argument has the wrong type. While the program runs: the function returned

@@ -282,6 +282,18 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
             is_stopped=jnp.zeros((batch, self.num_beams), bool),
         )
 
+    def ended(self, state: BeamSearchState) -> BeamSearchState:
+        """The state if a stopping criterion had met all running beams at their newest token."""
+        length = (state.cur_len - state.start_len)[..., None]
+        scores = length_normalized(state.running.scores, length, self.length_penalty[..., None])
+        scores = scores + jnp.where(state.is_finished[:, None], WORST, 0.0)
+        new = dataclasses.replace(state.running, scores=scores)
+        finished, index = state.finished.join(new).best(self.num_beams)
+        now = jnp.ones_like(state.is_stopped)
+        is_stopped = take_per_row(jnp.concatenate([state.is_stopped, now], axis=1), index)
+        every_row = jnp.ones_like(state.is_finished)
+        return state.replace(finished=finished, is_stopped=is_stopped, is_finished=every_row)
+
     def ends(self, state: BeamSearchState) -> SequenceEnds:
         is_stopped = state.is_stopped[:, : self.num_return_sequences].reshape(-1)
         return dataclasses.replace(super().ends(state), is_stopped=is_stopped)
@@ -370,3 +382,9 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
         worst = jnp.where(is_full, jnp.min(state.finished.scores, axis=1), WORST)
         can_enter = best > worst
         return is_full | ~can_enter if self.early_stopping is True else ~can_enter
+
+
+@jax.jit
+def end_beams(strategy: BeamSearch, state: BeamSearchState) -> BeamSearchState:
+    """`BeamSearch.ended`, compiled: for a time limit, which the host checks."""
+    return strategy.ended(state)

@@ -178,9 +178,15 @@ def encode_continuation(tokenizer: Tokenizer, text: str) -> list[int]:
     """Encodes a text that continues another one.
 
     sentencepiece prepends a space to a text, which is wrong for a continuation. So the text is
-    encoded after a line break, whose ids are then removed if they are unchanged.
+    encoded after a line break, whose ids are then removed if they are unchanged. Where unknown
+    characters become one token, and the line break is one of them, a known character stands in for
+    it: the break would swallow an unknown beginning of the text.
     """
-    before, both = plain(tokenizer, "\n"), plain(tokenizer, "\n" + text)
+    for start in ("\n", ".", "a", ""):
+        before = plain(tokenizer, start)
+        if not before or plain(tokenizer, 2 * start) != before:
+            break
+    both = plain(tokenizer, start + text)
     if both[: len(before)] == before:
         return both[len(before) :]
     return plain(tokenizer, text)

@@ -13,7 +13,7 @@ import jaxllm
 from jaxllm.cache.kv_cache import KV
 from jaxllm.cache.variants import QuantizedKV
 from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.generation import loop
+from jaxllm.generation import GenerationConfig, loop
 from jaxllm.generation.generate import prepare_call
 
 QUANTIZED = {"cache_implementation": "quantized", "cache_config": {"nbits": 8}}
@@ -176,6 +176,17 @@ def test_static_dynamic_and_a_length():
 def test_what_a_cache_cannot_be(fields, error, message):
     with pytest.raises(error, match=message):
         jaxllm.generate(tiny.cached("llama"), np.array([[3, 4]]), **fields)
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "quantized", "offloaded", "hybrid"])
+def test_a_kind_of_cache_in_a_file_is_no_error(name):
+    """It says how to compute, not what: without its options the cache is the plain one."""
+    model, ids = tiny.cached("llama"), np.array([[3, 4]])
+    settings = {"max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0}
+    expected = jaxllm.generate(model, ids, **settings).sequences
+    file = GenerationConfig.from_dict({"cache_implementation": name, "cache_config": {"nbits": 4}})
+    actual = jaxllm.generate(model, ids, generation_config=file, **settings).sequences
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_a_window_has_a_length_of_its_own():

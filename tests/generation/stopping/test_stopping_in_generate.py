@@ -97,12 +97,36 @@ def test_max_time_ends_rows_after_the_current_token(fields):
     ids = [[5, 6, 7]]
     arguments = {"max_new_tokens": 64, "eos_token_id": None, "pad_token_id": 0, **fields}
     out = jaxllm.generate(model("s_llama"), ids, max_time=1e-6, **arguments)
-    assert out.sequences.shape[1] == 3 + (2 if fields else 1)
+    assert out.sequences.shape[1] == 4
     late = MaxTimeCriteria(1e9, initial_timestamp=-2e9)
     again = jaxllm.generate(model("s_llama"), ids, stopping_criteria=[late], **arguments)
     np.testing.assert_array_equal(again.sequences, out.sequences)
     free = jaxllm.generate(model("s_llama"), ids, max_time=1e6, **arguments).sequences
     assert free.shape[1] == 67
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("early_stopping", [False, True])
+@pytest.mark.parametrize("step", [1, 4, 7])
+def test_a_time_limit_ends_beams_as_a_criterion_does(step, early_stopping, monkeypatch):
+    """At the step after which the time is over, with the sequences and scores of that step."""
+    ids = np.array([[5, 6, 7], [8, 9, 3]])
+    fields = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 12, "pad_token_id": 0}
+    fields |= {"early_stopping": early_stopping, "length_penalty": 0.5, "eos_token_id": [4, 11]}
+    net, calls = model("s_llama"), []
+
+    def expired(self):
+        calls.append(0)
+        return len(calls) >= step
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MaxTimeCriteria, "expired", expired)
+        out = jaxllm.generate(net, ids, max_time=1.0, **fields)
+    limit = HostCriteria(lambda ids, scores: np.full(len(ids), ids.shape[1] >= 3 + step))
+    expected = jaxllm.generate(net, ids, stopping_criteria=[limit], **fields)
+    np.testing.assert_array_equal(out.sequences, expected.sequences)
+    np.testing.assert_allclose(out.sequences_scores, expected.sequences_scores, rtol=1e-6)
+    assert out.finish_reason_names() == expected.finish_reason_names()
 
 
 class Streamer:

@@ -10,8 +10,9 @@ from small_tokenizers import small_tokenizer
 from translation_tools import write
 
 from jaxllm.common.errors import ConfigError, DataError, InputError
-from jaxllm.tokenizers import load_tokenizer
+from jaxllm.tokenizers import FastTokenizer, load_tokenizer
 from jaxllm.tokenizers.byte_level import byte_tokenizer, ids_are_bytes
+from jaxllm.tokenizers.settings import TokenizerSettings
 from jaxllm.training.data import DataConfig, ModelInfo
 from jaxllm.training.data.formats import (
     PromptCompletionFormat,
@@ -87,6 +88,22 @@ def test_completion_and_its_end_are_learnt(name):
     assert tokenizer.decode(example.input_ids[:-1], skip_special_tokens=True).strip() == (
         "Capital of France?\nAnswer: Paris, of course"
     )
+
+
+@pytest.mark.parametrize("known", [".", "a", "x"])
+def test_an_unknown_beginning_of_a_completion_is_learnt(known):
+    """Also where the tokenizer has no line break, and unknown characters become one token."""
+    pieces = [["<unk>", 0.0], ["\u2581", -2.0], ["b", -3.0], [known, -3.0]]
+    unigram = {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}
+    space = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always"}
+    spec = {"model": unigram, "pre_tokenizer": space, "decoder": space}
+    tokenizer = FastTokenizer(spec, TokenizerSettings())
+    assert tokenizer.encode("\n\u20ac") == tokenizer.encode("\n") == [1, 0]
+    encode = PromptCompletionFormat(tokenizer, END, "prompt", "completion")
+    start = [] if known in ".a" else [1]  # nothing known to begin with: the space is not removed
+    for completion, ids in {"\u20acb": [0, 2], "bb": [2, 2], "b\n": [2, 0]}.items():
+        example = encode({"prompt": "b", "completion": completion})
+        assert learnt(example) == [*start, *ids, END]
 
 
 def test_a_prompt_gets_no_end():

@@ -45,6 +45,33 @@ def rule_of(case, vocab_size):
     return allowed
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"do_sample": True, "num_return_sequences": 3},
+        {"num_beams": 2},
+        {"num_beams": 4, "num_return_sequences": 2},
+        {"num_beams": 2, "num_return_sequences": 2, "do_sample": True},
+    ],
+    ids=str,
+)
+def test_the_function_gets_the_number_of_the_prompt(fields, model):
+    """As in transformers 5.24, also with several samples of each prompt."""
+    rows = set()
+
+    def allowed(batch_id, ids):
+        rows.add((batch_id, *ids[:3].tolist()))
+        return [10 + batch_id, 20 + batch_id]
+
+    ends = {"max_new_tokens": 3, "eos_token_id": None, "pad_token_id": 0}
+    out = jaxllm.generate(model, IDS, prefix_allowed_tokens_fn=allowed, **ends, **fields)
+    assert rows == {(0, 5, 6, 7), (1, 8, 9, 3)}
+    results = len(out.sequences) // 2
+    new = np.asarray(out.sequences)[:, 3:].reshape(2, -1)
+    assert results == fields.get("num_return_sequences", 1)
+    assert [set(row.tolist()) <= {10 + n, 20 + n} for n, row in enumerate(new)] == [True, True]
+
+
 def program(processor, ids, scores, cur_len, kwargs):
     return processor(ids, scores, cur_len, **kwargs)
 
