@@ -354,11 +354,18 @@ def normalize(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
-def rouge(pairs: Pairs, *, use_stemmer: bool = False) -> MetricValues:
-    """Mean F-measures of ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004), by rouge-score.
+def rouge(
+    pairs: Pairs, *, kinds: Sequence[str] = ROUGE_KINDS, use_stemmer: bool = False
+) -> MetricValues:
+    """Mean F-measures, 0 to 1, of ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004), by rouge-score.
 
     Its words are of ASCII letters and digits; a reference in another script always scores 0, of
     which a warning tells.
+
+    Args:
+        kinds: of rouge-score; its "rougeLsum" takes each line for a sentence.
+        use_stemmer: compare English words without their endings (Porter 1980); the names of the
+            results then end with "_stemmed".
 
     Raises:
         MissingExtraError: rouge-score is not installed.
@@ -372,9 +379,9 @@ def rouge(pairs: Pairs, *, use_stemmer: bool = False) -> MetricValues:
             f"rouge: {without_words} of {len(pairs)} references have no ASCII letter or digit, and"
             " score 0 whatever the prediction; use chrf for other scripts"
         )
-    scorer = module.RougeScorer(list(ROUGE_KINDS), use_stemmer=use_stemmer)
+    scorer, suffix = module.RougeScorer(list(kinds), use_stemmer), "_stemmed" * use_stemmer
     rows = [scorer.score_multi(_several(references), text) for text, references in pairs]
-    return {kind: sum(row[kind].fmeasure for row in rows) / len(rows) for kind in ROUGE_KINDS}
+    return {kind + suffix: sum(row[kind].fmeasure for row in rows) / len(rows) for kind in kinds}
 
 
 def bleu(pairs: Pairs) -> MetricValues:
@@ -399,6 +406,9 @@ METRICS: dict[str, Callable[[Pairs], MetricValues]] = {
     "exact_match": exact_match,
     "normalized_exact_match": normalized_exact_match,
     "rouge": rouge,
+    "rouge_lsum": partial(rouge, kinds=("rougeLsum",)),
+    "rouge_stemmed": partial(rouge, use_stemmer=True),
+    "rouge_lsum_stemmed": partial(rouge, kinds=("rougeLsum",), use_stemmer=True),
     "bleu": bleu,
     "chrf": chrf,
 }
@@ -411,7 +421,8 @@ def check_metrics(names: Iterable[str]) -> None:
     >>> check_metrics(["rogue"])
     Traceback (most recent call last):
     jaxllm.common.errors.InputError: metrics: no 'rogue', did you mean 'rouge'? There are \
-exact_match, normalized_exact_match, rouge, bleu, chrf
+exact_match, normalized_exact_match, rouge, rouge_lsum, rouge_stemmed, \
+rouge_lsum_stemmed, bleu, chrf
     """
     for name in names:
         if name not in METRICS:

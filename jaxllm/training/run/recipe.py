@@ -150,8 +150,9 @@ class Evaluation:
         every: steps between evaluations. The last step is always evaluated; None: only the last.
         at_start: also evaluate before the first step; logged in metrics.jsonl as step 0.
         batch_size: rows per batch; None: as in a training micro-batch.
-        metrics: metrics of generated answers (exact_match, normalized_exact_match, rouge, bleu,
-            chrf); empty: nothing is generated.
+        metrics: metrics of generated answers: exact_match, normalized_exact_match, rouge and
+            rouge_lsum (0 to 1; rouge_stemmed and rouge_lsum_stemmed without the endings of English
+            words), bleu and chrf (0 to 100). Empty: nothing is generated.
         rows: number of rows to generate for; None: all.
         samples: number of answers in the report, before and after training.
         fields: generation settings of `jaxllm.generate`, such as ``{max_new_tokens: 64}``.
@@ -242,7 +243,7 @@ class Recipe:
         accumulation: number of micro-batches of a step, computed sequentially.
         seed: seed of random weights, data order and dropout.
         trainable: regexes of the paths of the parameters to train; empty: all parameters.
-        label_smoothing, z_loss: see `jaxllm.training.losses.TokenLoss`.
+        label_smoothing, z_loss: see `jaxllm.training.losses.TokenLoss`; evaluations leave both out.
         ema_decay: decay of a moving average of the weights, which is evaluated and exported. None:
             no average.
         skip_limit: number of consecutive batches without a finite gradient that stops the run.

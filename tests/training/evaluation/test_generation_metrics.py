@@ -54,6 +54,19 @@ def test_rouge_is_the_librarys() -> None:
     assert gm.rouge(PAIRS) != pytest.approx(gm.rouge(SINGLE))
 
 
+@pytest.mark.parametrize("use_stemmer", [False, True])
+def test_rouge_of_stems_and_lines(use_stemmer: bool) -> None:
+    """As transformers' run_summarization.py scores: stems, and sentences on lines."""
+    text, reference = "The cats were running.\nDogs sleep.", "Dogs slept.\nA cat runs."
+    scorer = RougeScorer(["rouge1", "rouge2", "rougeL", "rougeLsum"], use_stemmer)
+    expected = {name: score.fmeasure for name, score in scorer.score(reference, text).items()}
+    suffix = "_stemmed" * use_stemmer
+    scores = gm.score_texts([(text, reference)], [f"rouge{suffix}", f"rouge_lsum{suffix}"])
+    assert scores == pytest.approx({name + suffix: x for name, x in expected.items()})
+    assert (scores[f"rouge1{suffix}"] > 0.3) is use_stemmer
+    assert (scores[f"rougeLsum{suffix}"] > scores[f"rougeL{suffix}"]) is use_stemmer
+
+
 def test_references_that_rouge_cannot_score_are_told() -> None:
     """A perfect answer in another script has a ROUGE of 0, in rouge-score too."""
     pairs = [("Привет", ["Привет"]), ("a", ["你好", "a"]), ("", [""]), ("Grüße", ["Grüße"])]
