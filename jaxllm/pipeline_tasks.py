@@ -186,11 +186,11 @@ def _forward(model: Any, batch: Mapping[str, Array]) -> Any:
 
 def _outputs(
     pipe: TaskModel,
-    inputs: list[str],
+    inputs: list[Any],
     rows_of: Callable[[np.ndarray, Any], Sequence[np.ndarray]],
     **encoding: Any,
 ) -> list[np.ndarray]:
-    """Runs the model on texts.
+    """Runs the model on texts, or on mappings of a `text` and its `text_pair`.
 
     Args:
         encoding: options of the tokenizer.
@@ -201,11 +201,14 @@ def _outputs(
     """
     model = with_rope_per_row(pipe.model)
 
-    def run(texts: list[str]) -> Sequence[np.ndarray]:
-        batch = pipe.tokenizer(texts, bucket="power_of_two", return_tensors="np", **encoding)
+    def run(rows: list[Any]) -> Sequence[np.ndarray]:
+        options = {"bucket": "power_of_two", "return_tensors": "np", **encoding}
+        batch: Any = pipe.tokenizer(*map(list, zip(*rows, strict=True)), **options)
         return rows_of(np.asarray(batch.attention_mask), _forward(model, dict(batch)))
 
-    results = dict(run_in_batches(run, inputs, pipe.batch_size, length=len))
+    rows = [(x, None) if isinstance(x, str) else (x["text"], x.get("text_pair")) for x in inputs]
+    length: Any = lambda row: sum(len(text or "") for text in row)  # noqa: E731
+    results = dict(run_in_batches(run, rows, pipe.batch_size, length=length))
     for number in range(len(inputs)):
         if not np.isfinite(results[number]).all():
             raise NonFiniteError(
@@ -217,7 +220,7 @@ def _outputs(
 
 def _classification(
     pipe: TaskModel,
-    inputs: list[str],
+    inputs: list[str | Mapping[str, str]],
     *,
     top_k: int | None = 1,
     truncation: Truncation = False,

@@ -34,7 +34,7 @@ class Pipeline(TaskModel):
 
     def __call__(
         self,
-        inputs: str | Chat | Sequence[str | Chat],
+        inputs: str | Chat | Mapping[str, str] | Sequence[str | Chat | Mapping[str, str]],
         *,
         batch_size: int | None = None,
         **options: Any,
@@ -43,7 +43,8 @@ class Pipeline(TaskModel):
 
         Args:
             inputs: a string or a list of strings; for "text-generation" also the messages of a
-                chat, or a list of such conversations.
+                chat, or a list of such conversations; for "text-classification" also a pair
+                ``{"text": ..., "text_pair": ...}`` or a list of pairs.
             batch_size: number of inputs of a batch. None: that of the pipeline.
             options: fields of `GenerationConfig` and `key` for generation; `src_lang` and
                 `tgt_lang` for translation models ("translation", "text2text-generation");
@@ -73,20 +74,28 @@ class Pipeline(TaskModel):
         options = {**self.options, **options}
         _check_options(self.task, options)
         pipe = self if batch_size is None else replace(self, batch_size=batch_size)
-        single = isinstance(inputs, str) or _is_chat(inputs)
+        takes_pairs = self.task == "text-classification"
+        is_pair = takes_pairs and isinstance(inputs, Mapping)
+        single = isinstance(inputs, str) or is_pair or (not takes_pairs and _is_chat(inputs))
         rows: list[Any] = [inputs] if single else checked_list(plain_rows(inputs), "inputs")
         if not rows:
             return []
         for i, row in enumerate(rows):
-            if not (isinstance(row, str) or _is_chat(row)):
+            if takes_pairs and isinstance(row, Mapping):
+                if "text" not in row or {*row} - {"text", "text_pair"}:
+                    raise InputError(f"inputs[{i}]: expected text and text_pair, found {[*row]}")
+                texts = [text for text in row.values() if text is not None]
+            else:
+                texts = [row] if takes_pairs or not _is_chat(row) else []
+            if not all(isinstance(text, str) for text in texts):
                 raise InputError(f"inputs[{i}]: expected a string, found {quoted(row)}")
         results = list(TASKS[self.task].run(pipe, rows, **options))
-        if single:
+        if single and not is_pair:
             return results if isinstance(results[0], dict) else results[0]
         flattened = ("text2text-generation", "translation")  # by transformers
         if self.task in flattened and all(len(each) == 1 for each in results):
             return [each[0] for each in results]
-        return results
+        return results[0] if is_pair else results
 
 
 def pipeline(

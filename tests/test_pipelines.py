@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny
 from paths import DATA
+from serving_tools import chat_tokenizer
 from translation_tools import write
 
 import jaxllm
@@ -142,6 +143,31 @@ def test_text_classification(problem, tmp_path):
         scores = {label["label"]: label["score"] for label in labels}
         np.testing.assert_allclose([scores[name] for name in names], row, rtol=1e-5)
     assert [each["label"] for each in pipe(TEXTS)] == [names[i] for i in expected.argmax(1)]
+
+
+def test_text_classification_of_pairs():
+    """As transformers' pipeline: mappings of `text` and `text_pair`, also among plain texts."""
+    tokenizer = chat_tokenizer()
+    model = tiny.make(
+        "llama", architecture="LlamaForSequenceClassification", vocab_size=len(tokenizer)
+    )
+    pipe = jaxllm.pipeline("text-classification", model, tokenizer, batch_size=2, top_k=None)
+    inputs = [{"text": "Hello", "text_pair": "Nice to meet you."}, "Hello", {"text": "a b"}]
+    for each, labels in zip(inputs, pipe(inputs), strict=True):
+        texts = [each] if isinstance(each, str) else each.values()
+        logits = np.asarray(model(**tokenizer(*map(list, zip(texts)), return_tensors="np")).logits)
+        expected = np.sort(np.exp(logits[0]) / np.exp(logits[0]).sum())[::-1]
+        np.testing.assert_allclose([x["score"] for x in labels], expected, rtol=1e-5)
+    assert pipe(inputs[0], top_k=1) == pipe(inputs, top_k=1)[0]
+    assert pipe(inputs[0], top_k=1) != pipe(inputs[1], top_k=1)[0]
+    for wrong, message in (
+        ({"text": "a", "pair": "b"}, r"inputs\[0\]: expected text and text_pair, found"),
+        ([{"text": "a"}, {"text": 5}], r"inputs\[1\]: expected a string"),
+        ([["a", "b"]], r"inputs\[0\]: expected a string"),
+        ([[{"text": "a"}]], r"inputs\[0\]: expected a string"),
+    ):
+        with pytest.raises(InputError, match=message):
+            pipe(wrong)
 
 
 @pytest.mark.ci

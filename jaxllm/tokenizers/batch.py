@@ -215,9 +215,9 @@ def bucket_length(length: int, bucket: Bucket) -> int:
         return length
     if bucket == "power_of_two":
         return 1 << (length - 1).bit_length()
-    if isinstance(bucket, bool) or not isinstance(bucket, int) or bucket < 1:
+    if isinstance(bucket, bool) or not isinstance(bucket, int | np.integer) or bucket < 1:
         raise InputError(f"bucket is {quoted(bucket)}: give None, a positive int or 'power_of_two'")
-    return -(-length // bucket) * bucket
+    return -(-length // int(bucket)) * int(bucket)
 
 
 def truncate(

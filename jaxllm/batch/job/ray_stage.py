@@ -90,7 +90,7 @@ class JaxLLMStage:
         """Generates for the rows of a batch.
 
         Args:
-            batch: a `pyarrow.Table`, or a dict of numpy arrays.
+            batch: a `pyarrow.Table`, a pandas data frame, or a dict of numpy arrays.
 
         Returns:
             A `pyarrow.Table` with the columns `id`, `text`, `output_ids` and `finish_reason` (lists
@@ -101,7 +101,13 @@ class JaxLLMStage:
             DataError: a column is missing.
         """
         arrow = require("pyarrow", extra="ray", purpose="clusters")
-        table = batch if isinstance(batch, arrow.Table) else arrow.table(plain(batch))
+        table = batch
+        if not isinstance(batch, arrow.Table):
+            # NaN in a column of objects is pandas' missing cell.
+            columns = {
+                name: arrow.array(column, from_pandas=True) for name, column in plain(batch).items()
+            }
+            table = arrow.table(columns)
         if "id" not in table.column_names:
             raise DataError(f"no column 'id'; there are {table.column_names}")
         source = Source(ArrowTable("batch", table), self._choice, RESULTS, keeps_types=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas
 import pyarrow
 import pytest
 from paths import ROOT
@@ -71,6 +72,18 @@ def test_templates_and_kept_columns():
     assert result.column_names[:3] == ["id", "in_Temperature", "text"]
     alone = jaxllm.BatchGenerator(*jaxllm.load(MODEL), max_new_tokens=2).generate(["Why 3", " "])
     assert result["text"].to_pylist() == [output.text for output in alone]
+
+
+def test_missing_cells_of_numpy_and_pandas_batches():
+    """Ray's pandas batches have NaN, and its numpy batches None, where a cell is missing."""
+    stage = JaxLLMStage(MODEL, max_new_tokens=2)
+    rows = {"id": ["a", "b"], "prompt": ["Why", None], "seed": [None, 4]}
+    expected = stage(pyarrow.table(rows)).to_pylist()
+    assert expected[0]["text"] is not None
+    frame = pandas.DataFrame({**rows, "prompt": ["Why", float("nan")]})
+    numpy_batch = {name: np.array(column, object) for name, column in rows.items()}
+    for batch in (frame, frame.astype({"prompt": "string"}), numpy_batch):
+        assert stage(batch).to_pylist() == expected
 
 
 @pytest.mark.parametrize("several", [1, 2])
