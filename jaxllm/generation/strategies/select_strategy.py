@@ -270,8 +270,8 @@ def check_assistant(model: GenerativeModel, assistant: GenerativeModel) -> None:
     if sizes[0] != sizes[1]:
         raise UnsupportedError(
             f"assistant_model: its vocabulary has {sizes[0]} tokens and the model's {sizes[1]}; "
-            "both need the same (assistant_tokenizer is not supported). If one is only padded further, "
-            f"call resize_token_embeddings({max(sizes)}) of the other, and give what it returns"
+            "both need the same (assistant_tokenizer is not supported). If one is only padded, "
+            f"call resize_token_embeddings({max(sizes)}) of the other one"
         )
 
 
