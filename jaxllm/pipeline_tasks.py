@@ -17,7 +17,11 @@ from jaxllm.common.errors import ConfigError, InputError, NonFiniteError, quoted
 from jaxllm.generation.generate import generate
 from jaxllm.generation.inputs.batching import run_in_batches
 from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.generation.settings.resolve import target_settings, with_default_length
+from jaxllm.generation.settings.resolve import (
+    source_limit,
+    target_settings,
+    with_default_length,
+)
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder_only import CausalLM, SequenceClassifier, with_rope_per_row
 from jaxllm.models.encoder_decoder import EncoderDecoderLM
@@ -87,6 +91,13 @@ def _generate(
     Without the padding after a stop string, which may be any token.
     """
     settings = GenerationConfig(**fields)
+    limit = pipe.model.config.max_positions
+    for number, ids in enumerate(prompts):
+        if limit is not None and len(ids) + (not pipe.model.is_encoder_decoder) > limit:
+            raise InputError(
+                f"inputs[{number}]: has {len(ids)} tokens, but the model has {limit} positions; "
+                "shorten it, or give truncation=True"
+            )
     # In the order of the prompts: max_length counts the padding of a batch.
     for first in range(0, len(prompts), pipe.batch_size):
         rows = prompts[first : first + pipe.batch_size]
@@ -110,6 +121,8 @@ def _text_generation(
     inputs: list[str | Chat],
     *,
     return_full_text: bool = True,
+    truncation: Truncation = False,
+    max_source_length: int | None = None,
     key: Any = None,
     **fields: Any,
 ) -> Iterator[list[dict[str, Any]]]:
@@ -118,10 +131,11 @@ def _text_generation(
     def text_of(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)
 
+    cut = (truncation, max_source_length, fields.get("max_new_tokens"))
     prompts: list[list[int]] = []
     for number, each in enumerate(inputs):
         try:
-            prompts.append(_prompt_ids(tokenizer, each, pipe.prefix))
+            prompts.append(_prompt_ids(pipe, tokenizer, each, cut))
         except InputError as error:
             raise InputError(f"inputs[{number}]: {error}") from None
     sequences = _generate(pipe, prompts, key, fields)
@@ -140,9 +154,14 @@ def _after(prompt: str | Chat, answer: str) -> str | list[Mapping[str, Any]]:
     return [*prompt, {"role": "assistant", "content": answer}]
 
 
-def _prompt_ids(tokenizer: Tokenizer, prompt: str | Chat, prefix: str) -> list[int]:
+def _prompt_ids(
+    pipe: TaskModel, tokenizer: Tokenizer, prompt: str | Chat, cut: tuple[Any, Any, Any]
+) -> list[int]:
+    """Token ids of a prompt; `cut` are the last arguments of `source_limit`, for a text."""
     if isinstance(prompt, str):
-        return tokenizer.encode(prefix + prompt)
+        limit = source_limit(pipe.model, tokenizer, *cut)
+        options: Any = {} if limit is None else {"truncation": True, "max_length": limit}
+        return tokenizer.encode(pipe.prefix + prompt, **options)
     return tokenizer.apply_chat_template(prompt)
 
 
@@ -153,13 +172,16 @@ def _text_to_text(
     key: Any = None,
     src_lang: str | None = None,
     tgt_lang: str | None = None,
+    truncation: Truncation = False,
+    max_source_length: int | None = None,
     **fields: Any,
 ) -> Iterator[list[dict[str, str]]]:
     tokenizer = pipe.tokenizer.with_languages(src_lang)
     target_settings(pipe.model, tokenizer, fields, tgt_lang)
     for number, text in enumerate(inputs):
         check_not_blank(text, f"inputs[{number}]")
-    prompts = [tokenizer.encode(pipe.prefix + text) for text in inputs]
+    cut = (truncation, max_source_length, None)
+    prompts = [_prompt_ids(pipe, tokenizer, text, cut) for text in inputs]
     for results in _generate(pipe, prompts, key, tokenizer.with_target(fields, tgt_lang)):
         texts = tokenizer.batch_decode(results, skip_special_tokens=True)
         yield [{"generated_text": text} for text in texts]
@@ -172,10 +194,13 @@ def _translation(
     key: Any = None,
     src_lang: str | None = None,
     tgt_lang: str | None = None,
+    truncation: Truncation = False,
+    max_source_length: int | None = None,
     **fields: Any,
 ) -> Iterator[list[dict[str, str]]]:
-    languages = {"src_lang": src_lang, "tgt_lang": tgt_lang}
-    for results in _text_to_text(pipe, inputs, key=key, **languages, **fields):
+    options: Any = {"src_lang": src_lang, "tgt_lang": tgt_lang, "truncation": truncation}
+    options["max_source_length"] = max_source_length
+    for results in _text_to_text(pipe, inputs, key=key, **options, **fields):
         yield [{"translation_text": each["generated_text"]} for each in results]
 
 
@@ -204,11 +229,20 @@ def _outputs(
     def run(rows: list[Any]) -> Sequence[np.ndarray]:
         options = {"bucket": "power_of_two", "return_tensors": "np", **encoding}
         batch: Any = pipe.tokenizer(*map(list, zip(*rows, strict=True)), **options)
+        limit = getattr(pipe.model.config, "max_positions", None)
+        for row, mask in zip(rows, batch.attention_mask, strict=True):
+            if limit is not None and mask.sum() > limit:
+                raise InputError(
+                    f"inputs[{all_rows.index(row)}]: has {mask.sum()} tokens, but the model has "
+                    f"{limit} positions; shorten it, or give truncation=True"
+                )
         return rows_of(np.asarray(batch.attention_mask), _forward(model, dict(batch)))
 
-    rows = [(x, None) if isinstance(x, str) else (x["text"], x.get("text_pair")) for x in inputs]
+    all_rows = [
+        (x, None) if isinstance(x, str) else (x["text"], x.get("text_pair")) for x in inputs
+    ]
     length: Any = lambda row: sum(len(text or "") for text in row)  # noqa: E731
-    results = dict(run_in_batches(run, rows, pipe.batch_size, length=length))
+    results = dict(run_in_batches(run, all_rows, pipe.batch_size, length=length))
     for number in range(len(inputs)):
         if not np.isfinite(results[number]).all():
             raise NonFiniteError(

@@ -48,6 +48,8 @@ class Pipeline(TaskModel):
             batch_size: number of inputs of a batch. None: that of the pipeline.
             options: fields of `GenerationConfig` and `key` for generation; `src_lang` and
                 `tgt_lang` for translation models ("translation", "text2text-generation");
+                `truncation=True` to cut longer texts, or `max_source_length` to cut them to so many
+                tokens (tasks that generate);
                 `return_full_text=False` for the new text alone ("text-generation"); `top_k=None`
                 for the scores of all labels ("text-classification"); `pooling=None` for a vector
                 per token ("feature-extraction"); `truncation` and `max_length` of the tokenizer for

@@ -35,6 +35,8 @@ class BatchCounts:
     """Decode steps times the slots that they decoded. All beams of a row are one slot."""
     busy_slot_steps: int = 0
     """Slot-steps occupied by an unfinished row."""
+    cut_texts: int = 0
+    """Texts that were cut to the most tokens that the model takes."""
     halvings: int = 0
     """Number of times that memory ran out and the slots were halved."""
     programs: int = 0

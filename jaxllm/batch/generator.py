@@ -49,6 +49,7 @@ from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.models.decoder_only import with_rope_per_row
 from jaxllm.parallel.placement import mesh_of
 from jaxllm.parallel.sharding import row_shards
+from jaxllm.tokenizers.batch import Truncation
 from jaxllm.tokenizers.messages import plain_rows
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
@@ -99,6 +100,8 @@ class BatchGenerator:
             or a grammar may also be the name of a file. Needs
             ``pip install 'jaxllm[grammar]'``, and not several devices.
         src_lang, tgt_lang: languages of rows that name none, for translation models.
+        truncation: cut texts to the tokenizer's and the model's longest.
+        max_source_length: cut texts to so many tokens.
         announce: called with the memory that each pool of slots will take, before it runs.
         fields: generation fields of all rows; a row's own override them.
 
@@ -124,6 +127,8 @@ class BatchGenerator:
         grammar: str | PathLike[str] | None = None,
         src_lang: str | None = None,
         tgt_lang: str | None = None,
+        truncation: Truncation = False,
+        max_source_length: int | None = None,
         announce: Callable[[Prediction], object] | None = None,
         **fields: Any,
     ) -> None:
@@ -149,6 +154,8 @@ class BatchGenerator:
             chat=chat,
             system=system,
             constraint={"schema": schema, "regex": regex, "grammar": grammar},
+            truncation=truncation,
+            max_source_length=max_source_length,
         )
         self._budget = memory_budget(memory, 1 if self.mesh is None else self.mesh.size)
         self._announce = announce
@@ -273,6 +280,7 @@ class BatchGenerator:
                 self.counts.add_output(row)
                 yield row
             else:
+                self.counts.cut_texts += row.was_cut
                 checked_rows.append(row)
         self.counts.work = sum(row.max_new_tokens * row.samples for row in checked_rows)
         unfinished: dict[int, list[FinishedSequence]] = {}

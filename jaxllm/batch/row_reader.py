@@ -25,11 +25,13 @@ from jaxllm.generation.settings.resolve import (
     check_language,
     checked_lengths,
     checked_pad,
+    source_limit,
     with_default_length,
 )
 from jaxllm.generation.stopping import StopStringCriteria
 from jaxllm.generation.strategies.select_strategy import Call, registered_strategy
 from jaxllm.models.decoder import GenerativeModel
+from jaxllm.tokenizers.batch import Truncation
 from jaxllm.tokenizers.tokenizer import Tokenizer
 from jaxllm.tokenizers.vocabulary import check_not_blank
 
@@ -70,6 +72,7 @@ class RowReader:
         chat: a row's `prompt` is a user message, for the model's chat template.
         system: system message of that chat.
         constraint: `schema`, `regex` or `grammar` of rows that have none.
+        truncation, max_source_length: as `source_limit`.
     """
 
     def __init__(
@@ -82,6 +85,8 @@ class RowReader:
         chat: bool = False,
         system: str | None = None,
         constraint: Mapping[str, Any] | None = None,
+        truncation: Truncation = False,
+        max_source_length: int | None = None,
     ) -> None:
         self._model, self._tokenizer = model, tokenizer
         self._constraints = ConstraintCompiler(tokenizer, dict(constraint or {}))
@@ -89,6 +94,7 @@ class RowReader:
         own = fields if tokenizer is None else tokenizer.with_target(fields, None)
         self._fields, self._seed = dict(own), checked_seed(seed)
         self._default_new_tokens = default_new_tokens
+        self._truncation, self._max_source_length = truncation, max_source_length
         self._prompts = PromptReader(tokenizer, model.config.vocab_size, chat, system)
         self._settings: dict[str, tuple[GenerationConfig, tuple[int, ...]]] = {}
         self._with_default_length: dict[tuple[GenerationConfig, int | None], GenerationConfig] = {}
@@ -111,7 +117,8 @@ class RowReader:
         config, eos = self._read_settings(fields)
         input_ids = self._prompts.ids(row_input)
         own: Any = self._tokenizer
-        is_blank = self._prompts.is_text(row_input) and own.is_blank(row_input.prompt)
+        is_text = self._prompts.is_text(row_input)
+        is_blank = is_text and own.is_blank(row_input.prompt)
         if (
             is_blank
             and not own.translates
@@ -120,12 +127,24 @@ class RowReader:
             check_not_blank(row_input.prompt or "", "prompt")
         if row_input.input_ids is None:
             check_language(self._model, self._tokenizer, config)
+        limit = None
+        if is_text:
+            new = config.max_new_tokens or self._default_new_tokens
+            cut = (self._truncation, self._max_source_length, new)
+            limit = source_limit(self._model, own, *cut)
+        was_cut = limit is not None and len(input_ids) > limit
+        if was_cut:
+            encode = own.with_languages(row_input.src_lang).encode
+            ids = encode(row_input.prompt, truncation=True, max_length=limit)
+            input_ids = np.asarray(ids, input_ids.dtype)
         context = self._model.config.longest_prompt
         if context is not None and len(input_ids) > context:
             # It would cost memory and time in all slots, for a meaningless answer.
+            is_learned = self._model.config.max_positions is not None
+            more = "" if is_learned else ", or load the model with a larger max_position_embeddings"
             raise InputError(
                 f"the prompt has {len(input_ids)} tokens, but the model's context has {context}; "
-                "shorten it, or load the model with a larger max_position_embeddings"
+                f"shorten it, or cut it with truncation{more}"
             )
         decoder_prompt = input_ids
         if self._model.is_encoder_decoder:
@@ -149,6 +168,7 @@ class RowReader:
             mode=registered.name if registered else generation_mode(config),
             constraint=self._constraints.of_row(own_constraint, eos, len(decoder_prompt)),
             is_blank=is_blank and own.translates,
+            was_cut=was_cut,
         )
 
     def _with_lengths(

@@ -47,6 +47,8 @@ class BatchRow:
     """What the new text must match."""
     is_blank: bool = False
     """True for a line without text to translate, whose translation is empty too."""
+    was_cut: bool = False
+    """True for a text that was too long, and was cut."""
 
     @property
     def samples(self) -> int:

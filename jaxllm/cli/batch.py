@@ -67,6 +67,8 @@ from jaxllm.parallel.environment import devices, jax_settings, versions
 from jaxllm.serve.http.batch_requests import BatchRequests
 from jaxllm.tokenizers.settings import LANGUAGES
 
+CUTS = ("truncation", "max_source_length")
+"""Options that cut long texts."""
 NO_SUCCESS = 1
 """Exit code of a job in which no row succeeded."""
 CALIBRATION_SECONDS = 10.0
@@ -334,7 +336,7 @@ def job_identity(arguments: argparse.Namespace, platform: str) -> dict[str, Any]
     """
     path, whole = arguments.model, bool(arguments.whole_digest)
     adapter = arguments.adapter and checkpoint_digests(arguments.adapter, whole=whole)
-    names = ("context", "score", "embed", *LANGUAGES)
+    names = ("context", "score", "embed", *LANGUAGES, *CUTS)
     task = {name: getattr(arguments, name) for name in names}
     task = {name: value for name, value in task.items() if value}
     task |= constraint(arguments)  # an empty schema is one too: any JSON value
@@ -401,6 +403,8 @@ def check_task(arguments: argparse.Namespace, source: Source) -> None:
         raise InputError(f"--slots: expected 1 or more, found {arguments.slots}")
     task = "--score" if arguments.score else "--embed" if arguments.embed else None
     constraint_keys = list(constraint(arguments))
+    if task is not None or isinstance(source, OpenAIRequests):
+        reject(arguments, CUTS, "is only for rows that generate from texts")
     if task is not None:
         fields = [name.replace("_", "-") for name in generation_fields(arguments)]
         given = [name for name in ("seed", "memory") if getattr(arguments, name) is not None]
@@ -480,7 +484,7 @@ def generator_options(
     return {
         "chat": arguments.chat,
         "system": arguments.system,
-        **{name: getattr(arguments, name) for name in LANGUAGES},
+        **{name: getattr(arguments, name) for name in (*LANGUAGES, *CUTS)},
         "default_new_tokens": DEFAULT_NEW_TOKENS,
         **constraint,
         **slot_options(arguments, reporter),

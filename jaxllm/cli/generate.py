@@ -56,6 +56,7 @@ from jaxllm.generation.settings.resolve import (
     UnusedFieldWarning,
     check_for_use,
     check_language,
+    source_limit,
     with_default_length,
 )
 from jaxllm.models.decoder import GenerativeModel, checked_generative
@@ -95,6 +96,8 @@ _PROMPT_FLAGS: Flags = {
     "--system SYSTEM": "the system message, with --chat",
     "--src-lang CODE": "the language of the prompt of a translation model, such as eng_Latn; rows "
     "of --input may have their own, src_lang",
+    "--truncation": "cut a text that is longer than the tokenizer's or the model's longest",
+    "--max-source-length N": {"type": int, "help": "cut texts to so many tokens"},
     "--tgt-lang CODE": "the language to translate into; rows of --input may have their own, "
     "tgt_lang",
 }
@@ -308,6 +311,12 @@ def _planned(
 ) -> tuple[list[int], GenerationConfig, GenerationConfig]:
     """Ids of the prompt, the call's own settings, and all settings with the model's defaults."""
     ids = _ids(arguments, prompt, tokenizer)
+    if prompt is not None and not arguments.chat and tokenizer is not None:
+        cut = (arguments.truncation, arguments.max_source_length, fields.max_new_tokens)
+        limit = source_limit(model, tokenizer, *cut)
+        if limit is not None:
+            options: Any = {"truncation": True, "max_length": limit}
+            ids = tokenizer.encode(prompt, src_lang=arguments.src_lang, **options)
     if tokenizer is not None:
         given = generation_fields(arguments)
         fields = GenerationConfig(**tokenizer.with_target(given, arguments.tgt_lang))

@@ -45,6 +45,10 @@ class M2M100Config(AbsoluteConfig):
     def max_positions(self) -> int | None:
         return None  # a longer text has further positions
 
+    @property
+    def longest_prompt(self) -> None:
+        return None
+
 
 class M2M100ForConditionalGeneration(AbsoluteEncoderDecoderLM[M2M100Config]):
     """M2M100 or NLLB with LM head, whose matrix is the token embedding."""

@@ -70,6 +70,10 @@ class XGLMConfig(LayerNormConfig):
         return None
 
     @property
+    def longest_prompt(self) -> None:
+        return None
+
+    @property
     def embedding_dropout(self) -> float:
         return self.dropout
 

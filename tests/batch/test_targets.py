@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -105,11 +106,12 @@ def command(tmp_path_factory):
     folder = tmp_path_factory.mktemp("command")
     write_model(folder / "nllb", "nllb")
 
-    def run(rows, *options):
+    def run(rows, *options, noisy=False):
         lines, output = [json.dumps(row) for row in rows], folder / f"{len(list(folder.iterdir()))}"
         (folder / "rows.jsonl").write_text("\n".join(lines))
         files = ("--input", folder / "rows.jsonl", "--output", f"{output}.jsonl")
-        fixed = ("--model", folder / "nllb", *files, "--no-compile-cache", "--quiet")
+        fixed = ("--model", folder / "nllb", *files, "--no-compile-cache")
+        fixed += () if noisy else ("--quiet",)
         code = main(["generate", *map(str, (*fixed, *options))])
         written = Path(f"{output}.jsonl")
         return code, [json.loads(x) for x in written.read_text().splitlines() if written.exists()]
@@ -211,3 +213,60 @@ def test_an_empty_text_is_an_error_where_nothing_is_translated(loaded, text):
     for message, call in calls.items():
         with pytest.raises(InputError, match=f"{message}.*: has no text"):
             call()
+
+
+LONG = " ".join(["Hello world."] * 30)
+
+
+@pytest.mark.parametrize("options", [{"truncation": True}, {"max_source_length": 9}])
+@pytest.mark.parametrize("name", ["marian", "t5"])
+def test_long_texts_are_cut_and_counted(loaded, command, name, options):
+    model, tokenizer = loaded(name)
+    if name == "t5":  # computes its positions, so that the limit is the tokenizer's
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.model_max_length = 64
+    limit = options.get("max_source_length", 64)
+    ids = tokenizer.encode(LONG, truncation=True, max_length=limit)
+    assert (len(ids), ids[-1]) == (limit, tokenizer.eos_token_id)
+    engine = BatchGenerator(model, tokenizer, max_new_tokens=4, **options)
+    short, cut, same = engine.generate(["Hello", LONG, {"input_ids": ids}])
+    assert cut.output_ids == same.output_ids
+    assert short.prompt_tokens < cut.prompt_tokens == limit
+    assert engine.counts.cut_texts == 1
+    task = "translation" if name == "marian" else "text2text-generation"
+    pipe = jaxllm.pipeline(task, model, tokenizer, max_new_tokens=4)
+    (answer,) = pipe(LONG, **options)
+    assert [*answer.values()] == [cut.text]
+
+
+def test_a_long_text_is_named_and_the_advice_can_be_followed(loaded):
+    model, tokenizer = loaded("marian")  # whose positions are learned
+    with pytest.raises(InputError, match=r"inputs\[1\]: has \d+ tokens, but the model has 64"):
+        jaxllm.pipeline("translation", model, tokenizer)(["Hello", LONG])
+    (output,) = BatchGenerator(model, tokenizer).generate([LONG])
+    assert "cut it with truncation" in output.error
+    assert "max_position_embeddings" not in output.error
+
+
+def test_computed_positions_go_on_in_batches_as_in_generate(loaded):
+    model, tokenizer = loaded("nllb")
+    ids = tokenizer.encode(LONG)
+    assert len(ids) > model.config.context_length == 64
+    engine = BatchGenerator(model, tokenizer, max_new_tokens=4, tgt_lang="zul_Latn")
+    (output,) = engine.generate([LONG])
+    fields = tokenizer.target_fields("zul_Latn")
+    alone = jaxllm.generate(model, [ids], max_new_tokens=4, **fields)
+    assert list(output.output_ids[0]) == alone.new_tokens(1)[0]
+    assert BatchGenerator(model, tokenizer).plan([RawRow(0, 0, [4])]).rows[0].max_length <= 64
+
+
+def test_the_command_cuts_long_texts(command, capsys):
+    rows = [{"prompt": LONG, "completion": "a"}, {"prompt": "Hello", "completion": "a"}]
+    options = ("--tgt-lang", "zul_Latn")
+    for cut in (("--truncation",), ("--max-source-length", 9)):
+        code, lines = command(rows, *options, *cut, "--max-new-tokens", 4, noisy=True)
+        assert (code, len(lines)) == (0, 2)
+        assert "1 texts, which were too long" in capsys.readouterr().err
+        with pytest.raises(FileNotFoundError):
+            command(rows, *options, *cut, "--score")
+        assert f"{cut[0]}: is only for rows that generate from texts" in capsys.readouterr().err

@@ -106,6 +106,8 @@ class Report:
         if self.finish_reasons:
             lines.insert(2, ("finished by", format_counts(self.finish_reasons)))
             lines.insert(4, ("new lengths", format_summary(self.new_lengths)))
+        if counts.cut_texts:
+            lines.insert(2, ("cut", f"{counts.cut_texts:,} texts, which were too long"))
         if counts.decode_steps:
             slots = f"{counts.utilisation:.1%} busy over {counts.decode_steps:,} steps"
             lines.append(("slots", slots))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jaxllm.common.arguments import checked_count
 from jaxllm.common.errors import (
     ConfigError,
     InputError,
@@ -23,8 +24,10 @@ from jaxllm.generation.inputs.values import is_traced
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig, is_contrastive
 from jaxllm.generation.settings.fields import Condition, checked_value
 from jaxllm.models.decoder import GenerativeModel
+from jaxllm.tokenizers.batch import Truncation, check_truncation
 from jaxllm.tokenizers.tokenizer import Tokenizer
 from jaxllm.tokenizers.translation_tokenizers import NO_TARGET, WithLanguages
+from jaxllm.tokenizers.vocabulary import NO_MAX_LENGTH
 
 MAX_COLUMNS = 2**20
 DEFAULT_NEW_TOKENS = 256
@@ -273,6 +276,33 @@ def target_settings(
     config = (model.generation_config or GenerationConfig()).merge(given)
     check_language(model, tokenizer, config)
     return config
+
+
+def source_limit(
+    model: GenerativeModel,
+    tokenizer: Tokenizer,
+    truncation: Truncation,
+    max_source_length: int | None,
+    new_tokens: int | None,
+) -> int | None:
+    """Most tokens of a text, to which longer ones are cut; None: texts are not cut.
+
+    Args:
+        truncation: True for the tokenizer's `model_max_length`, or the model's context if that is
+            shorter. A causal model's context also has room for `new_tokens` (None: 20).
+        max_source_length: the limit in tokens; takes precedence.
+    """
+    if max_source_length is not None:
+        return checked_count(max_source_length, "max_source_length")
+    if not check_truncation(truncation):
+        return None
+    context = model.config.context_length or NO_MAX_LENGTH
+    if not model.is_encoder_decoder:
+        context -= min(new_tokens or 20, context // 2)
+    limit = min(tokenizer.model_max_length, context)
+    if limit == NO_MAX_LENGTH:
+        raise InputError("truncation: the model has no longest text; give max_source_length")
+    return limit
 
 
 def token_tuple(value: int | tuple[int, ...] | None) -> tuple[int, ...]:

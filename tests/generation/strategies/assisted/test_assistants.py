@@ -88,7 +88,9 @@ def test_gpt2_has_a_hard_end():
 def test_an_embedding_that_is_padded_further_is_resized(sizes):
     """Qwen2.5's small and large models have 151936 and 152064 rows for one tokenizer."""
     model, draft = (make("llama", vocab_size=size, seed=size) for size in sizes)
-    with pytest.raises(UnsupportedError, match=r"call resize_token_embeddings\(64\) of the other one"):
+    with pytest.raises(
+        UnsupportedError, match=r"call resize_token_embeddings\(64\) of the other one"
+    ):
         model.generate([[5, 6]], assistant_model=draft, max_new_tokens=8)
     model, draft = (each.resize_token_embeddings(64) for each in (model, draft))
     expected = model.generate([[5, 6]], max_new_tokens=8).sequences
