@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import json
 import re
 import socket
 import time
@@ -16,6 +17,7 @@ import httpx
 import pytest
 from pages import run_python, run_shell, shell_blocks, start_shell
 from paths import ROOT
+from translation_tools import write_model
 
 from jaxllm.cli.main import main
 from jaxllm.planning import decide
@@ -137,3 +139,31 @@ def test_the_meshes_of_large_models(page: str, shape: str, topology: str, prompt
         assert (row is None) == (bounds.rows == 0 or mesh == "data=4"), mesh
         if row is not None:
             assert f"| {bounds.requests_per_s:.1f} |" in row
+
+
+@pytest.mark.ci
+def test_the_translation_page_runs(tmp_path: Path) -> None:
+    """With tiny models of these families in place of the Hub's, and their languages."""
+    write_model(tmp_path / "nllb", "nllb")
+    write_model(tmp_path / "marian", "marian")
+    page, text = tmp_path / "translation.md", (DOCS / "translation.md").read_text(encoding="utf-8")
+    names = {
+        "facebook/nllb-200-distilled-600M": "nllb",
+        "Helsinki-NLP/opus-mt-en-ROMANCE": "marian",
+    }
+    names |= {"fra<<": "deu<<", "max_new_tokens=256": "max_new_tokens=8"}
+    for name, tiny_name in (names | {"--max-new-tokens 256": "--max-new-tokens 8"}).items():
+        text = text.replace(name, tiny_name)
+    page.write_text(text, encoding="utf-8")
+    lines = ["Hello world.", "", "  ", "Nice to meet you. " * 40]
+    (tmp_path / "in.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    for block in shell_blocks(page):
+        run_shell(block, tmp_path)
+    with contextlib.chdir(tmp_path):
+        names, printed = run_python(page)
+    written = (tmp_path / "out.txt").read_text(encoding="utf-8").split("\n")
+    assert written == [" ".join(text.split()) for text in names["texts"]] + [""]
+    assert "translation_text" in printed
+    for name in ("answers", "french"):
+        rows = (tmp_path / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        assert [bool(json.loads(row)["output_ids"]) for row in rows] == [True, False, False, True]
