@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxllm.checkpoint.embedding_files import read_embedding_recipe
 from jaxllm.checkpoint.gguf.generation import unused_sampling
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.hub import resolve
@@ -200,6 +201,7 @@ def _read(
         model = load_model(checkpoint, progress=report, when_planned=when_planned, **options)
         for future in begun:
             future.result()
+    model = model.with_card(embedding=read_embedding_recipe(checkpoint.path))
     return with_settings(model, generation_config, tokenizer.result()), tokenizer.result()
 
 
@@ -359,6 +361,7 @@ def load_orbax(
         remat=remat,
         scan_layers=scan_layers,
     )
+    model = model.with_card(embedding=read_embedding_recipe(folder))
     tokenizer = load_tokenizer(folder)
     path = folder / "generation_config.json"
     if is_there(path, ConfigError):

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxllm.common import public
 from jaxllm.common.arguments import checked_count
 from jaxllm.common.errors import ConfigError, InputError, NonFiniteError, quoted
 from jaxllm.generation.generate import generate
@@ -293,12 +294,19 @@ def _features(
     pipe: TaskModel,
     inputs: list[str],
     *,
-    pooling: str | None = "mean",
+    pooling: str | None = "auto",
     truncation: Truncation = False,
     max_length: int | None = None,
 ) -> Iterator[np.ndarray]:
-    if pooling not in ("mean", None):
+    if pooling not in ("auto", "mean", None):
         raise InputError(f"pooling is {pooling!r}: give 'mean', or None for a vector per token")
+    card = pipe.model.card
+    if pooling == "auto" and card is not None and (card.embedding or card.pooling):
+        if truncation or max_length is not None:
+            raise InputError("truncation: the model's files say where texts are cut; leave it out")
+        options = {"batch_size": pipe.batch_size}
+        yield from public("embed")(pipe.model, inputs, pipe.tokenizer, **options)
+        return
 
     def vectors_of(masks: np.ndarray, out: Any) -> list[np.ndarray]:
         states = np.asarray(out.last_hidden_state, np.float32)

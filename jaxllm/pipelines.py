@@ -112,8 +112,8 @@ def pipeline(
 
     Args:
         task: "text-generation", "text2text-generation", "translation", "text-classification" or
-            "feature-extraction", which pools by the mean over all tokens of a text and does not
-            normalize; `jaxllm.embed` gives vectors of length 1 and knows other kinds of pooling.
+            "feature-extraction", which gives the vectors of `jaxllm.embed` if the model's files say
+            how to pool, and else the mean over all tokens of a text, not normalized.
         model: a model, or what `jaxllm.load` takes.
         tokenizer: a tokenizer, or its path or Hub id. None: the model's, if that is a path or id.
         batch_size: number of inputs of a batch.

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
+from jaxllm.checkpoint.embedding_files import read_embedding_recipe, write_embedding_files
 from jaxllm.checkpoint.load import open_checkpoint
 from jaxllm.checkpoint.load_parameters import LoadProgress
 from jaxllm.checkpoint.orbax.model import WEIGHTS_FOLDER, save_weights
@@ -86,6 +87,7 @@ def save_hf(
             _warn_of_tokenizer(folder)
         save_model(folder, model, arrays, dtype=dtype, max_shard_bytes=max_shard_bytes)
         save_settings(folder, model.generation_config, tokenizer, replaces=replaces)
+        write_embedding_files(folder, model.checked_card("save_hf").embedding)
 
     with_host_arrays(parameters(model), write)
 
@@ -150,6 +152,7 @@ def export_checkpoint(
         spec = save_tensors(folder, checkpoint, dtype=dtype, progress=progress)
     settings = without_unknown_tokens(settings, spec.config.vocab_size)
     save_settings(folder, settings, tokenizer)
+    write_embedding_files(folder, read_embedding_recipe(checkpoint.path))
     return spec
 
 
@@ -225,7 +228,10 @@ def save_orbax(
     leads = jax.process_index() == 0
     in_all_processes(
         lambda: (
-            save_settings(folder, model.generation_config, tokenizer, replaces=replaces)
+            (
+                save_settings(folder, model.generation_config, tokenizer, replaces=replaces),
+                write_embedding_files(folder, model.checked_card("save_orbax").embedding),
+            )
             if leads
             else None
         ),

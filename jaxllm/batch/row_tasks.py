@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import cache, partial
 from os import PathLike
-from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -46,11 +46,12 @@ from jaxllm.generation.scoring import (
 from jaxllm.loading import load
 from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.models.decoder_only import with_rope_per_row
+from jaxllm.models.embedding import NORMALIZE, EmbeddingRecipe, text_vectors
 from jaxllm.models.model import Model
 from jaxllm.parallel.placement import mesh_of
 from jaxllm.parallel.sharding import row_shards, use_mesh
 from jaxllm.tokenizers.tokenizer import Tokenizer
-from jaxllm.tokenizers.vocabulary import check_not_blank
+from jaxllm.tokenizers.vocabulary import NO_MAX_LENGTH, check_not_blank
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -69,6 +70,8 @@ NOT_FINITE = (
 Pooling = Literal["auto", "mean", "last", "cls"]
 """How the states of a text's tokens become one vector: their mean, the last token's or the first
 one's; "auto": as the checkpoint states, else the mean."""
+_KINDS = {"mean": ("mean",), "last": ("lasttoken",), "cls": ("cls",)}
+"""`EmbeddingRecipe.pooling` by the names of `Pooling`."""
 
 
 def checked_batch_size(batch_size: int | None, default: int) -> int:
@@ -274,13 +277,22 @@ class EmbeddedRow(BatchOutput):
         return {"id": self.id, "embedding": self.embedding}
 
 
-class RowEmbedder(RowTask[np.ndarray, np.ndarray]):
+TextTokens = tuple[Int[np.ndarray, " T"], int]
+"""The tokens of a text, and how many at its beginning are not pooled."""
+
+
+def _size(text: TextTokens) -> int:
+    return len(text[0])
+
+
+class RowEmbedder(RowTask[TextTokens, np.ndarray]):
     """Embeds rows: mappings with one of `prompt`, `messages` and `input_ids`.
 
     Args:
         model: with or without a head; of an encoder-decoder the encoder runs.
-        pooling: as `Embedder`.
+        pooling, normalize: as `Embedder`.
         batch_size: rows that run at once.
+        prompt_name, prompt: as for `embed`, for rows whose `prompt` is a text.
         chat: a row's `prompt` is a user message, for the chat template, after `system`.
     """
 
@@ -292,32 +304,43 @@ class RowEmbedder(RowTask[np.ndarray, np.ndarray]):
         tokenizer: Tokenizer | None,
         *,
         pooling: Pooling = "auto",
+        normalize: bool | None = None,
         batch_size: int | None = None,
         chat: bool = False,
         system: str | None = None,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
     ) -> None:
-        rows = checked_batch_size(batch_size, EMBEDDED_ROWS)
-        self._embedder = Embedder(model, model.config.context_length, pooling, rows=rows)
-        super().__init__(self._embedder.rows, self._embedder.embed_batch, len)
+        rows, context = checked_batch_size(batch_size, EMBEDDED_ROWS), model.config.context_length
+        options: Any = {"rows": rows, "normalize": normalize, "tokenizer": tokenizer}
+        self.embedder = Embedder(model, context, pooling, **options)
+        super().__init__(self.embedder.rows, self.embedder.embed_batch, _size)
         self._prompts = PromptReader(tokenizer, model.config.vocab_size, chat, system)
+        self._prompt = self.embedder.recipe.prompt(prompt_name, prompt)
+        self._asks_for_prompt, self._unpooled = (prompt_name or prompt) is not None, 0
 
-    def read(self, row: RawRow) -> Int[np.ndarray, " T"]:
-        row_input = checked_row(RowPrompt, row.mapping(EMBED_KEYS))
+    def read(self, row: RawRow) -> TextTokens:
+        row_input, self._unpooled = checked_row(RowPrompt, row.mapping(EMBED_KEYS)), 0
+        if self._asks_for_prompt and not self._prompts.is_text(row_input):
+            raise InputError(f"prompt_name: has no effect on {row_input.prompt_key}; leave it out")
         if row_input.prompt is not None:
             check_not_blank(row_input.prompt, "prompt")
-        ids = self._prompts.ids(row_input)
-        self._embedder.check_length("prompt", ids)
+        ids = self._prompts.ids(row_input, encode=self._encode)
+        self.embedder.check_length("prompt", ids)
+        return ids, self._unpooled
+
+    def _encode(self, tokenizer: Tokenizer, text: str) -> list[int]:
+        (ids,), self._unpooled, cut = self.embedder.encode([text], self._prompt, tokenizer)
+        self.counts.cut_texts += cut
         return ids
 
-    def output(
-        self, row: RawRow, item: Int[np.ndarray, " T"], result: Float[np.ndarray, " D"]
-    ) -> BatchOutput:
+    def output(self, row: RawRow, item: TextTokens, result: Float[np.ndarray, " D"]) -> BatchOutput:
         if not np.isfinite(result).all():
             return error_output(row, NonFiniteError(NOT_FINITE))
         return EmbeddedRow(
             index=row.index,
             id=row.row_id,
-            prompt_tokens=len(item),
+            prompt_tokens=len(item[0]),
             embedding=result.tolist(),
         )
 
@@ -327,8 +350,10 @@ class Embedder:
 
     Args:
         context: most tokens of a text; None: any number.
-        pooling: see `Pooling`; the attribute has what "auto" stands for.
+        pooling: see `Pooling`.
         rows: texts of one call of the program.
+        normalize: divide vectors by their length; None: as the model's files say, else True.
+        tokenizer: has the most tokens of a text, if the files of sentence-transformers do not.
     """
 
     def __init__(
@@ -338,32 +363,80 @@ class Embedder:
         pooling: Pooling = "auto",
         *,
         rows: int | None = None,
+        normalize: bool | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self._model = with_rope_per_row(model)
-        self._mesh = mesh_of(model)
-        self._context, self.pooling = context, _chosen_pooling(model, pooling)
+        self._mesh, self._tokenizer = mesh_of(model), tokenizer
+        self.recipe = _chosen_recipe(model, pooling, normalize)
+        self.context, self._max_length = context, NO_MAX_LENGTH
+        if self.recipe.files:
+            own = NO_MAX_LENGTH if tokenizer is None else tokenizer.model_max_length
+            own = min(own, model.config.context_length or own)
+            self._max_length = self.recipe.max_seq_length or own
+            self.context = min(context or self._max_length, self._max_length)
+        self._options: Any = {"pooling": self.recipe.pooling, "steps": self.recipe.steps}
+        layers = list(self.recipe.dense.values())
+        self._dense = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), layers)
+        self.width = model.config.value("width", 0) * len(self.recipe.pooling)
+        for path, layer in self.recipe.dense.items():
+            size, expected = layer["linear.weight"].shape
+            if expected != self.width:
+                raise UnsupportedError(
+                    f"{path}: takes vectors of {expected} values, but those before it have "
+                    f"{self.width}; correct its files, or pool as they say"
+                )
+            self.width = size
         self._programs: dict[tuple[int, ...], Any] = {}
         shards = row_shards(self._mesh)
         self.rows = -(-(rows or EMBEDDED_ROWS) // shards) * shards
 
     def warm_up(self) -> None:
         """Compiles the program of each bucket of lengths, without running it."""
-        assert self._context is not None
+        assert self.context is not None
         width = SMALLEST_BUCKET
-        while width <= bucket(self._context, SMALLEST_BUCKET):
+        while width <= bucket(self.context, SMALLEST_BUCKET):
             tokens, mask = padded_rows([FILLER] * self.rows, width)
             with use_mesh(self._mesh):
-                program = _pooled.lower(self._model, tokens, mask, pooling=self.pooling)
+                arguments = {"pooled": mask, "dense": self._dense, **self._options}
+                program = _pooled.lower(self._model, tokens, mask, **arguments)
                 self._programs[tokens.shape] = program.compile()
             width *= 2
 
     def check_length(self, name: str, ids: Sized) -> None:
         """Raises InputError for a text that is empty or too long; `name` is its name."""
-        if not 0 < len(ids) <= (self._context or len(ids)):
-            raise InputError(f"{name}: has {len(ids)} tokens; expected 1 to {self._context}")
+        if not 0 < len(ids) <= (self.context or len(ids)):
+            raise InputError(f"{name}: has {len(ids)} tokens; expected 1 to {self.context}")
 
-    def embed(self, texts: Sequence[Any]) -> list[Float[np.ndarray, " D"]]:
-        """The embeddings of texts, given as token ids; each has the length 1.
+    def encode(
+        self, texts: list[str], prompt: str, tokenize: Callable[..., Any]
+    ) -> tuple[list[list[int]], int, int]:
+        """Encodes texts after a prompt, and cuts them as sentence-transformers does.
+
+        Args:
+            tokenize: a tokenizer's call.
+
+        Returns:
+            Token ids; how many of them, at the beginning, are not pooled; how many texts were cut.
+        """
+        if self.recipe.do_lower_case:
+            texts, prompt = [text.lower() for text in texts], prompt.lower()
+        texts, unpooled = [prompt + text for text in texts], 0
+        rows = list(tokenize(texts)["input_ids"])
+        too_long = [number for number, ids in enumerate(rows) if len(ids) > self._max_length]
+        for number in too_long:
+            cut = tokenize([texts[number]], truncation=True, max_length=self._max_length)
+            (rows[number],) = cut["input_ids"]
+        if prompt and not self.recipe.include_prompt:
+            assert self._tokenizer is not None
+            (ids,) = tokenize([prompt])["input_ids"]
+            unpooled = len(ids) - (ids[-1] in self._tokenizer.special_ids)
+            if min(map(len, rows)) <= unpooled:
+                raise InputError("prompt: leaves no token of the text, which is cut; shorten it")
+        return rows, unpooled, len(too_long)
+
+    def embed(self, texts: Sequence[Any], unpooled: int = 0) -> list[Float[np.ndarray, " D"]]:
+        """The embeddings of texts, given as token ids, without the first `unpooled` tokens.
 
         Raises:
             InputError: a text is empty or too long.
@@ -371,33 +444,34 @@ class Embedder:
         """
         for number, ids in enumerate(texts):
             self.check_length(f"input[{number}]", ids)
-        embeddings = self._run(texts)
+        embeddings = self._run([(np.asarray(ids), unpooled) for ids in texts])
         for number, embedding in enumerate(embeddings):
             if not np.isfinite(embedding).all():
                 raise NonFiniteError(f"input[{number}]: {NOT_FINITE}")
         return embeddings
 
-    def _run(self, texts: Sequence[Any]) -> list[Float[np.ndarray, " D"]]:
+    def _run(self, texts: Sequence[TextTokens]) -> list[Float[np.ndarray, " D"]]:
         """Embeds texts in batches, filled up to `rows` so that `warm_up` has compiled every
         program, and halved if device memory runs out."""
-        full = [*map(np.asarray, texts), *[FILLER] * (-len(texts) % self.rows)]
-        results = dict(run_in_batches(self.embed_batch, full, self.rows, length=len))
+        full = [*texts, *[(FILLER, 0)] * (-len(texts) % self.rows)]
+        results = dict(run_in_batches(self.embed_batch, full, self.rows, length=_size))
         return [results[i] for i in range(len(texts))]
 
-    def embed_batch(self, texts: Sequence[Int[np.ndarray, " _"]]) -> list[Float[np.ndarray, " D"]]:
+    def embed_batch(self, texts: Sequence[TextTokens]) -> list[Float[np.ndarray, " D"]]:
         """The embeddings of texts that run at once, in a program for this number of texts.
 
         The number is rounded up to whole shards of the rows. An embedding is NaN if the model's
         hidden states are not finite.
         """
-        fillers = [FILLER] * (-len(texts) % row_shards(self._mesh))
-        tokens, mask = padded_rows(
-            [*texts, *fillers], bucket(max(map(len, texts)), SMALLEST_BUCKET)
-        )
-        program = self._programs.get(tokens.shape, partial(_pooled, pooling=self.pooling))
+        count = len(texts)
+        texts = [*texts, *[(FILLER, 0)] * (-len(texts) % row_shards(self._mesh))]
+        rows = [ids for ids, _ in texts]
+        tokens, mask = padded_rows(rows, bucket(max(map(len, rows)), SMALLEST_BUCKET))
+        pooled = mask & (np.arange(mask.shape[1]) >= np.array([[skipped] for _, skipped in texts]))
+        program = self._programs.get(tokens.shape, partial(_pooled, **self._options))
         with use_mesh(self._mesh):
-            pooled = program(self._model, tokens, mask)
-        return list(np.asarray(pooled)[: len(texts)])
+            vectors = program(self._model, tokens, mask, pooled=pooled, dense=self._dense)
+        return list(np.asarray(vectors))[:count]
 
 
 def embed(
@@ -406,14 +480,19 @@ def embed(
     tokenizer: Tokenizer | None = None,
     *,
     pooling: Pooling = "auto",
+    normalize: bool | None = None,
+    prompt_name: str | None = None,
+    prompt: str | None = None,
     batch_size: int | None = None,
     chat: bool = False,
     system: str | None = None,
 ) -> Float[np.ndarray, "N D"]:
     """Embeds texts: the vectors of ``jaxllm generate --embed`` and of the server's /v1/embeddings.
 
-    A vector is pooled from the last hidden states of a text's tokens, and divided by its length.
-    `set_progress` shows how many texts are embedded.
+    A vector is pooled from the last hidden states of a text's tokens, and divided by its length. A
+    model whose folder has the modules.json of sentence-transformers embeds as its files say: with
+    their pooling, dense layers, normalization and default prompt, and texts longer than
+    max_seq_length are cut. `set_progress` shows how many texts are embedded.
 
     Args:
         model: a model with or without a head, or what `jaxllm.load` takes. The encoder of an
@@ -423,13 +502,18 @@ def embed(
         tokenizer: the model's; needed for texts with a model that is loaded already.
         pooling: "mean" of all tokens, "last" or "cls" for the last or the first token. "auto" is
             what the checkpoint states, as GGUF files do, else the mean.
+        normalize: divide vectors by their length. None: as modules.json says, else True.
+        prompt_name: the prompt of config_sentence_transformers.json to put before each text. None:
+            the default one of that file, if any.
+        prompt: a text to put before each text instead.
         batch_size: texts that run at once (8).
         chat: a string is a user message, for the model's chat template, after `system`.
 
     Returns:
-        float32 [N, D]: a vector of length 1 for each text.
+        float32 [N, D]: a vector for each text.
 
     Raises:
+        UnsupportedError: modules.json names what jaxllm does not read.
         InputError: a text is empty or longer than the model's context; the message has its number,
             from 0 on.
         NonFiniteError: the hidden states of a text are NaN or infinite.
@@ -442,10 +526,10 @@ def embed(
     if isinstance(model, str | PathLike):
         loaded, own = load(model)
         tokenizer = own if tokenizer is None else tokenizer
-    task = RowEmbedder(
-        loaded, tokenizer, pooling=pooling, batch_size=batch_size, chat=chat, system=system
-    )
-    vectors = np.zeros((len(rows), loaded.config.value("width", 0)), np.float32)
+    options: Any = {"normalize": normalize, "prompt_name": prompt_name, "prompt": prompt}
+    options |= {"batch_size": batch_size, "chat": chat, "system": system}
+    task = RowEmbedder(loaded, tokenizer, pooling=pooling, **options)
+    vectors = np.zeros((len(rows), task.embedder.width), np.float32)
     with progress_phase("embedding", lambda done, total: f"{done} of {total} texts") as update:
         for done, output in enumerate(task.answer(map(RawRow, *[range(len(rows))] * 2, rows)), 1):
             if not isinstance(output, EmbeddedRow):
@@ -457,20 +541,33 @@ def embed(
     return vectors
 
 
-def _chosen_pooling(model: Model[Any], pooling: str) -> str:
-    """The pooling that "auto" stands for, or the one that is asked for."""
-    is_auto = pooling == "auto"
-    stated = model.card.pooling if is_auto and model.card is not None else None
-    chosen = pooling if not is_auto else "mean" if stated in (None, "none") else stated
-    if chosen not in get_args(Pooling)[1:]:
-        found = "the checkpoint states" if is_auto else "found"
-        raise UnsupportedError(f"pooling: {found} {quoted(chosen)}; give mean, last or cls")
-    return chosen
+def _chosen_recipe(model: Model[Any], pooling: str, normalize: bool | None) -> EmbeddingRecipe:
+    """What the model's files say, with the pooling and the normalization that are asked for."""
+    card = model.card
+    recipe = EmbeddingRecipe() if card is None or card.embedding is None else card.embedding
+    if recipe.problem is not None:
+        raise UnsupportedError(recipe.problem)
+    kinds, steps, found = recipe.pooling, recipe.steps, "found"
+    if pooling == "auto" and not recipe.files and card is not None and card.pooling != "none":
+        pooling, found = card.pooling or "mean", "the checkpoint states"
+    if pooling != "auto" and pooling not in _KINDS:
+        raise UnsupportedError(f"pooling: {found} {quoted(pooling)}; give mean, last or cls")
+    while normalize is not None and steps[-1:] == (NORMALIZE,):
+        steps = steps[:-1]
+    steps = (*steps, NORMALIZE) if normalize else steps
+    return dataclasses.replace(recipe, pooling=_KINDS.get(pooling, kinds), steps=steps)
 
 
-@partial(jax.jit, static_argnames=("pooling",))
+@partial(jax.jit, static_argnames=("pooling", "steps"))
 def _pooled(
-    model: Any, tokens: Int[Array, "B T"], mask: Bool[Array, "B T"], *, pooling: str
+    model: Any,
+    tokens: Int[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    *,
+    pooled: Bool[Array, "B T"],
+    dense: Any,
+    pooling: tuple[str, ...],
+    steps: tuple[str, ...],
 ) -> Float[Array, "B D"]:
     if hasattr(model, "encode"):
         x = model.encode(tokens, mask).x
@@ -481,12 +578,4 @@ def _pooled(
         column = jnp.zeros(tokens.shape[0], jnp.int32)  # whose logits nobody reads
         out = model.decode(tokens, mask, cache, cache_is_empty=True, logits_column=column)
         x = out.last_hidden_state
-    x = x.astype(jnp.float32)
-    if pooling == "mean":
-        weights = mask[..., None].astype(jnp.float32)
-        x = jnp.sum(x * weights, axis=1) / jnp.sum(weights, axis=1)
-    else:
-        x = x[jnp.arange(x.shape[0]), 0 if pooling == "cls" else jnp.sum(mask, axis=1) - 1]
-    norm = jnp.linalg.norm(x, axis=-1, keepdims=True)
-    # Divided by an infinite norm, what is finite would be 0; the smallest norm is torch's.
-    return jnp.where(jnp.isfinite(norm), x / jnp.maximum(norm, 1e-12), jnp.nan)
+    return text_vectors(x, pooled, dense, pooling=pooling, steps=steps)

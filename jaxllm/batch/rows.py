@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, Self, TypeVar
 
 import numpy as np
@@ -219,11 +219,18 @@ class PromptReader:
         """True if the prompt is a text that is tokenized as it is."""
         return row.prompt is not None and not self._chat
 
-    def ids(self, row: RowPrompt, *, ends: bool = True) -> Int[np.ndarray, " T"]:
+    def ids(
+        self,
+        row: RowPrompt,
+        *,
+        ends: bool = True,
+        encode: Callable[[Tokenizer, str], list[int]] | None = None,
+    ) -> Int[np.ndarray, " T"]:
         """The row's prompt as token ids.
 
         Args:
             ends: append the end token that the tokenizer adds to a text, if it adds one.
+            encode: gives the ids of a text instead of the tokenizer's method.
 
         Raises:
             JaxLLMError: it has none, or a wrong one.
@@ -249,8 +256,9 @@ class PromptReader:
         if messages is None:
             text = row.prompt or ""
             tokenizer = self._tokenizer.with_languages(row.src_lang)
-            encode = tokenizer.encode if ends else tokenizer.encode_beginning
-            ids = [encode(text)]
+            if encode is None:
+                encode = Tokenizer.encode if ends else Tokenizer.encode_beginning
+            ids = [encode(tokenizer, text)]
         else:
             ids = [self._tokenizer.apply_chat_template(messages, tools=tools)]
         if len(ids[0]) == 0:

@@ -35,6 +35,8 @@ _HOW_TO_INSTALL = (
 
 _SETTINGS = (".json", ".model", ".txt", ".jinja")
 """Suffixes of configs, tokenizer models, vocabularies and chat templates."""
+MODULES = "modules.json"
+"""Names the folders of an embedding model's modules."""
 _WORKERS = 8
 """Files that are downloaded at a time."""
 
@@ -168,7 +170,16 @@ def _download(hub_id: str, revision: str | None, weights: bool, prefer: str | No
         raise no_weights(hub_id, names)
     for name in chosen[:1]:
         fetch_all(shard.name for shard in weight_files(fetch(name))[1:])
+    if MODULES in names:
+        fetch_all(_module_files((folder / MODULES).read_text("utf-8", "replace"), names))
     return folder
+
+
+def _module_files(modules: str, names: Iterable[str]) -> list[str]:
+    """The configs and weights in the folders that the text of a modules.json names."""
+    known = ("config.json", *known_names())
+    parts = [(name, *name.split("/")) for name in names if name.count("/") == 1]
+    return [name for name, path, file in parts if f'"{path}"' in modules and file in known]
 
 
 def _is_setting(name: str) -> bool:

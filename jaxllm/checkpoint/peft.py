@@ -27,7 +27,7 @@ import numpy as np
 from jaxllm.checkpoint.hub import hub_name
 from jaxllm.checkpoint.safetensors import write_safetensors
 from jaxllm.checkpoint.save import check_parameters
-from jaxllm.checkpoint.source import FLOATS, WeightSource, check_repetitions, find_nonfinite
+from jaxllm.checkpoint.source import check_repetitions, read_tensor
 from jaxllm.checkpoint.weight_files import open_weights
 from jaxllm.common.arguments import checked
 from jaxllm.common.config_keys import describe_keys, unknown_keys
@@ -36,7 +36,6 @@ from jaxllm.common.errors import (
     ConfigError,
     InputError,
     MissingFileError,
-    NonFiniteError,
     UnsupportedError,
     listed,
     quoted,
@@ -331,20 +330,6 @@ def take_tensor(unused: dict[str, np.ndarray], name: str, shape: tuple[int, ...]
         raise CheckpointError(
             f"{name} has shape {list(tensor.shape)}, but model and config imply {list(shape)}"
         )
-    return tensor
-
-
-def read_tensor(source: WeightSource, name: str) -> np.ndarray:
-    """Reads a tensor; checks that it is finite and of a float dtype."""
-    info = source.info(name)
-    if info.dtype not in FLOATS:
-        raise UnsupportedError(
-            f"{info.file}: {quoted(name)} is {info.dtype}; expected float32, bfloat16 or float16"
-        )
-    tensor = source.read(name)
-    problem = find_nonfinite(name, tensor)
-    if problem:
-        raise NonFiniteError(f"{info.file}: {problem}")
     return tensor
 
 

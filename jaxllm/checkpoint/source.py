@@ -20,7 +20,13 @@ import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxllm.common.errors import CheckpointError, UnsupportedError, naming_file, quoted
+from jaxllm.common.errors import (
+    CheckpointError,
+    NonFiniteError,
+    UnsupportedError,
+    naming_file,
+    quoted,
+)
 from jaxllm.common.files import check_is_file, check_not_placeholder
 
 T = TypeVar("T")
@@ -128,6 +134,20 @@ def check_repetitions(source: WeightSource, names: Collection[str]) -> None:
             f"and the weight files have {source.repeated_bytes} bytes; at most twice as many and "
             f"{ROOM} bytes are read"
         )
+
+
+def read_tensor(source: WeightSource, name: str) -> np.ndarray:
+    """Reads a tensor; checks that it is finite and of a float dtype."""
+    info = source.info(name)
+    if info.dtype not in FLOATS:
+        raise UnsupportedError(
+            f"{info.file}: {quoted(name)} is {info.dtype}; expected float32, bfloat16 or float16"
+        )
+    tensor = source.read(name)
+    problem = find_nonfinite(name, tensor)
+    if problem:
+        raise NonFiniteError(f"{info.file}: {problem}")
+    return tensor
 
 
 @dataclass(frozen=True)

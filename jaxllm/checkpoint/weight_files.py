@@ -125,7 +125,7 @@ def read_index(path: Path, suffix: str) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: weight_map must map tensor names to shards")
     for name, shard in weight_map.items():
-        if not _is_plain_file_name(shard, suffix):
+        if not is_plain_file_name(shard, suffix):
             raise CheckpointError(
                 f"{path}: weight_map[{quoted(name)}] is {quoted(shard)}, not the plain name of a "
                 f"{suffix} file in the same folder"
@@ -133,8 +133,8 @@ def read_index(path: Path, suffix: str) -> dict[str, str]:
     return weight_map
 
 
-def _is_plain_file_name(name: object, suffix: str) -> bool:
-    """True if ``name`` is a weight file's name without a folder, on every operating system.
+def is_plain_file_name(name: object, suffix: str) -> bool:
+    """True if ``name`` is the name of a file without a folder, on every operating system.
 
     Checked without resolving the path, since files in the Hugging Face cache are symbolic links.
     """

@@ -336,7 +336,7 @@ def job_identity(arguments: argparse.Namespace, platform: str) -> dict[str, Any]
     """
     path, whole = arguments.model, bool(arguments.whole_digest)
     adapter = arguments.adapter and checkpoint_digests(arguments.adapter, whole=whole)
-    names = ("context", "score", "embed", *LANGUAGES, *CUTS)
+    names = ("context", "score", "embed", "prompt_name", *LANGUAGES, *CUTS)
     task = {name: getattr(arguments, name) for name in names}
     task = {name: value for name, value in task.items() if value}
     task |= constraint(arguments)  # an empty schema is one too: any JSON value
@@ -399,6 +399,8 @@ def check_task(arguments: argparse.Namespace, source: Source) -> None:
     """Raises InputError for options that the task, or the rows of this input, do not use."""
     if arguments.score and arguments.embed:
         raise InputError("--score cannot be combined with --embed; remove one of them")
+    if arguments.prompt_name is not None and not arguments.embed:
+        raise InputError("--prompt-name has no effect without --embed")
     if arguments.slots is not None and arguments.slots < 1:
         raise InputError(f"--slots: expected 1 or more, found {arguments.slots}")
     task = "--score" if arguments.score else "--embed" if arguments.embed else None
@@ -452,7 +454,8 @@ def load_engine(
         "system": arguments.system,
     }
     if arguments.embed:
-        return partial(RowEmbedder, model, tokenizer, pooling=arguments.embed, **rows)
+        rows |= {"pooling": arguments.embed, "prompt_name": arguments.prompt_name}
+        return partial(RowEmbedder, model, tokenizer, **rows)
     if arguments.score:
         return partial(RowScorer, model, tokenizer, **rows)
     model = checked_generative(model, str(path))

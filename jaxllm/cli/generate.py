@@ -140,6 +140,8 @@ _BATCH_FLAGS: Flags = {
         "help": "write an embedding of each row, and generate nothing: the mean over all tokens, "
         "the last token's or the first one's (default: as the checkpoint states, else the mean)",
     },
+    "--prompt-name NAME": "the prompt of config_sentence_transformers.json to put before each "
+    "text, for --embed (default: the default one of that file)",
     "--schema JSON": "a JSON schema that every answer must match, or its file",
     "--regex PATTERN": "a regular expression that every answer must match",
     "--grammar FILE": "the file or the text of a Lark grammar that every answer must match",

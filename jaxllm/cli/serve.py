@@ -236,8 +236,9 @@ def _state(arguments: argparse.Namespace, keys: tuple[bytes, ...] | None) -> Ser
     reporter.say(str(engine.memory))
     embedder = None
     if arguments.embeddings is not None:
-        embedder = Embedder(model, engine.context, arguments.embeddings)
-        reporter.say(f"embeddings: {embedder.pooling} pooling, up to {engine.context} tokens")
+        embedder = Embedder(model, engine.context, arguments.embeddings, tokenizer=tokenizer)
+        kinds, most = " and ".join(embedder.recipe.pooling), embedder.context
+        reporter.say(f"embeddings: {kinds} pooling, up to {most} tokens")
     return ServerState(
         engine=engine,
         tokenizer=tokenizer,

@@ -20,6 +20,7 @@ from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.arguments import CALL, checked, checked_count, checks_flags, drop_renamed
 from jaxllm.common.errors import InputError, quoted
 from jaxllm.models.config import ModelConfig, check_token_ids
+from jaxllm.models.embedding import EmbeddingRecipe
 from jaxllm.models.outputs import BaseOutput, DecodeOutput
 from jaxllm.models.pretrained import Generates, Pretrained
 from jaxllm.models.summary import summary
@@ -68,6 +69,8 @@ class Card:
     """End tokens that the files name and that the vocabulary does not have."""
     origin: Origin | None = None
     """Files of the checkpoint that the model was loaded from, if any."""
+    embedding: EmbeddingRecipe | None = None
+    """What the files of sentence-transformers say. None: the folder has no modules.json."""
     modules_to_save: tuple[str, ...] | None = None
     """Paths of modules that are fully trained beside LoRA, and saved with the adapter. None: the
     card of a model without LoRA."""

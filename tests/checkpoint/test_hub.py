@@ -177,6 +177,20 @@ class TestHub:
         assert resolve("me/model", prefer=prefer) == folder
         assert weight_files(folder, prefer)[0].name == expected[0]
 
+    def test_folders_that_modules_json_names(self, hub):
+        """And no other folders: onnx, or modules of another model."""
+        modules = [{"path": path, "type": "a"} for path in ("", "1_Pooling", "2_Dense", "../evil")]
+        wanted = ("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors")
+        others = ("2_Dense/README.md", "3_Dense/config.json", "2_Dense/a/config.json")
+        repository(
+            hub,
+            {"modules.json": json.dumps(modules).encode()},
+            *(*SAFETENSORS, *wanted, *others),
+        )
+        resolve("me/model")
+        expected = {*SETTINGS, *SAFETENSORS, "modules.json", *wanted}
+        assert set(hub.downloads) == expected
+
     def test_no_weights_for_a_config(self, hub):
         repository(hub, *SAFETENSORS, sharded("pytorch_model", ".bin"))
         folder = resolve("me/model", weights=False)

@@ -63,6 +63,7 @@ def running_server(
     cors_origins: tuple[str, ...] = (),
     drain_seconds: float = 60.0,
     embeddings: bool = True,
+    embedder: Embedder | None = None,
     **options: Any,
 ) -> Iterator[RunningServer]:
     """Runs a server until the block ends; raises what ended it."""
@@ -78,7 +79,7 @@ def running_server(
         model_name="tiny",
         limits=limits or Limits(),
         api_keys=api_keys,
-        embedder=Embedder(model, engine.context) if embeddings else None,
+        embedder=embedder or (Embedder(model, engine.context) if embeddings else None),
         texts=TextWorker(tokenizer),
         cors_origins=cors_origins,
     )

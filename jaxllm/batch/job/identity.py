@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.checkpoint.gguf.split import part_paths
+from jaxllm.checkpoint.hub import MODULES
 from jaxllm.checkpoint.load import gguf_in
 from jaxllm.checkpoint.weight_files import format_of, t5x_folders, t5x_in, weight_files
 from jaxllm.common.errors import CheckpointError, RunError, naming_file, quoted
@@ -40,6 +41,7 @@ FILES = {
     "model config": ("config.json", "*.safetensors.index.json", "adapter_config.json"),
     "tokenizer": (*FILE_NAMES, f"{TEMPLATES_FOLDER}/*.jinja"),
     "generation config": ("generation_config.json",),
+    "embedding files": (MODULES, "*sentence_*.json", "[0-9]*_*/*.*"),
 }
 
 

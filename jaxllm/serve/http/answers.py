@@ -11,7 +11,8 @@ import secrets
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,8 @@ class Usage:
     """Tokens of a request so far, for its answer, the log and the metrics."""
 
     prompt_tokens: int = 0
+    cut_texts: int = 0
+    """Texts to embed that were cut to the most tokens that the model takes."""
     lengths: Counter[int] = dataclasses.field(default_factory=Counter)
     """New tokens of each choice."""
     first_token_seconds: float | None = None
@@ -288,8 +291,12 @@ def prompt_ids(
     prompts: list[str | tuple[int, ...]],
     name: str,
     src_lang: str | None = None,
+    tokenize: Callable[..., Any] | None = None,
 ) -> list[list[int]]:
     """The token ids of prompts, whose texts are in the language `src_lang`.
+
+    Args:
+        tokenize: encodes texts instead of the tokenizer's call.
 
     Raises:
         InputError: a prompt is empty or too long, or has an id that the model does not know.
@@ -305,7 +312,7 @@ def prompt_ids(
     encoded: Iterator[list[int]] = iter(())
     if texts:
         options = {"max_bytes": state.limits.body_bytes, "src_lang": src_lang}
-        batch = state.tokenize("__call__", texts, **options)
+        batch = (tokenize or partial(state.tokenize, "__call__"))(texts, **options)
         encoded = iter(batch["input_ids"])
     for prompt in prompts:
         ids = next(encoded) if isinstance(prompt, str) else list(prompt)

@@ -241,6 +241,8 @@ class EmbeddingRequest:
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     user: str | None = None
+    prompt_name: str | None = None
+    prompt: str | None = None
 
     @property
     def inputs(self) -> list[str | tuple[int, ...]]:

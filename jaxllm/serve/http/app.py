@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from jaxllm.common.errors import JaxLLMError
+from jaxllm.common.errors import InputError, JaxLLMError
 from jaxllm.serve.http.answers import ChatAnswer, CompletionAnswer, Usage, chat_ids, prompt_ids
 from jaxllm.serve.http.api_types import (
     ApiError,
@@ -110,6 +110,7 @@ class HttpCall:
             first_token_seconds=usage.first_token_seconds,
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
+            cut_texts=usage.cut_texts,
         )
 
 
@@ -225,9 +226,20 @@ async def embeddings(call: HttpCall) -> Response:
         raise ApiError(404, "embeddings are not served; start the server with --embeddings")
     request = read_body(EmbeddingRequest, await call.body())
     state.check_model(request.model)
-    ids = await state.in_thread(prompt_ids, state, request.inputs, "input")
+    embedder, unpooled, inputs = state.embedder, 0, request.inputs
+    prompt = embedder.recipe.prompt(request.prompt_name, request.prompt)
+    if (request.prompt_name or request.prompt) is not None and not isinstance(inputs[0], str):
+        raise InputError("prompt_name, prompt: have no effect on token ids; leave them out")
+
+    def tokenize(texts: list[str], **options: Any) -> dict[str, Any]:
+        nonlocal unpooled
+        encode = functools.partial(state.tokenize, "__call__", **options)
+        rows, unpooled, call.usage.cut_texts = embedder.encode(texts, prompt, encode)
+        return {"input_ids": rows}
+
+    ids = await state.in_thread(prompt_ids, state, inputs, "input", None, tokenize)
     call.usage.prompt_tokens = sum(map(len, ids))
-    vectors = await asyncio.to_thread(state.embedder.embed, ids)
+    vectors = await asyncio.to_thread(embedder.embed, ids, unpooled)
 
     def encoded(vector: np.ndarray) -> Any:
         if request.encoding_format == "float":
@@ -239,7 +251,7 @@ async def embeddings(call: HttpCall) -> Response:
         for index, vector in enumerate(vectors)
     ]
     tokens = call.usage.prompt_tokens
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens, "cut_texts": call.usage.cut_texts}
     return call.json({"object": "list", "data": data, "model": state.model_name, "usage": usage})
 
 
