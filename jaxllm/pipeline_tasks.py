@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -18,11 +19,7 @@ from jaxllm.common.errors import ConfigError, InputError, NonFiniteError, quoted
 from jaxllm.generation.generate import generate
 from jaxllm.generation.inputs.batching import run_in_batches
 from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.generation.settings.resolve import (
-    source_limit,
-    target_settings,
-    with_default_length,
-)
+from jaxllm.generation.settings.resolve import cut_options, target_settings, with_default_length
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder_only import CausalLM, SequenceClassifier, with_rope_per_row
 from jaxllm.models.encoder_decoder import EncoderDecoderLM
@@ -92,13 +89,8 @@ def _generate(
     Without the padding after a stop string, which may be any token.
     """
     settings = GenerationConfig(**fields)
-    limit = pipe.model.config.max_positions
     for number, ids in enumerate(prompts):
-        if limit is not None and len(ids) + (not pipe.model.is_encoder_decoder) > limit:
-            raise InputError(
-                f"inputs[{number}]: has {len(ids)} tokens, but the model has {limit} positions; "
-                "shorten it, or give truncation=True"
-            )
+        _check_length(pipe, number, len(ids) + (not pipe.model.is_encoder_decoder))
     # In the order of the prompts: max_length counts the padding of a batch.
     for first in range(0, len(prompts), pipe.batch_size):
         rows = prompts[first : first + pipe.batch_size]
@@ -117,6 +109,16 @@ def _generate(
             yield [row[start:end] for row, end in itertools.islice(results, samples)]
 
 
+def _check_length(pipe: TaskModel, number: int, length: int) -> None:
+    """Raises InputError for an input that needs more positions than the model has."""
+    limit = pipe.model.config.max_positions
+    if limit is not None and length > limit:
+        raise InputError(
+            f"inputs[{number}]: needs {length} positions, but the model has {limit}; shorten it, "
+            "or give truncation=True"
+        )
+
+
 def _text_generation(
     pipe: TaskModel,
     inputs: list[str | Chat],
@@ -132,11 +134,12 @@ def _text_generation(
     def text_of(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)
 
-    cut = (truncation, max_source_length, fields.get("max_new_tokens"))
+    new = fields.get("max_new_tokens")
+    cut = cut_options(pipe.model, tokenizer, truncation, max_source_length, new)
     prompts: list[list[int]] = []
     for number, each in enumerate(inputs):
         try:
-            prompts.append(_prompt_ids(pipe, tokenizer, each, cut))
+            prompts.append(_prompt_ids(tokenizer, each, pipe.prefix, cut))
         except InputError as error:
             raise InputError(f"inputs[{number}]: {error}") from None
     sequences = _generate(pipe, prompts, key, fields)
@@ -155,18 +158,14 @@ def _after(prompt: str | Chat, answer: str) -> str | list[Mapping[str, Any]]:
     return [*prompt, {"role": "assistant", "content": answer}]
 
 
-def _prompt_ids(
-    pipe: TaskModel, tokenizer: Tokenizer, prompt: str | Chat, cut: tuple[Any, Any, Any]
-) -> list[int]:
-    """Token ids of a prompt; `cut` are the last arguments of `source_limit`, for a text."""
+def _prompt_ids(tokenizer: Tokenizer, prompt: str | Chat, prefix: str, cut: Any) -> list[int]:
     if isinstance(prompt, str):
-        limit = source_limit(pipe.model, tokenizer, *cut)
-        options: Any = {} if limit is None else {"truncation": True, "max_length": limit}
-        return tokenizer.encode(pipe.prefix + prompt, **options)
+        return tokenizer.encode(prefix + prompt, **cut)
     return tokenizer.apply_chat_template(prompt)
 
 
 def _text_to_text(
+    name: str,
     pipe: TaskModel,
     inputs: list[str],
     *,
@@ -181,28 +180,11 @@ def _text_to_text(
     target_settings(pipe.model, tokenizer, fields, tgt_lang)
     for number, text in enumerate(inputs):
         check_not_blank(text, f"inputs[{number}]")
-    cut = (truncation, max_source_length, None)
-    prompts = [_prompt_ids(pipe, tokenizer, text, cut) for text in inputs]
+    cut = cut_options(pipe.model, tokenizer, truncation, max_source_length)
+    prompts = [tokenizer.encode(pipe.prefix + text, **cut) for text in inputs]
     for results in _generate(pipe, prompts, key, tokenizer.with_target(fields, tgt_lang)):
         texts = tokenizer.batch_decode(results, skip_special_tokens=True)
-        yield [{"generated_text": text} for text in texts]
-
-
-def _translation(
-    pipe: TaskModel,
-    inputs: list[str],
-    *,
-    key: Any = None,
-    src_lang: str | None = None,
-    tgt_lang: str | None = None,
-    truncation: Truncation = False,
-    max_source_length: int | None = None,
-    **fields: Any,
-) -> Iterator[list[dict[str, str]]]:
-    options: Any = {"src_lang": src_lang, "tgt_lang": tgt_lang, "truncation": truncation}
-    options["max_source_length"] = max_source_length
-    for results in _text_to_text(pipe, inputs, key=key, **options, **fields):
-        yield [{"translation_text": each["generated_text"]} for each in results]
+        yield [{name: text} for text in texts]
 
 
 @jax.jit
@@ -230,13 +212,8 @@ def _outputs(
     def run(rows: list[Any]) -> Sequence[np.ndarray]:
         options = {"bucket": "power_of_two", "return_tensors": "np", **encoding}
         batch: Any = pipe.tokenizer(*map(list, zip(*rows, strict=True)), **options)
-        limit = getattr(pipe.model.config, "max_positions", None)
         for row, mask in zip(rows, batch.attention_mask, strict=True):
-            if limit is not None and mask.sum() > limit:
-                raise InputError(
-                    f"inputs[{all_rows.index(row)}]: has {mask.sum()} tokens, but the model has "
-                    f"{limit} positions; shorten it, or give truncation=True"
-                )
+            _check_length(pipe, all_rows.index(row), mask.sum())
         return rows_of(np.asarray(batch.attention_mask), _forward(model, dict(batch)))
 
     all_rows = [
@@ -329,8 +306,10 @@ class PipelineTask:
 
 TASKS: Mapping[str, PipelineTask] = {
     "text-generation": PipelineTask(CausalLM, _text_generation),
-    "text2text-generation": PipelineTask(EncoderDecoderLM, _text_to_text),
-    "translation": PipelineTask(EncoderDecoderLM, _translation),
+    "text2text-generation": PipelineTask(
+        EncoderDecoderLM, partial(_text_to_text, "generated_text")
+    ),
+    "translation": PipelineTask(EncoderDecoderLM, partial(_text_to_text, "translation_text")),
     "text-classification": PipelineTask(SequenceClassifier, _classification),
     "feature-extraction": PipelineTask(BaseModel, _features),
 }

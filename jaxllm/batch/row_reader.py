@@ -25,7 +25,7 @@ from jaxllm.generation.settings.resolve import (
     check_language,
     checked_lengths,
     checked_pad,
-    source_limit,
+    cut_options,
     with_default_length,
 )
 from jaxllm.generation.stopping import StopStringCriteria
@@ -72,7 +72,7 @@ class RowReader:
         chat: a row's `prompt` is a user message, for the model's chat template.
         system: system message of that chat.
         constraint: `schema`, `regex` or `grammar` of rows that have none.
-        truncation, max_source_length: as `source_limit`.
+        truncation, max_source_length: as `cut_options`.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class RowReader:
         own = fields if tokenizer is None else tokenizer.with_target(fields, None)
         self._fields, self._seed = dict(own), checked_seed(seed)
         self._default_new_tokens = default_new_tokens
-        self._truncation, self._max_source_length = truncation, max_source_length
+        self._cut = truncation, max_source_length
         self._prompts = PromptReader(tokenizer, model.config.vocab_size, chat, system)
         self._settings: dict[str, tuple[GenerationConfig, tuple[int, ...]]] = {}
         self._with_default_length: dict[tuple[GenerationConfig, int | None], GenerationConfig] = {}
@@ -119,24 +119,18 @@ class RowReader:
         own: Any = self._tokenizer
         is_text = self._prompts.is_text(row_input)
         is_blank = is_text and own.is_blank(row_input.prompt)
-        if (
-            is_blank
-            and not own.translates
-            and (self._model.is_encoder_decoder or not row_input.prompt)
-        ):
+        is_no_prompt = self._model.is_encoder_decoder or not row_input.prompt
+        if is_blank and is_no_prompt and not own.translates:
             check_not_blank(row_input.prompt or "", "prompt")
         if row_input.input_ids is None:
             check_language(self._model, self._tokenizer, config)
-        limit = None
+        whole = len(input_ids)
         if is_text:
             new = config.max_new_tokens or self._default_new_tokens
-            cut = (self._truncation, self._max_source_length, new)
-            limit = source_limit(self._model, own, *cut)
-        was_cut = limit is not None and len(input_ids) > limit
-        if was_cut:
-            encode = own.with_languages(row_input.src_lang).encode
-            ids = encode(row_input.prompt, truncation=True, max_length=limit)
-            input_ids = np.asarray(ids, input_ids.dtype)
+            cut = cut_options(self._model, own, *self._cut, new)
+            if whole > cut.get("max_length", whole):
+                encode = own.with_languages(row_input.src_lang).encode
+                input_ids = np.asarray(encode(row_input.prompt, **cut), input_ids.dtype)
         context = self._model.config.longest_prompt
         if context is not None and len(input_ids) > context:
             # It would cost memory and time in all slots, for a meaningless answer.
@@ -168,7 +162,7 @@ class RowReader:
             mode=registered.name if registered else generation_mode(config),
             constraint=self._constraints.of_row(own_constraint, eos, len(decoder_prompt)),
             is_blank=is_blank and own.translates,
-            was_cut=was_cut,
+            was_cut=len(input_ids) < whole,
         )
 
     def _with_lengths(

@@ -56,7 +56,7 @@ from jaxllm.generation.settings.resolve import (
     UnusedFieldWarning,
     check_for_use,
     check_language,
-    source_limit,
+    cut_options,
     with_default_length,
 )
 from jaxllm.models.decoder import GenerativeModel, checked_generative
@@ -315,9 +315,8 @@ def _planned(
     ids = _ids(arguments, prompt, tokenizer)
     if prompt is not None and not arguments.chat and tokenizer is not None:
         cut = (arguments.truncation, arguments.max_source_length, fields.max_new_tokens)
-        limit = source_limit(model, tokenizer, *cut)
-        if limit is not None:
-            options: Any = {"truncation": True, "max_length": limit}
+        options = cut_options(model, tokenizer, *cut)
+        if options:
             ids = tokenizer.encode(prompt, src_lang=arguments.src_lang, **options)
     if tokenizer is not None:
         given = generation_fields(arguments)

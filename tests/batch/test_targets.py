@@ -241,8 +241,10 @@ def test_long_texts_are_cut_and_counted(loaded, command, name, options):
 
 def test_a_long_text_is_named_and_the_advice_can_be_followed(loaded):
     model, tokenizer = loaded("marian")  # whose positions are learned
-    with pytest.raises(InputError, match=r"inputs\[1\]: has \d+ tokens, but the model has 64"):
+    with pytest.raises(InputError, match=r"inputs\[1\]: needs \d+ positions, but the model has 64"):
         jaxllm.pipeline("translation", model, tokenizer)(["Hello", LONG])
+    with pytest.raises(InputError, match="truncation: the model has no longest text"):
+        jaxllm.pipeline("text2text-generation", *loaded("t5"))(LONG, truncation=True)
     (output,) = BatchGenerator(model, tokenizer).generate([LONG])
     assert "cut it with truncation" in output.error
     assert "max_position_embeddings" not in output.error

@@ -278,31 +278,31 @@ def target_settings(
     return config
 
 
-def source_limit(
+def cut_options(
     model: GenerativeModel,
     tokenizer: Tokenizer,
     truncation: Truncation,
     max_source_length: int | None,
-    new_tokens: int | None,
-) -> int | None:
-    """Most tokens of a text, to which longer ones are cut; None: texts are not cut.
+    new_tokens: int | None = None,
+) -> dict[str, Any]:
+    """Options with which the tokenizer cuts long texts; none where they are not cut.
 
     Args:
         truncation: True for the tokenizer's `model_max_length`, or the model's context if that is
             shorter. A causal model's context also has room for `new_tokens` (None: 20).
         max_source_length: the limit in tokens; takes precedence.
     """
-    if max_source_length is not None:
-        return checked_count(max_source_length, "max_source_length")
-    if not check_truncation(truncation):
-        return None
-    context = model.config.context_length or NO_MAX_LENGTH
-    if not model.is_encoder_decoder:
-        context -= min(new_tokens or 20, context // 2)
-    limit = min(tokenizer.model_max_length, context)
-    if limit == NO_MAX_LENGTH:
-        raise InputError("truncation: the model has no longest text; give max_source_length")
-    return limit
+    limit = max_source_length
+    if limit is not None:
+        checked_count(limit, "max_source_length")
+    elif check_truncation(truncation):
+        context = model.config.context_length or NO_MAX_LENGTH
+        if not model.is_encoder_decoder:
+            context -= min(new_tokens or 20, context // 2)
+        limit = min(tokenizer.model_max_length, context)
+        if limit == NO_MAX_LENGTH:
+            raise InputError("truncation: the model has no longest text; give max_source_length")
+    return {} if limit is None else {"truncation": True, "max_length": limit}
 
 
 def token_tuple(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
