@@ -113,15 +113,12 @@ def _read(folder: Path) -> EmbeddingRecipe:
     files[MODULES] = read_json(folder / MODULES, max_bytes=MAX_JSON_BYTES)
     modules = _plain(tuple[_Module, ...], files[MODULES], folder / MODULES)
     for number, module in enumerate(modules):
-        if module.kind not in _ORDER[min(number, 2)]:
+        is_placed = is_plain_file_name(module.path, "") if number else not module.path
+        if module.kind not in _ORDER[min(number, 2)] or not is_placed:
             raise UnsupportedError(
-                f"{folder / MODULES}: module {number} is {quoted(module.type)}; jaxllm reads "
-                "Transformer, Pooling, and then Dense, Normalize and Dropout"
-            )
-        if module.path if number == 0 else not is_plain_file_name(module.path, ""):
-            raise UnsupportedError(
-                f"{folder / MODULES}: path: expected '' and then plain names of folders, found "
-                f"{quoted(module.path)}"
+                f"{folder / MODULES}: module {number} is {quoted(module.type)} in "
+                f"{quoted(module.path)}; jaxllm reads Transformer in '', then Pooling, and then "
+                "Dense, Normalize and Dropout, in folders beside this file"
             )
     if len(modules) < 2:
         raise UnsupportedError(f"{folder / MODULES}: expected a Pooling, found none")

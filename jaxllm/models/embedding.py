@@ -71,7 +71,8 @@ def text_vectors(
     for step in steps:
         if step != NORMALIZE:
             layer = next(layers)
-            x = FUNCTIONS[step](x @ layer["linear.weight"].T + layer.get("linear.bias", 0))
+            bias = layer.get("linear.bias", jnp.zeros(1))
+            x = FUNCTIONS[step](x @ layer["linear.weight"].T + bias[None])
             continue
         norm = jnp.linalg.norm(x, axis=-1, keepdims=True)
         # Divided by an infinite norm, what is finite would be 0; the smallest norm is torch's.
@@ -83,14 +84,14 @@ def _pooled(
     x: Float[Array, "B T D"], weights: Float[Array, "B T 1"], kind: str
 ) -> Float[Array, "B D"]:
     """One kind of pooling; `weights` are 1 for the tokens that count, and 0 for the others."""
-    rows, columns = jnp.arange(x.shape[0]), jnp.arange(x.shape[1])[:, None]
+    rows, places = jnp.arange(x.shape[0]), jnp.arange(1, x.shape[1] + 1, dtype=jnp.float32)
     if kind == "max":
         return jnp.max(jnp.where(weights > 0, x, -jnp.inf), axis=1)
     if kind == "cls":
         return x[rows, jnp.argmax(weights[..., 0], axis=1)]
     if kind == "lasttoken":
-        return x[rows, jnp.argmax((weights * (columns + 1))[..., 0], axis=1)]
+        return x[rows, jnp.argmax(weights[..., 0] * places[None], axis=1)]
     if kind == "weightedmean":
-        weights = weights * (columns + 1)
+        weights = weights * places[None, :, None]
     count = jnp.sum(weights, axis=1)
     return jnp.sum(x * weights, axis=1) / (jnp.sqrt(count) if "sqrt" in kind else count)

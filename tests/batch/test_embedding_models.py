@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import httpx
+import jax
 import numpy as np
 import paths
 import pytest
@@ -18,6 +19,7 @@ from jaxllm.batch.row_tasks import Embedder, RowEmbedder
 from jaxllm.batch.rows import RawRow
 from jaxllm.cli.main import main
 from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.models.embedding import text_vectors
 from jaxllm.models.lora import LoraConfig, add_lora, merge_lora
 
 DATA = paths.DATA / "sentence_transformers"
@@ -61,6 +63,18 @@ def test_vectors_are_those_of_sentence_transformers(case, tmp_path):
     assert [x.prompt_tokens for x in sorted(outputs, key=lambda x: x.index)] == lengths
     whole = [len(tokenizer.encode(text)) for text in texts]
     assert task.counts.cut_texts == sum(a > b for a, b in zip(whole, lengths, strict=True)) > 0
+
+
+def test_pooling_in_the_strict_modes_of_jax():
+    kinds = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+    states = np.arange(2 * 5 * 3, dtype=np.float32).reshape(2, 5, 3)
+    mask = np.array([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]], bool)
+    layer = {"linear.weight": np.ones((4, 18), np.float32), "linear.bias": np.ones(4, np.float32)}
+    options = {"pooling": kinds, "steps": ("linear", "normalize")}
+    expected = text_vectors(states, mask, [layer], **options)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        vectors = text_vectors(*jax.device_put((states, mask, [layer])), **options)
+    np.testing.assert_allclose(vectors, expected, rtol=1e-6)
 
 
 def vectors_of(folder: Path, case: str, number: int = 0) -> tuple[np.ndarray, list[list[float]]]:
@@ -164,11 +178,11 @@ def test_what_is_not_read_is_refused_by_the_embedding_alone(file, fields, messag
         (1, {"type": "sentence_transformers.models.WeightedLayerPooling"}, "WeightedLayerPooling"),
         (0, {"type": "sentence_transformers.base.modules.router.Router"}, "module 0 is .*Router"),
         (2, {"type": "evil.Dense"}, "module 2 is 'evil.Dense'"),
-        (1, {"path": "../1_Pooling"}, "path: expected .* found '../1_Pooling'"),
-        (2, {"path": "/tmp"}, "path: expected .* found '/tmp'"),
-        (2, {"path": "a\\b"}, "path: expected"),
-        (2, {"path": ".."}, "path: expected"),
-        (0, {"path": "0_Transformer"}, "path: expected '' .* found '0_Transformer'"),
+        (1, {"path": "../1_Pooling"}, "module 1 is .* in '../1_Pooling'"),
+        (2, {"path": "/tmp"}, "module 2 is .* in '/tmp'; jaxllm reads"),
+        (2, {"path": "a\\b"}, "module 2 is"),
+        (2, {"path": ".."}, r"module 2 is .* in '\.\.'"),
+        (0, {"path": "0_Transformer"}, "module 0 is .* in '0_Transformer'"),
         (1, {"path": 3}, r"modules.json: \[1\].path: expected a string, found 3"),
         (1, {"path": "9_Pooling"}, "9_Pooling/config.json: no such file"),
     ],
