@@ -148,6 +148,7 @@ def text_pair(
     """
     if model.is_encoder_decoder:
         check_not_blank(prompt, f"prompts[{i}]")
+        check_not_blank(completion, f"completions[{i}]")
         ids = tokenizer.encode_target(completion, model.generation_config)
         return tokenizer.encode(prompt), ids
     head, whole = (tokenizer.encode_beginning(text) for text in (prompt, prompt + completion))

@@ -203,7 +203,9 @@ def test_an_empty_text_is_an_error_where_nothing_is_translated(loaded, text):
         assert output.error.startswith(f"{name}: ")
     (output,) = BatchGenerator(t5, t5_tokenizer).generate([{"prompt": text}])
     assert output.error.startswith(f"prompt: has no text, found {text!r}")
+    spoken = tokenizer.with_languages(tgt_lang="zul_Latn")
     calls = {
+        r"completions\[0\]": lambda: jaxllm.score(model, ["Hello"], [text], spoken),
         r"texts\[1\]: prompt": lambda: jaxllm.embed(t5, ["Hello", text], t5_tokenizer),
         r"inputs\[1\]": lambda: jaxllm.pipeline("translation", model, tokenizer)(
             ["Hello", text], tgt_lang="zul_Latn"

@@ -261,6 +261,9 @@ def test_embeddings_are_pooled_hidden_states(server, client):
     ).json()
     values = np.frombuffer(base64.b64decode(raw["data"][0]["embedding"]), "<f4")
     np.testing.assert_allclose(values, answer.data[0].embedding, atol=1e-6)
+    for blank in ("", "  "):
+        with pytest.raises(openai.BadRequestError, match=r"input\[1\]: has no text"):
+            client.embeddings.create(model="tiny", input=["Hello", blank])
 
 
 def test_tokens_models_health_and_metrics(server, client):
