@@ -95,6 +95,8 @@ class RowReader:
         self._fields, self._seed = dict(own), checked_seed(seed)
         self._default_new_tokens = default_new_tokens
         self._cut = truncation, max_source_length
+        if tokenizer is not None:
+            cut_options(model, tokenizer, *self._cut)  # names what is wrong, before the first row
         self._prompts = PromptReader(tokenizer, model.config.vocab_size, chat, system)
         self._settings: dict[str, tuple[GenerationConfig, tuple[int, ...]]] = {}
         self._with_default_length: dict[tuple[GenerationConfig, int | None], GenerationConfig] = {}

@@ -247,6 +247,9 @@ def test_a_long_text_is_named_and_the_advice_can_be_followed(loaded):
         jaxllm.pipeline("translation", model, tokenizer)(["Hello", LONG])
     with pytest.raises(InputError, match="truncation: the model has no longest text"):
         jaxllm.pipeline("text2text-generation", *loaded("t5"))(LONG, truncation=True)
+    for wrong in ({"truncation": "yes"}, {"max_source_length": 0}):
+        with pytest.raises(InputError, match=min(wrong)):
+            BatchGenerator(model, tokenizer, **wrong)
     (output,) = BatchGenerator(model, tokenizer).generate([LONG])
     assert "cut it with truncation" in output.error
     assert "max_position_embeddings" not in output.error
