@@ -99,7 +99,13 @@ def _on_new_tokens(processor: Callable[..., LogitsProcessor]) -> Builder:
 
 
 def _on_encoder(field: str, processor: Callable[..., LogitsProcessor]) -> Builder:
-    return lambda value, inputs: processor(value, *inputs.encoder(field))
+    def build(value: Any, inputs: ProcessorInputs) -> LogitsProcessor | None:
+        has_effect = is_traced(value) or value != FIELDS[field].neutral
+        if inputs.encoder_ids is None and not has_effect:
+            return None
+        return processor(value, *inputs.encoder(field))
+
+    return build
 
 
 # Each table is in the order in which its processors apply.

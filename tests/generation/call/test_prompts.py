@@ -78,14 +78,16 @@ def test_decoder_prompts_of_t5_do_not_depend_on_their_padding():
         jaxllm.generate(net, source, token_type_ids=[[0, 0, 0]], **fields)
 
 
-@pytest.mark.parametrize("value", [1, 2])
-@pytest.mark.parametrize("name", ["encoder_no_repeat_ngram_size", "encoder_repetition_penalty"])
-def test_settings_of_the_encoders_tokens_need_them(name, value):
+@pytest.mark.parametrize(
+    ("name", "off"), [("encoder_no_repeat_ngram_size", 0), ("encoder_repetition_penalty", 1.0)]
+)
+def test_settings_of_the_encoders_tokens_need_them(name, off):
     """The decoder's prompt does not stand in for them."""
     net = model("s_t5_gated")
     states = np.zeros((1, 3, net.config.d_model), np.float32)
-    fields = {"max_new_tokens": 2, "decoder_input_ids": [[0, 5]], name: value}
+    fields = {"max_new_tokens": 2, "decoder_input_ids": [[0, 5]], name: 2}
     for inputs in ({"encoder_outputs": states}, {"inputs_embeds": states}):
         with pytest.raises(InputError, match=f"^{name}: .*input_ids"):
             jaxllm.generate(net, **inputs, **fields)
     jaxllm.generate(net, [[5, 6, 7]], **fields)
+    jaxllm.generate(net, encoder_outputs=states, **{**fields, name: off})
