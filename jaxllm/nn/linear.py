@@ -139,9 +139,16 @@ def _times_gathered_backward(
     def of_w(x: Float[Array, "b T I"], gradient: Float[Array, "b T O"]) -> Array:
         rows, others = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         product = jnp.matmul(rows.T, others, precision=precision_of(rows, others))
+        return jax.lax.platform_dependent(product, cpu=added_in_float32, default=added)
+
+    def added(product: Float[Array, "O I"]) -> Float[Array, "o i"]:
         return jax.lax.psum_scatter(
             jax.lax.psum(product, DATA), FSDP, scatter_dimension=axis, tiled=True
         )
+
+    def added_in_float32(product: Float[Array, "O I"]) -> Float[Array, "o i"]:
+        # On a CPU, XLA adds 16-bit floats in float32 anyway, but cannot rewrite this sum itself.
+        return added(product.astype(jnp.float32)).astype(product.dtype)
 
     # The barrier keeps XLA from using the gathered weights of the forward pass, which it would have
     # to keep until now.

@@ -239,6 +239,29 @@ def test_on_eight_devices():
     assert on_devices(EIGHT) == "done\n"
 
 
+GRADIENTS_IN_16_BITS = """
+import jax, jax.numpy as jnp, numpy as np
+from jaxllm.nn.linear import times_gathered
+from jaxllm.parallel import use_mesh
+from jaxllm.parallel.sharding import make_mesh
+
+ones = [np.ones(shape, np.float32) for shape in ((8, 3, 8), (4, 8))]
+for dtype in ("bfloat16", "float16"):
+    x, w = (jnp.asarray(array, dtype) for array in ones)
+    for sizes in ({"data": 4, "fsdp": 2}, {"data": 1, "fsdp": 8}, {"fsdp": 4, "tensor": 2}):
+        with use_mesh(make_mesh(**sizes)):
+            gradient = jax.jit(jax.grad(lambda w: times_gathered(x, w, 1).sum()))(w)
+        assert gradient.dtype == dtype
+        np.testing.assert_array_equal(gradient, np.full(w.shape, 24.0))
+print("done")
+"""
+
+
+def test_gradients_of_gathered_weights_in_16_bits():
+    """XLA's CPU compiler cannot widen the sum over the devices by itself."""
+    assert on_devices(GRADIENTS_IN_16_BITS) == "done\n"
+
+
 TWO_PROCESSES = """
 import sys, jax, numpy as np
 address, index = sys.argv[1], int(sys.argv[2])
