@@ -139,14 +139,14 @@ def _run(arguments: argparse.Namespace) -> int:
         )
         with tempfile.TemporaryDirectory() as new:
             copy = _readable_copy(path, Path(new))
-            reference = _load_reference(copy, type(model).__name__, transformers)
+            reference = _load_reference(copy, model, transformers)
         if peft is not None:
             adapted = peft.PeftModel.from_pretrained(reference, str(arguments.adapter))
             reference = adapted.merge_and_unload()
-        if getattr(model.config, "reorder_and_upcast_attn", False):
-            precision = (
-                "float32"  # this option casts to float32, which torch cannot mix with float64
-            )
+        is_xglm = model.config.model_type == "xglm"  # whose mask overflows in float64
+        # The option casts to float32, which torch cannot mix with float64.
+        if is_xglm or getattr(model.config, "reorder_and_upcast_attn", False):
+            precision = "float32"
         reference = reference.to(getattr(torch, precision)).eval()
         prompts = _prompts(arguments.prompt, model, tokenizer)
         parameters = sum(leaf.size for leaf in jax.tree.leaves(model))
@@ -226,7 +226,7 @@ def _readable_copy(path: Path, folder: Path) -> Path:
     return folder
 
 
-def _load_reference(path: Path, class_name: str, transformers: Any) -> Any:
+def _load_reference(path: Path, model: Model[Any], transformers: Any) -> Any:
     """Loads the same checkpoint as a torch module, in the dtype that transformers chooses."""
     endings = {
         "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
@@ -234,8 +234,10 @@ def _load_reference(path: Path, class_name: str, transformers: Any) -> Any:
         "EncoderModel": "AutoModelForTextEncoding",
         "ForSequenceClassification": "AutoModelForSequenceClassification",
     }
-    classes = (auto for ending, auto in endings.items() if class_name.endswith(ending))
-    auto = next(classes, "AutoModelForCausalLM")
+    name, default = type(model).__name__, "AutoModelForCausalLM"
+    if isinstance(model, BaseModel):
+        default = "AutoModel"  # hidden states
+    auto = next((auto for ending, auto in endings.items() if name.endswith(ending)), default)
     source = {"pretrained_model_name_or_path": str(path)}
     path = gguf_in(path) or path
     if path.suffix == ".gguf":
@@ -274,6 +276,8 @@ def _inputs(ids: list[int], model: Model[Any]) -> dict[str, np.ndarray]:
     inputs = {"input_ids": np.asarray([ids]), "attention_mask": np.ones((1, len(ids)), int)}
     if model.is_encoder_decoder:
         start = model.config.decoder_start_token_id
+        if start is None:
+            start = ids[-1]  # mBART's first token is a language, with which its inputs end
         inputs["decoder_input_ids"] = np.asarray([[start, *ids[:-1]]])
     elif getattr(model.config, "add_cross_attention", False):
         shape = (1, 5, model.config.n_embd)
@@ -286,8 +290,13 @@ def _theirs(
     model: Any, inputs: dict[str, np.ndarray], torch: Any, precision: str
 ) -> Float[np.ndarray, "T V"]:
     arrays = {k: x.astype(precision) if x.dtype.kind == "f" else x for k, x in inputs.items()}
-    with torch.no_grad():
-        return _outputs(model(**{name: torch.from_numpy(x) for name, x in arrays.items()}))
+    try:
+        with torch.no_grad():
+            return _outputs(model(**{name: torch.from_numpy(x) for name, x in arrays.items()}))
+    except Exception as error:
+        raise UnsupportedError(
+            f"transformers cannot run this checkpoint: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _outputs(result: Any) -> Float[np.ndarray, "T V"]:

@@ -91,6 +91,8 @@ class Reference:
     def __call__(self, **inputs: np.ndarray):
         self.read.append(inputs["input_ids"])
         output = self.model(**inputs)
+        if not hasattr(output, "logits"):
+            return output
         return dataclasses.replace(output, logits=output.logits.at[0, -1, 0].add(self.error))
 
 
@@ -229,6 +231,54 @@ def test_random_ids_hold_no_padding_and_encoder_decoders_keep_their_encoder(
     assert main(["verify", str(tmp_path)]) == 0
     ids = np.concatenate([prompt[0] for prompt in reference.read])
     assert set(ids.tolist()) == set(range(12)) - {pad}
+
+
+def test_hidden_states_of_a_model_without_a_head_are_compared(
+    reference: type[Reference],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delattr(sys.modules["transformers"], "AutoModelForCausalLM")
+    monkeypatch.setattr(sys.modules["transformers"], "AutoModel", reference, raising=False)
+    jaxllm.save_hf(tmp_path, tiny.make("llama"))
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace("LlamaForCausalLM", "LlamaModel"))
+    assert main(["verify", str(tmp_path)]) == 0
+    assert ": LlamaModel, " in capsys.readouterr().out
+
+
+def test_a_decoder_without_a_start_token_begins_with_the_last_token(
+    reference: type[Reference], tmp_path: Path
+) -> None:
+    jaxllm.save_hf(tmp_path, tiny.make("mbart", decoder_start_token_id=None))
+    assert main(["verify", str(tmp_path)]) == 0
+
+
+def test_the_reference_of_xglm_is_in_float32(
+    reference: type[Reference], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """transformers cannot represent the mask of XGLM in float64."""
+    monkeypatch.setattr(sys.modules["torch"], "float32", "a float64", raising=False)
+    monkeypatch.delattr(sys.modules["torch"], "float64")
+    jaxllm.save_hf(tmp_path, tiny.make("xglm"))
+    assert main(["verify", str(tmp_path)]) == 0
+
+
+def test_an_error_of_the_reference_is_one_line(
+    reference: type[Reference],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(self: Reference, **inputs: np.ndarray) -> None:
+        raise IndexError("index 29 is out of bounds")
+
+    monkeypatch.setattr(reference, "__call__", fail)
+    assert main(["verify", str(MODELS / "s_llama_tok")]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.endswith(
+        "transformers cannot run this checkpoint: IndexError: index 29 is out of bounds"
+    )
 
 
 def test_missing_torch_or_transformers(
