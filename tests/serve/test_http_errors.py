@@ -248,12 +248,16 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 
 SECRET = "my secret's words"
 CHAT = "/v1/chat/completions"
+STRANGE_SCHEMA = {
+    "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": SECRET}}}
+}
 
 
 @pytest.mark.parametrize(
     ("path", "body", "status", "field", "reason"),
     [
         ("/v1/completions", {"prompt": SECRET, "top_pp": 1}, 400, "top_pp", "is it top_p?"),
+        ("/v1/completions", {"prompt": SECRET, "topP": 1}, 400, "topP", "unknown"),
         ("/v1/completions", {"prompt": SECRET, "n": 500}, 400, "n", "found 500"),
         ("/v1/completions", {"prompt": {SECRET: 1}}, 400, "prompt", "expected a string"),
         ("/v1/completions", {"prompt": [SECRET, 1]}, 400, "prompt", "expected a string"),
@@ -263,7 +267,8 @@ CHAT = "/v1/chat/completions"
         ("/v1/completions", {"prompt": SECRET * 400}, 400, "prompt", "shorten it"),
         ("/v1/completions", SECRET, 400, "body", "not JSON"),
         ("/v1/completions", f'{{"{SECRET}": 1, "{SECRET}": 2}}', 400, None, "appears twice"),
-        ("/v1/completions", SECRET * 5000, 413, None, "larger than 50000 bytes"),
+        ("/v1/completions", SECRET * 5000, 413, "body", "larger than 50000 bytes"),
+        ("/v1/completions", {"prompt": "a", **STRANGE_SCHEMA}, 400, "json_schema", "json_schema:"),
         (CHAT, {"messages": [{"role": 5, "content": SECRET}]}, 400, "messages[0].role", "role"),
         (CHAT, {"messages": [{"role": "user", "content": {SECRET: 1}}]}, 400, None, "content"),
         (CHAT, {"messages": [SECRET]}, 400, "messages", "expected a list of messages"),

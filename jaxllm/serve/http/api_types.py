@@ -55,10 +55,13 @@ _STRANGE_FIELD = re.compile(r"^(?![\w.\[\]-]{1,100}:).*(?=: unknown)", re.DOTALL
 """An unknown field whose name is no name, and may be any text."""
 _REPEATED = re.compile(
     r"""(?<=found\ )(?!-?[\d.e+-]+\b).*
+    |(?<=^json_schema:\ ).*
     |(?<!\w)(["'])(?:\\.|(?!\1(?!\w)).)*(?:\1|$)""",
     re.VERBOSE | re.DOTALL,
 )
-"""Parts of messages that may repeat a text of the request: found values and what is in quotes."""
+"""Parts of messages that may repeat a text of the request: found values, what the library of JSON
+schemas says, and what is in quotes."""
+_UNKNOWN_FIELD = re.compile(r"^([\w.\[\]-]+)(?=: unknown)")
 _FIELD = re.compile(r"`?([a-z_][a-z0-9_.\[\]]*)`?(?=:| must | names )")
 
 
@@ -398,7 +401,9 @@ def api_error(error: JaxLLMError) -> ApiError:
     if isinstance(error, FloatingPointError):
         return ApiError(500, str(error), code="non_finite")
     message = str(error).removeprefix("generate(): ")  # clients call no function
-    field = None if _STRANGE_FIELD.match(message) else _FIELD.search(message)
+    field = _UNKNOWN_FIELD.match(message)
+    if field is None and not _STRANGE_FIELD.match(message):
+        field = _FIELD.search(message)
     answer = ApiError(400, message, param=field[1] if field else None)
     answer.__cause__ = error
     return answer

@@ -136,8 +136,9 @@ async def read_limited(receive: Receive, max_bytes: int, seconds: float) -> byte
                 parts.append(message.get("body", b""))
                 size += len(parts[-1])
                 if size > max_bytes:
-                    raise ApiError(413, f"body: larger than {max_bytes} bytes")
+                    raise ApiError(413, f"body: larger than {max_bytes} bytes", param="body")
                 if not message.get("more_body", False):
                     return b"".join(parts)
     except TimeoutError:
-        raise ApiError(408, f"body: did not arrive within {seconds:g} seconds") from None
+        message = f"body: did not arrive within {seconds:g} seconds"
+        raise ApiError(408, message, param="body") from None
