@@ -112,6 +112,7 @@ class AbsoluteConfig(cfg.ModelConfig):
             "static_position_embeddings": has_sinusoids,
             "extra_pos_embeddings": extra_rows,
             "add_bias_logits": False,
+            "do_blenderbot_90_layernorm": False,
         }
         handled = {key for key, value in implied.items() if raw.get(key) in (None, value)}
         # Read with the generation settings; of classifiers; of the training of distilled models.

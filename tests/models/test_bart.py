@@ -151,6 +151,16 @@ def test_extra_rows_of_positions_in_old_files(family):
                 model_spec(changed)
 
 
+@pytest.mark.parametrize("family", ["bart", *tiny.BART])
+def test_the_order_of_positions_and_norm_in_old_files(family):
+    """Version 3 of transformers wrote `do_blenderbot_90_layernorm`: the norm before positions."""
+    raw = tiny.CONFIGS[family]
+    plain = model_spec(raw).config
+    assert model_spec({**raw, "do_blenderbot_90_layernorm": False}).config == plain
+    with pytest.raises(UnsupportedError, match=r"^do_blenderbot_90_layernorm"):
+        model_spec({**raw, "do_blenderbot_90_layernorm": True})
+
+
 def test_layerdrop_is_refused_in_training_alone():
     model, plain = tiny.make("bart", decoder_layerdrop=0.1), tiny.cached("bart")
     ids = tiny.ids(2, 5)
