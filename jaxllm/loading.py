@@ -27,6 +27,7 @@ from jaxllm.common.arguments import checked, checked_function, checked_path, che
 from jaxllm.common.errors import CheckpointError, ConfigError, InputError, listed, quoted, warn
 from jaxllm.common.files import is_there
 from jaxllm.common.progress import progress_line, progress_phase
+from jaxllm.common.threads import with_settings_of_this_thread
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.config import GENERATION_KEYS, ModelConfig
 from jaxllm.models.lora import merge_lora
@@ -189,7 +190,7 @@ def _read(
                 while_loading(with_settings(model, generation_config, found, warns=False), found)
 
             if while_loading is not None:
-                begun.append(thread.submit(work))
+                begun.append(thread.submit(with_settings_of_this_thread(work)))
 
         def report(name: str, bytes_done: int, bytes_total: int) -> None:
             for future in begun:

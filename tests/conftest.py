@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
 import sys
+import zlib
 
 # Before jax is imported: on a machine with a GPU the tests still compare float32 on the CPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -32,6 +34,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="compile as users do: XLA's default optimization, and the CPU kernels if installed",
     )
+    parser.addoption(
+        "--callers-settings",
+        type=int,
+        metavar="PERCENT",
+        help="run this part of the tests, chosen by their names, under strict settings of JAX and "
+        "on the second of two devices, as a caller may set them",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,12 +55,17 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["JAXLLM_CPU_KERNELS"] = "1"
     else:
         compile_fast()
+    if config.option.callers_settings is not None:
+        use_callers_settings(config)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks for `make test-ci` the cases of a parametrized test that its markers `by_default` and
     `in_ci` leave out of the default run. Both name cases by their ids."""
+    share = config.option.callers_settings
+    if share is not None:
+        items[:] = [x for x in items if zlib.crc32(x.nodeid.encode()) % 100 < share]
     missing: dict[str, set[str]] = {}
     for item in items:
         for marker in item.iter_markers():
@@ -63,7 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if (case in marker.args) == (marker.name == "in_ci"):
                 item.add_marker(pytest.mark.ci)
     unknown = {function: cases for function, cases in missing.items() if cases}
-    if unknown and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+    if share is None and unknown and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         raise pytest.UsageError(f"by_default, in_ci: no such cases: {unknown}")
 
 
@@ -76,6 +90,24 @@ def compile_fast() -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if version("jaxlib").startswith("0.10.") and compiling.FAST not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {compiling.FAST}"
+
+
+def use_callers_settings(config: pytest.Config) -> None:
+    """Settings of this thread for the whole run, as a caller's `with` makes them.
+
+    Arrays that jaxllm places on the first device are an error where a program reads them: the
+    transfer between two devices is not allowed.
+    """
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    )
+    import jax
+
+    settings = contextlib.ExitStack()
+    settings.enter_context(jax.numpy_rank_promotion("raise"))
+    settings.enter_context(jax.transfer_guard_device_to_device("disallow"))
+    settings.enter_context(jax.default_device(jax.devices()[1]))
+    config.add_cleanup(settings.close)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -40,6 +40,7 @@ from jaxllm.common.errors import (
     quoted,
 )
 from jaxllm.common.files import replacing
+from jaxllm.common.hardware import default_device
 from jaxllm.common.progress import progress_phase
 from jaxllm.generation.inputs.batching import is_exhausted
 from jaxllm.generation.inputs.values import is_integer
@@ -418,7 +419,7 @@ def check_model(model: GenerativeModel) -> Mesh | None:
 def checked_slots(slots: int | None, mesh: Mesh | None) -> int:
     """The number of slots; None: the default for the devices."""
     if slots is None:
-        per_shard = DEFAULT_SLOTS.get(jax.default_backend(), DEFAULT_ACCELERATOR_SLOTS)
+        per_shard = DEFAULT_SLOTS.get(default_device().platform, DEFAULT_ACCELERATOR_SLOTS)
         return per_shard * row_shards(mesh)
     if not is_integer(slots) or not 1 <= slots <= MAX_SLOTS:
         raise InputError(f"slots: expected an integer from 1 to {MAX_SLOTS}, found {quoted(slots)}")

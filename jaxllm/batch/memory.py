@@ -15,7 +15,7 @@ from jaxllm.batch.row_groups import Group, Task, prefill_batch, sizes_for
 from jaxllm.batch.rows import BatchRow
 from jaxllm.batch.slots import PrefillBatch, Sizes, Slots
 from jaxllm.common.errors import InputError
-from jaxllm.common.hardware import format_bytes, host_memory, nbytes, own_memory
+from jaxllm.common.hardware import default_device, format_bytes, host_memory, nbytes, own_memory
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.models.decoder import Decoder
@@ -72,7 +72,7 @@ def memory_budget(memory: int | str | None, devices: int = 1) -> int:
         devices: number of devices that share this machine's memory in that case.
     """
     if memory is None:
-        own = own_memory(jax.local_devices()[0])
+        own = own_memory(default_device())
         if own is not None:
             return int(SHARE_OF_DEVICE * own)
         return int(SHARE_OF_HOST * host_memory()) // devices

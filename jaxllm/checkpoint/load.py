@@ -44,6 +44,7 @@ from jaxllm.common.errors import (
     warn,
 )
 from jaxllm.common.files import read_json
+from jaxllm.common.hardware import default_device
 from jaxllm.models.build_options import Options
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.model import Card, Model, Origin, model_shapes
@@ -190,7 +191,7 @@ def load_model(
         check_heads(spec.config.head_counts, mesh)
     compute_dtype, weight_dtype = choose_dtypes(checkpoint.weights, dtype, param_dtype)
     options = Options.on(
-        jax.default_backend(),
+        default_device().platform,
         dtype=compute_dtype,
         param_dtype=weight_dtype,
         attn_implementation=attn_implementation,

@@ -30,7 +30,8 @@ from jaxllm.checkpoint.source import (
     find_nonfinite,
 )
 from jaxllm.common.errors import CheckpointError, InputError, NonFiniteError
-from jaxllm.common.hardware import format_bytes, total_memory
+from jaxllm.common.hardware import default_device, format_bytes, total_memory
+from jaxllm.common.threads import with_settings_of_this_thread
 from jaxllm.models.quantize import BLOCK_FORMATS, FORMATS
 from jaxllm.models.weights import Entry, tensors_of
 from jaxllm.nn.quantized import BlockMatrix, QuantizedMatrix
@@ -125,7 +126,7 @@ def check_fits(needed: float, mesh: Mesh | None) -> None:
 
     Without this the system ends the process when its memory is full, without a word.
     """
-    chosen = jax.device_put(np.int32(0)).devices() if mesh is None else mesh.local_devices
+    chosen = [default_device()] if mesh is None else mesh.local_devices
     processes = 1 if mesh is None else jax.process_count()
     memory = total_memory(list(chosen)) * processes
     if needed > memory:
@@ -145,6 +146,7 @@ def map_ahead(
         sizes: bytes of each item. Items of at most `READ_AHEAD` bytes together are in work at once,
             but always two items.
     """
+    run = with_settings_of_this_thread(function)
     with ThreadPoolExecutor(READ_THREADS) as pool:
         pending: deque[tuple[Future[Result], int]] = deque()
         ahead = 0
@@ -153,7 +155,7 @@ def map_ahead(
                 future, done = pending.popleft()
                 ahead -= done
                 yield future.result()
-            pending.append((pool.submit(function, item), size))
+            pending.append((pool.submit(run, item), size))
             ahead += size
         for future, _ in pending:
             yield future.result()

@@ -28,6 +28,7 @@ from jaxllm.common.errors import (
     quoted,
 )
 from jaxllm.common.files import check_is_file, check_not_placeholder
+from jaxllm.common.hardware import default_device
 
 T = TypeVar("T")
 
@@ -339,6 +340,6 @@ def default_dtype(dtypes: Sequence[np.dtype], platform: str | None = None) -> np
     Args:
         platform: of the devices; None: JAX's default.
     """
-    if (platform or jax.default_backend()) == "cpu":
+    if (platform or default_device().platform) == "cpu":
         return np.dtype(np.float32)
     return max(set(dtypes), key=dtypes.count)

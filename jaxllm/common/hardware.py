@@ -99,6 +99,14 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def default_device() -> Any:  # a jax.Device, whose type pyright cannot find
+    """The device of this process on which JAX places arrays without a sharding."""
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if device is None or isinstance(device, str):
+        return jax.local_devices(backend=device)[0]
+    return device
+
+
 def own_memory(device: Any) -> int | None:
     """Bytes of a device's own memory; None if it shares the host's, or the backend does not say."""
     stats = device.memory_stats() or {}

@@ -24,6 +24,7 @@ from jaxllm.common.arguments import (
     drop_renamed,
 )
 from jaxllm.common.errors import InputError
+from jaxllm.common.hardware import default_device
 from jaxllm.models.build_options import Options
 from jaxllm.models.config import ModelConfig
 
@@ -102,7 +103,9 @@ class Pretrained:
             dtypes = jnp.dtype(dtype), jnp.dtype(param_dtype)
         except TypeError as failure:
             raise InputError(f"dtype, param_dtype: {failure}") from None
-        options = Options(*dtypes, attn_implementation, remat, scan_layers, jax.default_backend())
+        options = Options(
+            *dtypes, attn_implementation, remat, scan_layers, default_device().platform
+        )
         make: Any = cls
         return make(config, options, rngs=nnx.Rngs(seed))
 

@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxllm.common.errors import InputError
+from jaxllm.common.hardware import default_device
 from jaxllm.parallel.sharding import DATA, FSDP, batch_sharding, row_shards, tree_shardings
 
 T = TypeVar("T")
@@ -154,4 +155,4 @@ def platform_of_arrays(tree: object) -> str:
         sharding = getattr(leaf, "sharding", None)  # None: numpy, or a shape
         if isinstance(sharding, Sharding) and not isinstance(leaf, Tracer):
             return next(iter(sharding.device_set)).platform
-    return jax.default_backend()
+    return default_device().platform

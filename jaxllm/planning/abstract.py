@@ -27,6 +27,7 @@ from jaxllm.checkpoint.load import float_dtype, gguf_in, named_spec, read_config
 from jaxllm.checkpoint.weight_files import format_of, t5x_folders, t5x_in
 from jaxllm.common.arguments import checked, checked_path, checks_flags
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError, quoted
+from jaxllm.common.hardware import default_device
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.build_options import Options
@@ -95,7 +96,7 @@ def abstract_model(
     dtype = float_dtype("dtype", dtype)
     if dtype is None:  # which would be JAX's own default
         raise UnsupportedError("dtype: expected float32, bfloat16 or float16, found None")
-    platform = (jax.devices()[0] if device is None else device).platform
+    platform = (default_device() if device is None else device).platform
     if mesh is not None:
         platform = mesh.devices.flat[0].platform
     options = Options.on(
@@ -115,7 +116,7 @@ def abstract_model(
         check_heads(spec.config.head_counts, mesh)
         model = put_tree(model, mesh)
     else:
-        model = on_device(model, device if device is not None else jax.devices()[0])
+        model = on_device(model, device if device is not None else default_device())
     return model.with_card(Card(spec.config, generation_config=GenerationConfig()))
 
 

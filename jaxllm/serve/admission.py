@@ -12,7 +12,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
@@ -23,7 +22,7 @@ from jaxllm.batch.slot_pool import SlotPool
 from jaxllm.batch.slots import Sizes
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import UnsupportedError
-from jaxllm.common.hardware import nbytes
+from jaxllm.common.hardware import default_device, nbytes
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.models.decoder import GenerativeModel
@@ -82,7 +81,9 @@ def prefill_options(
     """
     options = {"prefill_chunk_size": chunk_size, "kept_prefixes": kept_prefixes}
     if chunk_size is None:
-        chunk_size = DEFAULT_CHUNK_SIZE.get(jax.default_backend(), DEFAULT_ACCELERATOR_CHUNK_SIZE)
+        chunk_size = DEFAULT_CHUNK_SIZE.get(
+            default_device().platform, DEFAULT_ACCELERATOR_CHUNK_SIZE
+        )
     size = bucket(chunk_size, SMALLEST_BUCKET)
     reason = _why_whole(model)
     if reason is not None:

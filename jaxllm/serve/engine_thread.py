@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from jaxllm.common.errors import InputError, JaxLLMError
+from jaxllm.common.threads import with_settings_of_this_thread
 from jaxllm.serve.live_rows import LiveTask
 from jaxllm.serve.live_run import Chunk, LiveRun
 
@@ -53,7 +54,8 @@ class EngineThread:
         self._closing = False
         self._ready = threading.Event()
         self._finish_times: deque[float] = deque(maxlen=_RATE_SEQUENCES)
-        self._thread = threading.Thread(target=self._main, name="jaxllm-engine", daemon=True)
+        main = with_settings_of_this_thread(self._main)
+        self._thread = threading.Thread(target=main, name="jaxllm-engine", daemon=True)
         self.failure: BaseException | None = None
         """Error that ended the thread before it was closed."""
         self.running = 0

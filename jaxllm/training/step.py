@@ -14,6 +14,7 @@ import optax
 from jaxtyping import Array, Float
 
 from jaxllm.common.errors import InputError
+from jaxllm.common.hardware import default_device
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.model import Model
 from jaxllm.parallel.placement import wait_on_cpu_mesh
@@ -84,7 +85,7 @@ def make_train_step(
         ema_decay=ema_decay,
         schedule=schedule,
     )
-    device = jax.devices()[0] if device is None else device
+    device = default_device() if device is None else device
     options = None
     if device.platform == "tpu":
         options = TPU_OPTIONS | WINDOWS.get(device.device_kind, {})

@@ -24,6 +24,7 @@ import numpy as np
 from jaxtyping import Array, UInt32
 
 from jaxllm.common.errors import CheckpointError, listed
+from jaxllm.common.hardware import default_device
 from jaxllm.parallel.placement import wait_on_cpu_mesh
 
 FOUR_BITS = (jnp.dtype(jnp.int4), jnp.dtype(jnp.uint4))
@@ -105,14 +106,15 @@ def bits_of(leaf: jax.Array) -> jax.Array:
 
 
 def bits_like(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of `bits_of` for a leaf of a target; unsharded: the first device.
+    """Shape, dtype and sharding of `bits_of` for a leaf of a target; unsharded: the default
+    device.
 
     Key data has more axes than the keys; these are not sharded.
     """
     bits = jax.eval_shape(bits_of, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
-        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        sharding = jax.sharding.SingleDeviceSharding(default_device())
     return jax.ShapeDtypeStruct(bits.shape, bits.dtype, sharding=sharding)
 
 

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxllm.checkpoint.orbax.run_checkpoints import RunCheckpoints
 from jaxllm.checkpoint.source import FLOATS, default_dtype, float_dtype
 from jaxllm.common.errors import CheckpointError
+from jaxllm.common.hardware import default_device
 from jaxllm.models.build_options import Options
 from jaxllm.models.model import Card, Model, Origin, model_shapes
 from jaxllm.models.quantize import formats_of, quantized_shapes
@@ -67,7 +68,7 @@ def load_weights(
         dtypes = {path: jnp.dtype(leaf.dtype) for path, leaf in record.leaves.items()}
         dtype = float_dtype("dtype", dtype) or compute_dtype(list(dtypes.values()), quantized)
         options = Options.on(
-            jax.default_backend(),
+            default_device().platform,
             dtype=dtype,
             param_dtype=dtype,
             attn_implementation=attn_implementation,

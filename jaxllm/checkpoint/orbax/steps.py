@@ -25,6 +25,7 @@ from jaxllm.checkpoint.orbax.leaves import Leaf
 from jaxllm.common.errors import CheckpointError, naming_file
 from jaxllm.common.files import parse_json, read_json, write_whole
 from jaxllm.common.optional_packages import import_untyped
+from jaxllm.common.threads import with_settings_of_this_thread
 
 RECORD_FILE = Path("record") / "metadata"  # the name that Orbax gives to a JSON item
 ARRAYS = "arrays"
@@ -254,6 +255,7 @@ def read_arrays(path: Path, target: Mapping[str, jax.ShapeDtypeStruct]) -> dict[
 
     stored = [name for name, like in target.items() if like.size]
     with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
-        arrays = dict(zip(stored, pool.map(read, stored), strict=True))
+        arrays = pool.map(with_settings_of_this_thread(read), stored)
+        arrays = dict(zip(stored, arrays, strict=True))
     empty = {n: x for n, x in target.items() if not x.size}
     return arrays | {n: jnp.zeros(x.shape, x.dtype, device=x.sharding) for n, x in empty.items()}

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxllm.common.errors import InputError
-from jaxllm.common.hardware import format_bytes, nbytes, total_memory
+from jaxllm.common.hardware import default_device, format_bytes, nbytes, total_memory
 from jaxllm.generation.call.layout import Layout
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.decoder import Decoder
@@ -48,7 +48,7 @@ def check_memory(model: Decoder, layout: Layout, mesh: Mesh | None, state: objec
     """
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model)):
         return
-    devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
+    devices = [default_device()] if mesh is None else mesh.local_devices
     needed, memory = nbytes(model) + nbytes(state), total_memory(devices) * jax.process_count()
     if needed > memory:
         sequences, slots = layout.prefill_inputs.keys.shape[0], layout.capacity

@@ -23,6 +23,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from jaxllm.common.errors import InputError, JaxLLMError
+from jaxllm.common.threads import with_settings_of_this_thread
 from jaxllm.serve.http.answers import ChatAnswer, CompletionAnswer, Usage, chat_ids, prompt_ids
 from jaxllm.serve.http.api_types import (
     ApiError,
@@ -239,7 +240,8 @@ async def embeddings(call: HttpCall) -> Response:
 
     ids = await state.in_thread(prompt_ids, state, inputs, "input", None, tokenize)
     call.usage.prompt_tokens = sum(map(len, ids))
-    vectors = await asyncio.to_thread(embedder.embed, ids, unpooled)
+    embed = with_settings_of_this_thread(embedder.embed)
+    vectors = await asyncio.to_thread(embed, ids, unpooled)
 
     def encoded(vector: np.ndarray) -> Any:
         if request.encoding_format == "float":

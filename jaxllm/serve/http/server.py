@@ -28,6 +28,7 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxllm.common.errors import InputError
+from jaxllm.common.threads import with_settings_of_this_thread
 from jaxllm.serve.http.api_types import RETRY_SECONDS, ApiError
 from jaxllm.serve.http.app import log_request, make_app
 from jaxllm.serve.http.state import ServerState
@@ -376,7 +377,7 @@ class HttpServer:
         await engine.start()
         try:
             if embedder is not None:
-                await asyncio.to_thread(embedder.warm_up)
+                await asyncio.to_thread(with_settings_of_this_thread(embedder.warm_up))
             self.warm_up_seconds = time.perf_counter() - start
             listen(self._socket)
             asyncio.get_running_loop().set_exception_handler(_ExceptionHandler())

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from jaxllm.batch.row_tasks import Embedder
 from jaxllm.common.optional_packages import require
+from jaxllm.common.threads import with_settings_of_this_thread
 from jaxllm.generation.processors.grammar import GrammarLogitsProcessor, json_schema
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.serve.async_engine import AsyncEngine
@@ -133,7 +134,8 @@ class ServerState:
         schema: dict[str, Any] = {"type": "object"}
         if response_format.json_schema is not None:
             schema = response_format.json_schema.schema
-        return await asyncio.to_thread(self._compiled, json.dumps(schema))
+        compiled = with_settings_of_this_thread(self._compiled)
+        return await asyncio.to_thread(compiled, json.dumps(schema))
 
     @functools.cached_property
     def _compiled(self) -> Any:

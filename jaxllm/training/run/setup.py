@@ -31,6 +31,7 @@ from jaxllm.common.errors import (
     naming_file,
 )
 from jaxllm.common.files import replacing
+from jaxllm.common.hardware import default_device
 from jaxllm.common.progress import progress_phase
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.inputs.padded_batch import PaddedBatch
@@ -140,7 +141,7 @@ def new_model(source: ModelSource, seed: int, mesh: Mesh | None) -> Model[Any]:
     assert isinstance(source.config, Mapping)  # a path is read by the recipe
     spec = model_spec(source.config, source.architecture)
     options = Options.on(
-        jax.default_backend(),
+        default_device().platform,
         dtype=jnp.dtype(source.dtype or "float32"),
         remat=source.remat,
         scan_layers=source.scan_layers,
