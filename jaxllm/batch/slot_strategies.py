@@ -188,7 +188,7 @@ def _prefill_inputs(batch: PrefillBatch, sizes: Sizes) -> PrefillInputs:
     """Strategy inputs of the prompts, which start at position 0 (right-padded)."""
     width = batch.tokens.shape[1]
     prompt_length = jnp.asarray(batch.prompt_length)
-    mask = jnp.arange(sizes.columns) < prompt_length[:, None]
+    mask = jnp.arange(sizes.columns)[None] < prompt_length[:, None]
     return PrefillInputs(
         decoder_inputs={"tokens": batch.tokens, "mask": mask[:, :width]},
         encoder_inputs={},
@@ -343,7 +343,7 @@ class StreamedSlotStrategy(SlotStrategy):
     def outputs(self, slots: Slots) -> NewTokens:
         state: StreamedState = slots.state
         assert state.logprobs is not None
-        numbers = state.step[:, None] - self.window + jnp.arange(self.window)
+        numbers = state.step[:, None] - self.window + jnp.arange(self.window)[None]
         columns = (state.cur_len - state.step)[:, None] + numbers
 
         def take(x: Array, index: Array) -> Array:

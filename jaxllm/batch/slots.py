@@ -174,7 +174,7 @@ class RotatedCache(SlotCache):
     def rows_of(self, cache: Cache) -> SlotCache:
         rows = self.of(cache)
         offset = (self.next_slot - rows.next_position) % self.capacity
-        source = (jnp.arange(self.capacity) - offset[:, None]) % self.capacity
+        source = (jnp.arange(self.capacity)[None] - offset[:, None]) % self.capacity
 
         def rotate(x: Array) -> Array:
             return jnp.take_along_axis(x, source, axis=1)
@@ -206,7 +206,7 @@ class RotatedCache(SlotCache):
         slots = jnp.arange(self.capacity, dtype=jnp.int32)
         view = dataclasses.replace(
             view,
-            key_columns=(slots - self.offset[:, None]) % self.capacity,
+            key_columns=(slots[None] - self.offset[:, None]) % self.capacity,
             visible=reserved.mask[:, None, None, :],
             used_slots=None,
         )
@@ -215,7 +215,7 @@ class RotatedCache(SlotCache):
     def slots_of_new_columns(self, mask: Bool[Array, "B T"], cache_is_empty: bool) -> SlotIndices:
         if not cache_is_empty:
             return self.next_slot
-        columns = self.offset[:, None] + jnp.arange(mask.shape[1], dtype=jnp.int32)
+        columns = self.offset[:, None] + jnp.arange(mask.shape[1], dtype=jnp.int32)[None]
         return jnp.where(mask, columns % self.capacity, self.capacity)
 
 
@@ -345,7 +345,7 @@ def write_rows(old: T, new: T, slot_ids: Int[Array, " R"]) -> T:
             own_axes = ("rows", "heads")
         elif "heads" in axes:  # they share the first axis with rows
             heads = new.shape[0] // slot_ids.shape[0]
-            ids = (slot_ids[:, None] * heads + jnp.arange(heads)).reshape(-1)
+            ids = (slot_ids[:, None] * heads + jnp.arange(heads)[None]).reshape(-1)
         pads = [(0, size - rest) for size, rest in zip(old.shape[1:], new.shape[1:], strict=True)]
         padded = jnp.pad(jnp.asarray(new, old.dtype), [(0, 0), *pads])
         return scatter_rows(old, padded, ids, own_axes)

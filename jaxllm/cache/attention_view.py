@@ -36,7 +36,7 @@ class SequenceMask:
         visible = self.keys[:, None, None, :]
         if self.query_columns is not None:
             columns = jnp.arange(self.keys.shape[1], dtype=jnp.int32)
-            visible = visible & (columns <= self.query_columns[:, None])
+            visible = visible & (columns[None] <= self.query_columns[:, None])[None, None]
         if self.query_segments is not None and self.key_segments is not None:
             same = self.query_segments[:, :, None] == self.key_segments[:, None, :]
             visible = visible & same[:, None]
@@ -128,7 +128,7 @@ def make_view(
     rope_length = counts[:, -1:]
     if segments is not None:
         segments = jnp.asarray(segments)
-        earlier_tokens = jnp.where(document_starts(segments), counts - mask, 0)
+        earlier_tokens = jnp.where(document_starts(segments), counts - mask.astype(jnp.int32), 0)
         counts = counts - jax.lax.cummax(earlier_tokens, axis=1)
     positions = jnp.maximum(counts - 1, 0)
     if segments is not None:

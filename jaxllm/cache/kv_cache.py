@@ -93,7 +93,7 @@ def _scatter_index(
     offsets = jnp.arange(columns, dtype=jnp.int32)
     hints: dict[str, Any] = {"mode": "drop", "unique_indices": True}
     if jnp.ndim(slots) == 1:
-        return slots[:, None] + offsets, {**hints, "indices_are_sorted": True}
+        return slots[:, None] + offsets[None], {**hints, "indices_are_sorted": True}
     return jnp.where(slots < capacity, slots, capacity + offsets), hints
 
 
@@ -241,7 +241,7 @@ class Cache:
         def gather(x: Array):
             return jnp.take_along_axis(x, per_head(order, x)[..., None], axis=-2)
 
-        mask = jnp.arange(capacity) < self.next_position[:, None]
+        mask = jnp.arange(capacity)[None] < self.next_position[:, None]
         positions = self.positions
         if positions is not None:
             positions = jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32), mask.shape)
@@ -293,7 +293,7 @@ class Cache:
         With guidance the cache has twice as many rows as `length`; both halves get the same.
         """
         row_length = jnp.tile(length, self.mask.shape[0] // length.shape[0])
-        mask = self.mask & (jnp.arange(self.capacity) < row_length[:, None])
+        mask = self.mask & (jnp.arange(self.capacity)[None] < row_length[:, None])
         tokens = jnp.sum(mask, axis=-1, dtype=jnp.int32)
         return self.replace(mask=mask, length=length, next_position=tokens)
 
@@ -333,10 +333,12 @@ class Cache:
         if cache_is_empty:
             return dataclasses.replace(make_view(mask), write_slots=slots), reserved
         key_columns = jnp.arange(self.capacity, dtype=jnp.int32)
-        query_columns = jnp.asarray(self.length)[..., None] + jnp.arange(T, dtype=jnp.int32)
+        lengths = jnp.asarray(self.length)
+        offsets = jnp.expand_dims(jnp.arange(T, dtype=jnp.int32), tuple(range(lengths.ndim)))
+        query_columns = lengths[..., None] + offsets
         if branches is None:
             columns = jax.lax.broadcasted_iota(jnp.int32, (mask.shape[0], T, self.capacity), 2)
-            visible = new_mask[:, None, :] & (columns <= query_columns[..., None])
+            visible = new_mask[:, None, :] & (columns <= query_columns.reshape(-1, T, 1))
         else:
             visible = new_mask[:, None, :] & branches.seen
             key_columns, query_columns = branches.columns, branches.columns_of(query_columns)

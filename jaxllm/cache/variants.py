@@ -125,7 +125,7 @@ class RingCache(Cache):
         counts = self.next_position[:, None] + steps
         positions, last = jnp.maximum(counts - 1, 0), counts[:, -1:] - 1
         # Position of the newest token that each slot can hold; negative where there is none yet.
-        slot_positions = last - (last - jnp.arange(size, dtype=jnp.int32)) % size
+        slot_positions = last - (last - jnp.arange(size, dtype=jnp.int32)[None]) % size
         reserved = self.replace(
             mask=slot_positions >= 0, length=self.length + T, next_position=counts[:, -1]
         )

@@ -239,6 +239,7 @@ def _chunks(model: Decoder, request: Request, chunk_size: int) -> Iterator[np.nd
                 yielded = end
 
 
+@jax.transfer_guard_host_to_device("allow")  # of the arrays that were prepared
 def run(model: GenerativeModel, request: Request, streamer: Streamer | None) -> GenerateOutput:
     """Runs the programs of a call: prefill, decode loop and finish."""
     decoder = program_model(model, request)

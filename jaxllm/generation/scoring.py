@@ -308,7 +308,7 @@ def _score_batch(
     cache = model.init_cache(B, T, **encoder)
     x = model.decode(tokens, mask, cache, cache_is_empty=True).last_hidden_state
     C = targets.shape[1]
-    columns = jnp.minimum(first_column[:, None] + jnp.arange(C), T - 1)
+    columns = jnp.minimum(first_column[:, None] + jnp.arange(C)[None], T - 1)
     x = jnp.take_along_axis(x, columns[..., None], axis=1)
 
     def score_block(block: tuple[Array, Array]) -> tuple[Array, Array, Array]:

@@ -40,14 +40,15 @@ def label_logits(logits: Float[Array, "*B V"], labels: Int[Array, "*B"]) -> Floa
 @label_logits.defjvp
 def _label_logits_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Any]):
     logits, labels = primals
-    is_label = jnp.arange(logits.shape[-1]) == labels[..., None]
+    words = jnp.expand_dims(jnp.arange(logits.shape[-1]), tuple(range(labels.ndim)))
+    is_label = words == labels[..., None]
     return label_logits(logits, labels), jnp.where(is_label, tangents[0], 0.0).sum(axis=-1)
 
 
 def token_loss(logits: Float[Array, "B T V"], labels: Int[Array, "B T"]) -> Float[Array, ""]:
     """Mean cross-entropy over the labels that are not -100; 0 if there is none."""
     losses, _ = token_losses(logits, labels)
-    return losses.sum() / jnp.maximum((labels != IGNORED).sum(), 1)
+    return losses.sum() / jnp.maximum((labels != IGNORED).sum(dtype=losses.dtype), 1)
 
 
 def next_labels(

@@ -480,7 +480,7 @@ class Head:
         logits = logits.astype(jnp.float32)
         if self.bias is not None:
             bias = jax.lax.stop_gradient(self.bias).astype(jnp.float32)
-            logits = logits + bias.reshape(-1)
+            logits = logits + bias.reshape([1] * (logits.ndim - 1) + [-1])
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
 
 

@@ -161,7 +161,7 @@ def attend_with_weights(
     sums = exps.sum(axis=-1, keepdims=True)
     exps = dropout(exps, dropout_rate, key)
     if head_mask is not None:
-        exps = exps * head_mask[:, None, None].astype(jnp.float32)
+        exps = exps * head_mask[None, :, None, None].astype(jnp.float32)
     summed = products.weighted_values(exps.reshape(*kv.leading_shape, G * T, S))
     # Queries without a visible key are masked last, where a TPU fuses it with the division.
     sees_any = visible.any(axis=-1, keepdims=True)

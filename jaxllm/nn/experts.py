@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.nn.linear import normal
 from jaxllm.nn.platform.experts import by_tiles, grouped_product
-from jaxllm.nn.platform.products import times_transposed
+from jaxllm.nn.platform.products import times_transposed, varying
 from jaxllm.parallel.sharding import (
     FSDP,
     TENSOR,
@@ -175,8 +175,10 @@ def weighted_sum(
     sizes = jnp.bincount(number, length=count).astype(jnp.int32)
     rows = x.reshape(-1, x.shape[-1])[order // top_k]
     are_floats = all(isinstance(layer, jax.Array) for layer in layers.values())
+    layers, rows, sizes = varying((layers, rows, sizes), (layers, rows))
     y: Any
-    if platform == "tpu" and are_floats:
+    varies = jax.typeof(rows).manual_axis_type.varying  # which the kernel does not support
+    if platform == "tpu" and are_floats and not varies:
         y = by_kernel(layers, rows, sizes, act)
     else:
         y = by_tiles(ExpertFunction(act), layers, rows, sizes)

@@ -284,9 +284,10 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         y = over_rms(x.astype(jnp.float32), self.eps)
+        weight = jnp.expand_dims(self.weight[...], tuple(range(x.ndim - 1)))
         if self.unit_offset:
-            return (y * (1 + self.weight[...].astype(jnp.float32))).astype(self.dtype)
-        return y.astype(self.dtype) * self.weight[...].astype(self.dtype)
+            return (y * (1 + weight.astype(jnp.float32))).astype(self.dtype)
+        return y.astype(self.dtype) * weight.astype(self.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -311,7 +312,9 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         y = standardized(x.astype(jnp.float32), self.eps)
         if self.weight is not None and self.bias is not None:
-            y = y * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+            first = tuple(range(x.ndim - 1))
+            weight, bias = (p[...].astype(jnp.float32) for p in (self.weight, self.bias))
+            y = y * jnp.expand_dims(weight, first) + jnp.expand_dims(bias, first)
         return y.astype(self.dtype)
 
 

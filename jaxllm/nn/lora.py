@@ -73,6 +73,7 @@ class LoraLinear(Linear):
         if self.lora_magnitude is None:
             return kept(y + change)
         ratio = self._ratio(kept(jax.lax.stop_gradient(row_norms(self._sum(parent)))))
+        ratio = jnp.expand_dims(ratio, tuple(range(y.ndim - 1)))
         plain = kept(self.product(x))
         return y + (ratio - 1).astype(self.dtype) * plain + ratio.astype(self.dtype) * change
 

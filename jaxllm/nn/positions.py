@@ -40,7 +40,7 @@ class Sinusoids:
         The turns of each sine are reduced to a fraction before they are rounded, so that a large
         position is as precise as a small one.
         """
-        turns = self._frequencies() / (2 * math.pi)
+        turns = self._frequencies()[None, None] / (2 * math.pi)
         coarse = np.round(turns * EXACT) / EXACT
         fine = (turns - coarse).astype(np.float32)
         x = positions[..., None].astype(jnp.float32)
@@ -151,7 +151,7 @@ class RelativeBias(nnx.Module):
         exact for finite entries."""
         # PERF(tpu): a gather has the heads in the lanes, and XLA copies the result in each pass of
         # each layer; docs/decisions/tpu-training-step.md. The highest precision rounds no entry.
-        is_bucket = bucket[:, None] == jnp.arange(len(table))[:, None, None]
+        is_bucket = bucket[:, None] == jnp.arange(len(table))[None, :, None, None]
         chosen, entries = is_bucket.astype(jnp.float32), table.astype(jnp.float32)
         highest = jax.lax.Precision.HIGHEST
         bias = jnp.einsum("bets,en->bnts", chosen, entries, precision=highest)
@@ -190,4 +190,4 @@ class Alibi(nnx.Module):
         # query, but less exact for long texts.
         distance = key_index[:, None, :] - query_index[..., None]
         slopes = jnp.asarray(alibi_slopes(self.heads))
-        return slopes[:, None, None] * distance[:, None].astype(jnp.float32)
+        return slopes[None, :, None, None] * distance[:, None].astype(jnp.float32)

@@ -68,6 +68,7 @@ class Rope:
         batch, of each row, or of the document of each position."""
         frequencies = self.frequencies(rope_length[..., None, None])
         frequencies = jnp.concatenate([frequencies, frequencies], axis=-1)
+        frequencies = frequencies.reshape(*[1] * (4 - frequencies.ndim), *frequencies.shape)
         angle = positions[..., None, None].astype(jnp.float32) * frequencies
         scale = self.attention_scaling
         return jnp.cos(angle) * scale, jnp.sin(angle) * scale

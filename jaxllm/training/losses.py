@@ -159,7 +159,8 @@ def is_argmax(logits: Float[Array, "*B V"], labels: Int[Array, "*B"]) -> Bool[Ar
     PERF(cpu): jnp.argmax would take several times as long as max and any; benchmarks/train.py.
     """
     largest = jnp.max(logits, axis=-1)
-    before = jnp.arange(logits.shape[-1]) < labels[..., None]
+    words = jnp.expand_dims(jnp.arange(logits.shape[-1]), tuple(range(labels.ndim)))
+    before = words < labels[..., None]
     is_before = before & (logits >= largest[..., None])
     # PERF(tpu): a sum is part of the pass that adds up the softmax, where `any` is a pass of its
     # own, an eighth of the loss and its gradient. On a CPU the sum takes longer.

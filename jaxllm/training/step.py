@@ -201,7 +201,9 @@ def _apply(
 ) -> tuple[Params, optax.OptState, Params | None]:
     """Applies summed gradients; returns parameters, optimizer state and moving average."""
     mean = jax.tree.map(lambda g: g * (1 / count), grads)
-    updates, opt_state = optimize(mean, opt_state, params, measured=(mean, norm))
+    # Optax mixes dtypes, which a caller's setting may forbid.
+    with jax.numpy_dtype_promotion("standard"):
+        updates, opt_state = optimize(mean, opt_state, params, measured=(mean, norm))
     new_params: Any = optax.apply_updates(params, updates)
     average: Any = ema
     if ema is not None and ema_decay is not None:

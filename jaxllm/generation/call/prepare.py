@@ -115,6 +115,7 @@ class Request:
         )
 
 
+@jax.transfer_guard_host_to_device("allow")  # settings become arrays, however a caller guards
 def prepare_call(
     model: GenerativeModel,
     input_ids: TokenRows | None,

@@ -58,7 +58,7 @@ class History(NamedTuple):
     ) -> Self:
         ids = jnp.asarray(input_ids, jnp.int32)
         column = column_count(ids, cur_len).reshape(-1, 1)
-        real = jnp.broadcast_to(jnp.arange(ids.shape[1]) < column, ids.shape)
+        real = jnp.broadcast_to(jnp.arange(ids.shape[1])[None] < column, ids.shape)
         tokens, size = ids, column
         if mask is not None:
             real &= jnp.asarray(mask, bool)
@@ -68,7 +68,7 @@ class History(NamedTuple):
 
     def last(self, count: int) -> tuple[Int[Array, "B count"], Bool[Array, "B count"]]:
         """The last ``count`` tokens of each row, and a mask of those that exist."""
-        return self._at(self.size - count + jnp.arange(count))
+        return self._at(self.size - count + jnp.arange(count)[None])
 
     def back(self, steps: Int[Array, ""]) -> tuple[Int[Array, "B 1"], Bool[Array, "B 1"]]:
         """The token ``steps`` before the next one (1: the last), and a mask of those that exist."""
@@ -318,7 +318,7 @@ def forbid(
     scores: Scores, ids: Int[Array, " E"], where: Bool[Array, "#B 1"] | bool = True
 ) -> Scores:
     """Sets the scores of a table of ids to -inf, in the rows where ``where`` is True."""
-    return jnp.where(where & id_mask(ids, scores.shape[1]), -jnp.inf, scores)
+    return jnp.where(where & id_mask(ids, scores.shape[1])[None], -jnp.inf, scores)
 
 
 def force(scores: Scores, ids: Int[Array, " E"], where: Bool[Array, "#B 1"]) -> Scores:

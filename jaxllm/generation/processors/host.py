@@ -240,7 +240,7 @@ def pack_bits(allowed: Bool[np.ndarray, "B V"]) -> UInt32[np.ndarray, "B W"]:
 
 def unpack_bits(words: UInt32[Array, "B W"], vocab_size: int) -> Bool[Array, "B V"]:
     """The booleans that `pack_bits` packed."""
-    bits = words[:, :, None] >> jnp.arange(WORD_BITS, dtype=jnp.uint32)
+    bits = words[:, :, None] >> jnp.arange(WORD_BITS, dtype=jnp.uint32)[None, None]
     return (bits & 1).astype(bool).reshape(words.shape[0], -1)[:, :vocab_size]
 
 
@@ -393,7 +393,7 @@ class HostLogitsProcessor(LogitsProcessor):
         cur_len = column_count(input_ids, cur_len)
         unfinished = None
         if mask is not None and prompt_len is not None:
-            columns = jnp.arange(mask.shape[1])
+            columns = jnp.arange(mask.shape[1])[None]
             new = (columns >= prompt_len) & (columns < jnp.reshape(cur_len, (-1, 1)))
             unfinished = (mask | ~new).all(axis=1)
         return call_by_row(self.fn, input_ids, scores, cur_len, scores, unfinished)

@@ -98,7 +98,7 @@ class RepetitionPenaltyLogitsProcessor(LogitsProcessor):
         counted = history.real
         if self.prompt_ignore_length is not None:
             first = jnp.reshape(self.prompt_ignore_length, (-1, 1))
-            counted &= jnp.arange(counted.shape[1]) >= first
+            counted &= jnp.arange(counted.shape[1])[None] >= first
         return _penalized(scores, token_set(history.ids, counted, scores.shape[1]), self.penalty)
 
 
@@ -217,7 +217,7 @@ class _NewTokenPenalty(LogitsProcessor):
         scores = jnp.asarray(scores, jnp.float32)
         first = jnp.asarray(prompt_length(self, prompt_len))
         history = History.of(input_ids, cur_len, mask)
-        is_new = history.real & (jnp.arange(history.ids.shape[1]) >= first)
+        is_new = history.real & (jnp.arange(history.ids.shape[1])[None] >= first)
         return scores - self.penalty * self.weight(
             _token_counts(history.ids, is_new, scores.shape[1])
         )
@@ -322,7 +322,7 @@ def _completing(
 
     Makes one pass over ``tokens`` for each of the n-1 tokens to match.
     """
-    columns = jnp.arange(tokens.shape[1])
+    columns = jnp.arange(tokens.shape[1])[None]
 
     def agree(steps: Int[Array, ""], match: Bool[Array, "B S"]) -> Bool[Array, "B S"]:
         newest, exists = history.back(steps)

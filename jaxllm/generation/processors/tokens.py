@@ -245,8 +245,8 @@ def _biased(
     vocab_size = scores.shape[1]
     prefix, last = words[:, :-1], words[:, -1]
     recent, exists = history.last(prefix.shape[1])
-    agrees = exists[:, None] & (recent[:, None] == prefix)
-    completes: Bool[Array, "B N"] = jnp.all(agrees | (prefix == NO_TOKEN), axis=-1)
+    agrees = exists[:, None] & (recent[:, None] == prefix[None])
+    completes: Bool[Array, "B N"] = jnp.all(agrees | (prefix == NO_TOKEN)[None], axis=-1)
     last = jnp.where(last == NO_TOKEN, vocab_size, last)
     added = jnp.zeros_like(scores).at[:, last].add(jnp.where(completes, bias, 0.0), mode="drop")
     return scores + added
@@ -343,5 +343,6 @@ class ExponentialDecayLengthPenalty(LogitsProcessor):
         excess = history.length - jnp.reshape(self.regulation_start, (-1, 1))
         growth = jnp.power(self.regulation_factor, excess.astype(jnp.float32)) - 1
         raised = scores + jnp.abs(scores) * jnp.minimum(growth, _HUGE)
-        applies = (excess > 0) & id_mask(self.eos_token_id, scores.shape[1]) & jnp.isfinite(scores)
+        is_end = id_mask(self.eos_token_id, scores.shape[1])[None]
+        applies = (excess > 0) & is_end & jnp.isfinite(scores)
         return jnp.where(applies, jnp.minimum(raised, _HUGE), scores)

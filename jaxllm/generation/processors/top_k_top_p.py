@@ -89,7 +89,7 @@ def kth_largest(x: Float[Array, "B V"], k: Int[Array, "*B"]) -> Float[Array, " B
     width, row_k = min(CANDIDATES, x.shape[1]), jnp.broadcast_to(k, x.shape[:1])
 
     def among_candidates() -> Float[Array, " B"]:
-        among_k = jnp.arange(width) < row_k[:, None]
+        among_k = jnp.arange(width)[None] < row_k[:, None]
         return _smallest(top_k(x, width)[0], among_k)
 
     def by_bisection() -> Float[Array, " B"]:
@@ -119,12 +119,12 @@ def top_p_mask(x: Float[Array, "B V"], p: Float[Array, "*B"], least: int = 1) ->
     top_weights = unnormalised(top)
     order = jnp.arange(width)
     # A cumulative sum as a product, which compiles in half the time of `jnp.cumsum`.
-    is_before = (order[:, None] < order).astype(jnp.float32)
+    is_before = (order[:, None] < order[None]).astype(jnp.float32)
     mass_before = jnp.dot(top_weights, is_before, precision="highest")
 
     def among_candidates() -> tuple[Float[Array, " B"], Float[Array, " B"]]:
         # A token is kept if the mass of the larger ones is below the target.
-        kept = (mass_before < mass[:, None]) | (order < least)
+        kept = (mass_before < mass[:, None]) | (order < least)[None]
         edge = _smallest(top, kept)
         return edge, _count(kept & (top == edge[:, None]))
 
@@ -145,7 +145,7 @@ def top_p_mask(x: Float[Array, "B V"], p: Float[Array, "*B"], least: int = 1) ->
     edge = edge[:, None]
 
     def split_ties() -> Bool[Array, "B V"]:
-        position = jnp.arange(size, dtype=jnp.uint32)
+        position = jnp.arange(size, dtype=jnp.uint32)[None]
         first = _bisect(
             lambda least: jnp.where((x == edge) & (position >= least), 1.0, 0.0),
             count_at_edge,

@@ -75,7 +75,7 @@ def accepted_prefix(matches: Bool[Array, "B G"], count: Int[Array, " B"]) -> Int
     >>> accepted_prefix(jnp.array([[True, True, False, True]]), jnp.array([4])).tolist()
     [2]
     """
-    valid = jnp.arange(matches.shape[1]) < count[:, None]
+    valid = jnp.arange(matches.shape[1])[None] < count[:, None]
     return jnp.sum(jnp.cumprod(matches & valid, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
 
 
@@ -87,7 +87,7 @@ def mix_with_draft(
     assert drafted.scores is not None
     p, q = jax.nn.softmax(scores, axis=-1), jax.nn.softmax(drafted.scores, axis=-1)
     q = jnp.pad(q, ((0, 0), (0, 1), (0, 0)))
-    valid = jnp.arange(p.shape[1]) < drafted.size[:, None]
+    valid = jnp.arange(p.shape[1])[None] < drafted.size[:, None]
     return jnp.where(valid[..., None], weight * p + (1 - weight) * q, p)
 
 
@@ -126,7 +126,7 @@ def accept_speculative(
         The tokens, and the number of accepted ones; tokens beyond the next one are filler.
     """
     width = drafted.tokens.shape[1]
-    columns = jnp.arange(width, dtype=jnp.int32)
+    columns = jnp.arange(width, dtype=jnp.int32)[None]
     assert drafted.scores is not None
     p, q = jax.nn.softmax(scores, axis=-1), jax.nn.softmax(drafted.scores, axis=-1)
     p_draft = _probability_of(p[:, :width], drafted.tokens)
@@ -147,7 +147,9 @@ def accept_speculative(
     residual = jnp.where(jnp.any(residual > 0, axis=-1, keepdims=True), residual, p_next)
     token = choose_sample(position_keys(keys, positions + accepted, RESIDUAL), jnp.log(residual))
     tokens = jnp.pad(drafted.tokens, ((0, 0), (0, 1)))
-    return jnp.where(jnp.arange(width + 1) == accepted[:, None], token[:, None], tokens), accepted
+    return jnp.where(
+        jnp.arange(width + 1)[None] == accepted[:, None], token[:, None], tokens
+    ), accepted
 
 
 def _probability_of(p: Float[Array, "B G V"], tokens: Int[Array, "B G"]) -> Float[Array, "B G"]:
@@ -198,7 +200,7 @@ class AssistedState:
 def repeat_for_columns(buffer: TokenBuffer, width: int) -> TokenBuffer:
     """Repeats each sequence for `width` columns from `cur_len` on; a copy ends before its column:
     [B * width, L]."""
-    columns = buffer.cur_len[:, None] + jnp.arange(width, dtype=jnp.int32)
+    columns = buffer.cur_len[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     return TokenBuffer(
         jnp.repeat(buffer.sequences, width, axis=0),
         jnp.repeat(buffer.mask, width, axis=0),
@@ -261,7 +263,7 @@ def append_columns(
     Returns:
         The state, and the number of tokens that each row got.
     """
-    columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     is_usable = columns < usable[:, None]
     buffer = state.buffer.put(tokens, is_usable)
     finishes = is_eos(tokens, settings.eos) | stopped_columns(buffer, scores, settings)
@@ -371,7 +373,7 @@ class Assisted(Strategy[AssistedState]):
         proposal = self.propose(model, state, unfinished, settings)
         drafted, buffer = proposal.drafted, proposal.buffer
         newest = jnp.take_along_axis(state.sequences, state.cur_len[:, None] - 1, axis=1)
-        real = unfinished[:, None] & (jnp.arange(self.max_draft + 1) <= drafted.size[:, None])
+        real = unfinished[:, None] & (jnp.arange(self.max_draft + 1)[None] <= drafted.size[:, None])
         out = model.decode(
             jnp.concatenate([newest, drafted.tokens], axis=1),
             real,
@@ -408,7 +410,9 @@ class Assisted(Strategy[AssistedState]):
         num_tokens = jnp.minimum(state.counts.num_assistant_tokens, self.max_draft)
         limit = jnp.minimum(num_tokens, settings.max_length - state.cur_len - 1)
         # Functions on the host recognise a finished row by a pad at its end.
-        buffer = dataclasses.replace(state.buffer, cur_len=state.cur_len + ~unfinished)
+        buffer = dataclasses.replace(
+            state.buffer, cur_len=state.cur_len + (~unfinished).astype(jnp.int32)
+        )
         return self.draft.propose(
             DraftInputs(
                 model=model,
@@ -447,7 +451,7 @@ class Assisted(Strategy[AssistedState]):
         flat = scores.reshape(batch * width, -1)
         if not self.sampling:
             return choose_greedy(flat).reshape(batch, width)
-        positions = (state.cur_len - state.start_len)[:, None] + jnp.arange(width)
+        positions = (state.cur_len - state.start_len)[:, None] + jnp.arange(width)[None]
         keys = position_keys(jnp.repeat(state.keys, width, axis=0), positions.reshape(-1))
         return choose_sample(keys, flat).reshape(batch, width)
 
@@ -491,7 +495,7 @@ class Assisted(Strategy[AssistedState]):
         def by_step(record: Array | None) -> Array | None:
             return None if record is None else record.swapaxes(0, 1)
 
-        written = jnp.arange(state.sequences.shape[1]) < state.cur_len[:, None]
+        written = jnp.arange(state.sequences.shape[1])[None] < state.cur_len[:, None]
         return Result(
             sequences=jnp.where(written, state.sequences, settings.pad),
             longest=longest,

@@ -237,7 +237,7 @@ class BeamStrategy(Strategy[S]):
 def _returned_cache(strategy: BeamStrategy[Any], state: BeamState) -> ReturnedCache:
     best = strategy.best(state)
     lengths = state.start_len + best.lengths
-    written = jnp.arange(state.mask.shape[1]) < lengths[..., None]
+    written = jnp.arange(state.mask.shape[1])[None, None] < lengths[..., None]
     mask = (state.mask[:, None] & written).reshape(-1, state.mask.shape[1])
     sequences = best.sequences.reshape(mask.shape)
     return ReturnedCache(state.beam_cache.sequence_cache(best.beam_indices), sequences, mask)
@@ -312,7 +312,7 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
         candidates = best_candidates(total, state, settings, sampling=self.sampling)
         full = (state.cur_len + 1 >= settings.max_length)[..., None]
         stopped = self.stopped(state, candidates, scores, settings)
-        finishes = candidates.finishes | full | stopped
+        finishes = candidates.finishes | full.reshape(-1, 1) | stopped
         candidates = dataclasses.replace(candidates, finishes=finishes)
 
         value, parents, token = candidates.next_beams(self.num_beams)

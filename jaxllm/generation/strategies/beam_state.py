@@ -153,7 +153,8 @@ def length_normalized(
     length_penalty: Float[Array, "*#any"],
 ) -> Float[Array, " *any"]:
     """Sums of log-probabilities divided by ``new_tokens ** length_penalty``."""
-    return scores / new_tokens.astype(jnp.float32) ** length_penalty
+    divisor = new_tokens.astype(jnp.float32) ** length_penalty
+    return scores / jnp.expand_dims(divisor, tuple(range(scores.ndim - divisor.ndim)))
 
 
 @jax.tree_util.register_dataclass
@@ -173,7 +174,7 @@ class BeamCache:
     def init(cache: Cache, batch: int, beams: int) -> BeamCache:
         """Cache of beams after the prompt in `cache` (2 * batch rows with guidance)."""
         aligned = cache.align_lengths()
-        seen = jnp.arange(cache.capacity) < aligned.length[..., None, None]
+        seen = jnp.arange(cache.capacity)[None, None] < aligned.length.reshape(-1, 1, 1)
         seen = jnp.broadcast_to(seen, (batch, beams, cache.capacity))
         return BeamCache(aligned, seen, aligned.length, cache.length)
 
@@ -182,6 +183,7 @@ class BeamCache:
         """The column that each slot belongs to."""
         slots, beams = jnp.arange(self.cache.capacity, dtype=jnp.int32), self.seen.shape[1]
         prompt = self.prompt_slots[..., None]
+        slots = jnp.expand_dims(slots, tuple(range(prompt.ndim - 1)))
         step = jnp.maximum(slots - prompt, 0) // beams
         return jnp.where(slots < prompt, slots, self.prompt_len[..., None] + step)
 
@@ -189,8 +191,8 @@ class BeamCache:
         self, model: Decoder, tokens: Int[Array, "B N"], **options: Any
     ) -> tuple[DecodeOutput, BeamCache]:
         """Runs the model on the newest token of every beam, each in a slot of its own."""
-        is_own_slot = jnp.arange(self.cache.capacity) == (
-            self.cache.length[..., None, None] + jnp.arange(tokens.shape[1])[:, None]
+        is_own_slot = jnp.arange(self.cache.capacity)[None, None] == (
+            self.cache.length.reshape(-1, 1, 1) + jnp.arange(tokens.shape[1])[None, :, None]
         )
         branches = Branches(seen=self.seen | is_own_slot, columns=self.columns)
         out = model.decode(
@@ -213,12 +215,12 @@ class BeamCache:
         step, beam = jnp.divmod(slots - self.prompt_slots, beams)
         after = jnp.pad(beam_indices[..., 1:], ((0, 0), (0, 0), (0, 1)), constant_values=-1)
         is_own_slot = (
-            (after[..., jnp.clip(step, 0, new_token_bucket - 1)] == beam)
-            & (step >= 0)
-            & (step < new_token_bucket)
+            (after[..., jnp.clip(step, 0, new_token_bucket - 1)] == beam[None, None])
+            & (step >= 0)[None, None]
+            & (step < new_token_bucket)[None, None]
         )
         cache = self.cache.first_rows(batch)  # later rows are unconditional contexts
-        in_prompt = (cache.mask & (slots < self.prompt_slots))[:, None]
+        in_prompt = (cache.mask & (slots < self.prompt_slots)[None])[:, None]
         mask = (in_prompt | is_own_slot).reshape(batch * count, -1)
         cache = cache.repeat(count)
         token_counts = jnp.sum(mask, axis=1, dtype=jnp.int32)
@@ -317,7 +319,7 @@ def advance(state: S, running: Hypotheses, parents: Int[Array, "B N"], **changes
 
 def extended_mask(state: BeamState) -> Bool[Array, "B L"]:
     """`mask` with the next column added."""
-    return state.mask | (jnp.arange(state.mask.shape[1]) == state.cur_len[..., None])
+    return state.mask | (jnp.arange(state.mask.shape[1])[None] == state.cur_len.reshape(-1, 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,7 +333,7 @@ class Candidates:
     token: Int[Array, "B K"]
     finishes: Bool[Array, "B K"]
     """True if the continuation ends with an end token; beam search adds full and stopped ones."""
-    unused: Bool[Array, " K"] | Bool[Array, "B K"]
+    unused: Bool[Array, "#B K"]
     """True beyond the number of candidates that the actual end tokens require."""
 
     def next_beams(
@@ -375,5 +377,5 @@ def best_candidates(
         beam=index // vocab,
         token=token,
         finishes=is_eos(token, settings.eos),
-        unused=jnp.arange(count) >= needed[..., None],
+        unused=jnp.arange(count)[None] >= needed.reshape(-1, 1),
     )

@@ -232,7 +232,8 @@ class ConstraintProgress:
     def take_edge(self, tries: Tries, edge: Int[Array, " *rows"]) -> ConstraintProgress:
         """Progress after each beam takes an edge, one of its `edges`."""
         owner, leaf = tries.owner[edge], tries.to_leaf[edge]
-        mine = jnp.arange(self.met.shape[-1]) == owner[..., None]
+        numbers = jnp.expand_dims(jnp.arange(self.met.shape[-1]), tuple(range(owner.ndim)))
+        mine = numbers == owner[..., None]
         return ConstraintProgress(
             met=self.met | (mine & leaf[..., None]),
             turn=self.turn,
@@ -248,7 +249,8 @@ class ConstraintProgress:
         edge = jnp.argmin(jnp.where(fits, self.queue(tries), last), axis=-1)
         advanced = self.take_edge(tries, edge)
         # A constraint that is not continued goes to the end of the queue.
-        mine = jnp.arange(self.met.shape[-1]) == self.owner[..., None]
+        numbers = jnp.expand_dims(jnp.arange(self.met.shape[-1]), tuple(range(token.ndim)))
+        mine = numbers == self.owner[..., None]
         back = jnp.max(self.turn, axis=-1, keepdims=True) + 1
         interrupted = self.in_progress[..., None] & mine
         reset = dataclasses.replace(
@@ -420,7 +422,7 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         advances &= first[*rows, token] == rank
         sequences = state.running.sequences
         are_equal = (sequences[:, :, None] == sequences[:, None]).all(axis=-1)
-        advances &= (jnp.argmax(are_equal, axis=-1) == jnp.arange(beams))[..., None]
+        advances &= (jnp.argmax(are_equal, axis=-1) == jnp.arange(beams)[None])[..., None]
         continued = take_per_row(are_equal.swapaxes(1, 2), best.beam).swapaxes(1, 2)[..., None, :]
         in_best = continued & (token[..., None] == best.token[:, None, None, :])
         return advances & ~in_best.any(axis=-1)

@@ -161,7 +161,7 @@ class Contrastive(Strategy[ContrastiveState]):
             return jnp.take_along_axis(x, jnp.expand_dims(slot, (-2, -1)), axis=-2)
 
         cache = out.cache.replace(
-            mask=out.cache.mask & (jnp.arange(context.capacity) <= context.length),
+            mask=out.cache.mask & (jnp.arange(context.capacity) <= context.length)[None],
             length=context.length + 1,
         )
         candidate = BestCandidate(
@@ -238,7 +238,7 @@ def alternatives(cache: Cache, batch: int, k: int) -> Branches:
     """Branches for k candidates at one column: each attends to the context and itself."""
     slots = jnp.arange(cache.capacity, dtype=jnp.int32)
     own_slots = cache.length + jnp.arange(k, dtype=jnp.int32)
-    seen = (slots < cache.length) | (slots == own_slots[:, None])
+    seen = (slots < cache.length)[None] | (slots[None] == own_slots[:, None])
     return Branches(
         seen=jnp.broadcast_to(seen, (batch, k, cache.capacity)),
         columns=jnp.minimum(slots, cache.length),

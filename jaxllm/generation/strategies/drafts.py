@@ -360,7 +360,7 @@ class PromptLookup(Draft):
         drafted = draft_from(
             history.tokens, history.size, column, limit, inputs.settings.eos, inputs.max_draft
         )
-        real = jnp.arange(inputs.max_draft) < drafted.size[:, None]
+        real = jnp.arange(inputs.max_draft)[None] < drafted.size[:, None]
         buffer = buffer.put(drafted.tokens, real)
         return Proposal(drafted, buffer, inputs.cache, inputs.draft_state)
 
@@ -386,13 +386,13 @@ def earlier_match(
     >>> [x.tolist() for x in earlier_match(tokens, jnp.array([[9]]), allowed, jnp.int32(2))]
     [[3], [True]]
     """
-    columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
 
     def one_longer(k: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         agrees, length = carry
         last = jnp.take_along_axis(tokens, jnp.maximum(size - 1 - k, 0), axis=1)
         agrees &= (columns >= k) & (jnp.roll(tokens, k, axis=1) == last)
-        return agrees, length + agrees
+        return agrees, length + agrees.astype(jnp.int32)
 
     # Columns in which the n-gram may end: another token follows.
     start = columns < size - 1
@@ -415,7 +415,7 @@ def draft_from(
     max_draft: int,
 ) -> DraftTokens:
     """Drafts up to `limit` tokens of each row from `column` on, and stops before an end token."""
-    columns = column[:, None] + jnp.arange(max_draft, dtype=jnp.int32)
+    columns = column[:, None] + jnp.arange(max_draft, dtype=jnp.int32)[None]
     drafted = jnp.take_along_axis(tokens, jnp.minimum(columns, tokens.shape[1] - 1), axis=1)
     continues = (columns < size) & ~is_eos(drafted, eos)
     before_end = jnp.sum(jnp.cumprod(continues, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)

@@ -291,7 +291,7 @@ class Strategy(Generic[S]):
         get a token in every step.
         """
         start_len = state.cur_len - state.step
-        is_new = state.mask & (jnp.arange(state.mask.shape[1]) >= start_len)
+        is_new = state.mask & (jnp.arange(state.mask.shape[1])[None] >= start_len)
         lengths = jnp.sum(is_new, axis=1, dtype=jnp.int32)
         return SequenceEnds(start_len, lengths, state.is_finished)
 
@@ -340,8 +340,10 @@ def is_eos(
 ) -> Bool[Array, " B *rest"]:
     """True at end tokens, and where `finished` is; `eos` has one set of them for all rows, or one
     for each."""
-    sets = jnp.expand_dims(eos, tuple(range(-tokens.ndim, -1)))
-    return jnp.any((tokens[..., None] == sets) | jnp.asarray(finished)[..., None], axis=-1)
+    sets = eos.reshape(*eos.shape[:-1], *[1] * (tokens.ndim + 1 - eos.ndim), -1)
+    return jnp.any(
+        (tokens[..., None] == sets) | jnp.broadcast_to(finished, tokens.shape)[..., None], axis=-1
+    )
 
 
 def finish_reasons(

@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxllm.common.precision import exact_products
+from jaxllm.nn.platform.products import varying
 
 W = TypeVar("W")
 Expert = Callable[[W, Float[Array, "m I"]], Float[Array, "m O"]]
@@ -58,7 +59,7 @@ def tiles_of(
     tiles = -(-sizes // tile)
     last = jnp.cumsum(tiles)
     # The number of experts whose tiles have all come before; a search would be a loop.
-    expert = jnp.sum(last <= jnp.arange(count)[:, None], axis=1, dtype=jnp.int32)
+    expert = jnp.sum(last[None] <= jnp.arange(count)[:, None], axis=1, dtype=jnp.int32)
     expert = jnp.minimum(expert, len(sizes) - 1)  # beyond the last tile
     ends = jnp.cumsum(sizes)[expert]
     within = jnp.arange(count) - (last - tiles)[expert]
@@ -109,7 +110,7 @@ def by_tiles(
         out = jnp.where(counts, expert(_expert_of(weights, number), rows), 0)
         return jax.lax.dynamic_update_slice_in_dim(y, out, start, 0)
 
-    zeros = jnp.zeros((len(padded), shape.shape[1]), shape.dtype)
+    zeros = varying(jnp.zeros((len(padded), shape.shape[1]), shape.dtype), padded)
     return loop_over_tiles(step, zeros, len(x), sizes)[: len(x)]
 
 
@@ -144,7 +145,8 @@ def _by_tiles_backward(
 
     # Sums over many tiles are float32, as within a product.
     sums = [jnp.zeros(leaf.shape, jnp.float32) for leaf in itertools.compress(leaves, floats)]
-    of_x, of_weights = loop_over_tiles(step, (jnp.zeros_like(padded), sums), len(x), sizes)
+    zeros = varying((jnp.zeros_like(padded), sums), padded)
+    of_x, of_weights = loop_over_tiles(step, zeros, len(x), sizes)
     gradients = iter(of_weights)
     of_leaves = [
         next(gradients).astype(leaf.dtype)

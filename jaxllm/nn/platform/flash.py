@@ -76,6 +76,8 @@ def flash_applies(
         and precision_of(q) is None
         and mask.query_columns is not None
         and (mask.window is None or mask.window >= queries)
+        # JAX's kernels do not say over which axes of a `jax.shard_map` their results vary.
+        and not jax.typeof(q).manual_axis_type.varying
     )
 
 

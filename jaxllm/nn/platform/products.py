@@ -10,6 +10,7 @@ import functools
 import importlib
 import os
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from jaxtyping import Array, Bool, Float, Int4, Int8, Integer, Shaped
 
 from jaxllm.common.precision import precision_of
 from jaxllm.parallel.sharding import context_mesh, row_shards
+
+T = TypeVar("T")
 
 MAX_ROWS = 64
 """Rows of x up to which a product is a kernel's; XLA is as fast for more; docs/performance.md."""
@@ -98,8 +101,23 @@ def kernel_attention(
 
 
 def _call_kernel(name: str, shape: tuple[int, ...], *arrays: Array, **numbers: np.float32) -> Array:
+    arrays = varying(arrays, arrays)
     out = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return jax.ffi.ffi_call(name, out, vmap_method="sequential")(*arrays, **numbers)
+    y = jax.ffi.ffi_call(name, out, vmap_method="sequential")(*arrays, **numbers)
+    return varying(y, arrays)
+
+
+def varying(tree: T, like: object) -> T:
+    """The arrays of a tree, varying over each axis of the caller's `jax.shard_map` over which an
+    array of `like` varies. A loop or kernel of the package takes arrays that vary alike."""
+    own = [jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(like)]
+    axes = frozenset[str]().union(*own)
+
+    def one(x: Array) -> Array:
+        missing = axes - jax.typeof(x).manual_axis_type.varying
+        return jax.lax.pcast(x, (*missing,), to="varying") if missing else x
+
+    return jax.tree.map(one, tree)
 
 
 TRANSPOSED = (((1,), (1,)), ((), ()))
@@ -183,7 +201,7 @@ def _few_times_transposed_jvp(
 @jax.custom_jvp
 def plus_bias(y: Float[Array, "*rest O"], bias: Float[Array, " O"]) -> Float[Array, "*rest O"]:
     """``y + bias`` in one dtype."""
-    return y + bias
+    return y + jnp.expand_dims(bias, tuple(range(y.ndim - 1)))
 
 
 @plus_bias.defjvp
@@ -239,7 +257,7 @@ def times_converted(
         precision=precision_of(x),
         preferred_element_type=jnp.float32,
     )
-    return (y * scale).astype(x.dtype)
+    return (y * scale[None]).astype(x.dtype)
 
 
 @jax.custom_vjp
@@ -257,7 +275,7 @@ def times_as_int8(
     both = jnp.concatenate([high, fixed - 256 * high]).astype(jnp.int8)
     y = jax.lax.dot_general(both, values, TRANSPOSED, preferred_element_type=jnp.int32)
     upper, lower = jnp.split(y.astype(jnp.float32), 2)
-    return ((256 * upper + lower) * unit * scale).astype(x.dtype)
+    return ((256 * upper + lower) * unit * scale[None]).astype(x.dtype)
 
 
 def _int8_gradients(
@@ -265,7 +283,7 @@ def _int8_gradients(
 ) -> tuple[Float[Array, "B I"], None, Float[Array, " O"]]:
     # Rounding has no gradient: that of the product with the values is taken. Integers have none.
     values, scale = kept
-    scaled = gradient * scale
+    scaled = gradient * scale[None]
     of_x = jnp.matmul(scaled, values.astype(gradient.dtype), precision=precision_of(scaled))
     return of_x.astype(gradient.dtype), None, jnp.zeros_like(scale)
 
@@ -331,7 +349,7 @@ def sum_of_groups(
     """`times_int4_transposed` by the products of each group."""
     count, _, size = groups.shape
     y = group_products(x.reshape(-1, count, size), groups)
-    return (jnp.sum(y * multipliers[:, None], axis=0) * scale).astype(x.dtype)
+    return (jnp.sum(y * multipliers[:, None], axis=0) * scale[None]).astype(x.dtype)
 
 
 def times_blocks_transposed(
@@ -422,7 +440,7 @@ def over_rms_within_products(x: Float[Array, "B 1 D"], *, eps: float) -> Float[A
     # PERF(tpu): behind a barrier 1/D is an array, so that `rsqrt` is not one of each row alone,
     # which XLA keeps out of the products. That is a further operation, which costs as much as a
     # small product; docs/decisions/tpu-decode-step.md.
-    part = jax.lax.optimization_barrier(jnp.full(x.shape[-1], 1 / x.shape[-1], jnp.float32))
+    part = jax.lax.optimization_barrier(jnp.full((1, 1, x.shape[-1]), 1 / x.shape[-1], jnp.float32))
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) * part + eps)
 
 

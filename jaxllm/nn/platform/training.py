@@ -56,7 +56,8 @@ def entry_of_rows(x: Float[Array, "*B V"], index: Int[Array, "*B"]) -> Float[Arr
     # PERF(tpu): a gather needs an array of x, where a sum over x is part of the pass that computes
     # it: logits then stay in bfloat16; docs/decisions/tpu-training-step.md.
     def selected(x: Array, index: Array) -> Array:
-        is_entry = jnp.arange(x.shape[-1]) == index[..., None]
+        entries = jnp.expand_dims(jnp.arange(x.shape[-1]), tuple(range(index.ndim)))
+        is_entry = entries == index[..., None]
         return jnp.sum(jnp.where(is_entry, x, 0), axis=-1)
 
     return jax.lax.platform_dependent(x, index, tpu=selected, default=gathered)
