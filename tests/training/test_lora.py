@@ -86,7 +86,7 @@ def test_lora_a_depends_on_key_and_layer_only():
     assert 0.15 < np.abs(first).max() <= 32**-0.5
 
 
-@pytest.mark.in_ci("gpt2-attn.(k|v)")
+@pytest.mark.in_ci("gpt2-attn.(k|v)-layers1")
 @pytest.mark.parametrize(
     ("family", "targets", "layers"),
     [
