@@ -31,6 +31,7 @@ from jaxllm.common.errors import (
     NonFiniteError,
     UnsupportedError,
     quoted,
+    warn,
 )
 from jaxllm.common.progress import progress_phase
 from jaxllm.generation.inputs.batching import run_in_batches
@@ -64,9 +65,7 @@ EMBED_KEYS = frozenset(field.name for field in dataclasses.fields(RowPrompt))
 EMBED_RESULTS = ("embedding",)
 FILLER = np.zeros(1, np.int32)
 """Token ids of the texts that fill up a batch."""
-NOT_FINITE = (
-    "the model's hidden states are NaN or infinite; check the weights, or use --dtype float32"
-)
+NOT_FINITE = "are NaN or infinite; check the weights, or use --dtype float32"
 Pooling = Literal["auto", "mean", "last", "cls"]
 """How the states of a text's tokens become one vector: their mean, the last token's or the first
 one's; "auto": as the checkpoint states, else the mean."""
@@ -222,10 +221,7 @@ class RowScorer(RowTask[Pair, tuple[np.ndarray, ...]]):
     def output(self, row: RawRow, item: Pair, result: tuple[np.ndarray, ...]) -> BatchOutput:
         log_probs, is_best, is_finite = (x[: len(item.completion)] for x in result)
         if not is_finite.all():
-            reason = (
-                "the model's logits are NaN or infinite; check the weights, or use --dtype float32"
-            )
-            return error_output(row, NonFiniteError(reason))
+            return error_output(row, NonFiniteError(f"the model's logits {NOT_FINITE}"))
         return ScoredRow(
             index=row.index,
             id=row.row_id,
@@ -253,7 +249,8 @@ class RowScorer(RowTask[Pair, tuple[np.ndarray, ...]]):
     def _prompt_ids(self, row: ScoreInput) -> Int[np.ndarray, " T"]:
         """The prompt's tokens. A causal model continues them with the completion, so they have no
         end token; an encoder reads the end token that its tokenizer adds."""
-        return self._prompts.ids(row, ends=self._model.is_encoder_decoder)
+        ends = self._model.is_encoder_decoder
+        return self._prompts.ids(row, Tokenizer.encode if ends else Tokenizer.encode_beginning)
 
     def _split(self, row: ScoreInput) -> tuple[np.ndarray, np.ndarray]:
         """Prompt and completion of one text: the completion begins where the tokens differ from
@@ -325,7 +322,7 @@ class RowEmbedder(RowTask[TextTokens, np.ndarray]):
             raise InputError(f"prompt_name: has no effect on {row_input.prompt_key}; leave it out")
         if row_input.prompt is not None:
             check_not_blank(row_input.prompt, "prompt")
-        ids = self._prompts.ids(row_input, encode=self._encode)
+        ids = self._prompts.ids(row_input, self._encode)
         self.embedder.check_length("prompt", ids)
         return ids, self._unpooled
 
@@ -336,12 +333,9 @@ class RowEmbedder(RowTask[TextTokens, np.ndarray]):
 
     def output(self, row: RawRow, item: TextTokens, result: Float[np.ndarray, " D"]) -> BatchOutput:
         if not np.isfinite(result).all():
-            return error_output(row, NonFiniteError(NOT_FINITE))
+            return error_output(row, NonFiniteError(f"the model's hidden states {NOT_FINITE}"))
         return EmbeddedRow(
-            index=row.index,
-            id=row.row_id,
-            prompt_tokens=len(item[0]),
-            embedding=result.tolist(),
+            index=row.index, id=row.row_id, prompt_tokens=len(item[0]), embedding=result.tolist()
         )
 
 
@@ -369,12 +363,12 @@ class Embedder:
         self._model = with_rope_per_row(model)
         self._mesh, self._tokenizer = mesh_of(model), tokenizer
         self.recipe = _chosen_recipe(model, pooling, normalize)
-        self.context, self._max_length = context, NO_MAX_LENGTH
+        self.context, self.max_length = context, NO_MAX_LENGTH
         if self.recipe.files:
             own = NO_MAX_LENGTH if tokenizer is None else tokenizer.model_max_length
             own = min(own, model.config.context_length or own)
-            self._max_length = self.recipe.max_seq_length or own
-            self.context = min(context or self._max_length, self._max_length)
+            self.max_length = self.recipe.max_seq_length or own
+            self.context = min(context or self.max_length, self.max_length)
         self._options: Any = {"pooling": self.recipe.pooling, "steps": self.recipe.steps}
         layers = list(self.recipe.dense.values())
         self._dense = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), layers)
@@ -423,9 +417,9 @@ class Embedder:
             texts, prompt = [text.lower() for text in texts], prompt.lower()
         texts, unpooled = [prompt + text for text in texts], 0
         rows = list(tokenize(texts)["input_ids"])
-        too_long = [number for number, ids in enumerate(rows) if len(ids) > self._max_length]
+        too_long = [number for number, ids in enumerate(rows) if len(ids) > self.max_length]
         for number in too_long:
-            cut = tokenize([texts[number]], truncation=True, max_length=self._max_length)
+            cut = tokenize([texts[number]], truncation=True, max_length=self.max_length)
             (rows[number],) = cut["input_ids"]
         if prompt and not self.recipe.include_prompt:
             assert self._tokenizer is not None
@@ -444,18 +438,14 @@ class Embedder:
         """
         for number, ids in enumerate(texts):
             self.check_length(f"input[{number}]", ids)
-        embeddings = self._run([(np.asarray(ids), unpooled) for ids in texts])
-        for number, embedding in enumerate(embeddings):
-            if not np.isfinite(embedding).all():
-                raise NonFiniteError(f"input[{number}]: {NOT_FINITE}")
-        return embeddings
-
-    def _run(self, texts: Sequence[TextTokens]) -> list[Float[np.ndarray, " D"]]:
-        """Embeds texts in batches, filled up to `rows` so that `warm_up` has compiled every
-        program, and halved if device memory runs out."""
-        full = [*texts, *[(FILLER, 0)] * (-len(texts) % self.rows)]
+        # Filled up to whole batches, so that `warm_up` has compiled every program.
+        full = [(np.asarray(ids), unpooled) for ids in texts]
+        full += [(FILLER, 0)] * (-len(full) % self.rows)
         results = dict(run_in_batches(self.embed_batch, full, self.rows, length=_size))
-        return [results[i] for i in range(len(texts))]
+        for number in range(len(texts)):
+            if not np.isfinite(results[number]).all():
+                raise NonFiniteError(f"input[{number}]: the model's hidden states {NOT_FINITE}")
+        return [results[number] for number in range(len(texts))]
 
     def embed_batch(self, texts: Sequence[TextTokens]) -> list[Float[np.ndarray, " D"]]:
         """The embeddings of texts that run at once, in a program for this number of texts.
@@ -538,6 +528,9 @@ def embed(
             vectors[output.index] = output.embedding
             if update is not None:
                 update("texts", done, len(rows))
+    if cut := task.counts.cut_texts:
+        most = task.embedder.max_length
+        warn(f"embed: {cut} of {len(rows)} texts are longer than {most} tokens, and were cut")
     return vectors
 
 

@@ -222,15 +222,9 @@ class PromptReader:
     def ids(
         self,
         row: RowPrompt,
-        *,
-        ends: bool = True,
-        encode: Callable[[Tokenizer, str], list[int]] | None = None,
+        encode: Callable[[Tokenizer, str], list[int]] = Tokenizer.encode,
     ) -> Int[np.ndarray, " T"]:
-        """The row's prompt as token ids.
-
-        Args:
-            ends: append the end token that the tokenizer adds to a text, if it adds one.
-            encode: gives the ids of a text instead of the tokenizer's method.
+        """The row's prompt as token ids, which `encode` gives of a text.
 
         Raises:
             JaxLLMError: it has none, or a wrong one.
@@ -254,11 +248,8 @@ class PromptReader:
             system = [] if self._system is None else [{"role": "system", "content": self._system}]
             messages = [*system, {"role": "user", "content": row.prompt}]
         if messages is None:
-            text = row.prompt or ""
             tokenizer = self._tokenizer.with_languages(row.src_lang)
-            if encode is None:
-                encode = Tokenizer.encode if ends else Tokenizer.encode_beginning
-            ids = [encode(tokenizer, text)]
+            ids = [encode(tokenizer, row.prompt or "")]
         else:
             ids = [self._tokenizer.apply_chat_template(messages, tools=tools)]
         if len(ids[0]) == 0:

@@ -112,13 +112,14 @@ def _read(folder: Path) -> EmbeddingRecipe:
 
     files[MODULES] = read_json(folder / MODULES, max_bytes=MAX_JSON_BYTES)
     modules = _plain(tuple[_Module, ...], files[MODULES], folder / MODULES)
+    first = dict(reversed([(module.path, number) for number, module in enumerate(modules)]))
     for number, module in enumerate(modules):
-        is_placed = is_plain_file_name(module.path, "") if number else not module.path
-        if module.kind not in _ORDER[min(number, 2)] or not is_placed:
+        is_placed = is_plain_file_name(module.path, "") and first[module.path] == number
+        if module.kind not in _ORDER[min(number, 2)] or not is_placed or modules[0].path:
             raise UnsupportedError(
                 f"{folder / MODULES}: module {number} is {quoted(module.type)} in "
                 f"{quoted(module.path)}; jaxllm reads Transformer in '', then Pooling, and then "
-                "Dense, Normalize and Dropout, in folders beside this file"
+                "Dense, Normalize and Dropout, each in a folder of its own beside this file"
             )
     if len(modules) < 2:
         raise UnsupportedError(f"{folder / MODULES}: expected a Pooling, found none")

@@ -171,15 +171,11 @@ def _download(hub_id: str, revision: str | None, weights: bool, prefer: str | No
     for name in chosen[:1]:
         fetch_all(shard.name for shard in weight_files(fetch(name))[1:])
     if MODULES in names:
-        fetch_all(_module_files((folder / MODULES).read_text("utf-8", "replace"), names))
+        modules, known = (folder / MODULES).read_text("utf-8", "replace"), known_names()
+        parts = [name.split("/") for name in names if name.count("/") == 1]
+        parts = [x for x in parts if f'"{x[0]}"' in modules and x[1] in ("config.json", *known)]
+        fetch_all(map("/".join, parts))
     return folder
-
-
-def _module_files(modules: str, names: Iterable[str]) -> list[str]:
-    """The configs and weights in the folders that the text of a modules.json names."""
-    known = ("config.json", *known_names())
-    parts = [(name, *name.split("/")) for name in names if name.count("/") == 1]
-    return [name for name, path, file in parts if f'"{path}"' in modules and file in known]
 
 
 def _is_setting(name: str) -> bool:

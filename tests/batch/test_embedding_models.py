@@ -22,6 +22,7 @@ from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.models.embedding import text_vectors
 from jaxllm.models.lora import LoraConfig, add_lora, merge_lora
 
+pytestmark = pytest.mark.filterwarnings("ignore:embed. .* were cut")
 DATA = paths.DATA / "sentence_transformers"
 CASES = {path.stem: json.loads(path.read_text()) for path in sorted(DATA.glob("*.json"))}
 
@@ -62,7 +63,10 @@ def test_vectors_are_those_of_sentence_transformers(case, tmp_path):
     outputs = list(task.answer(RawRow(i, i, text) for i, text in enumerate(texts)))
     assert [x.prompt_tokens for x in sorted(outputs, key=lambda x: x.index)] == lengths
     whole = [len(tokenizer.encode(text)) for text in texts]
-    assert task.counts.cut_texts == sum(a > b for a, b in zip(whole, lengths, strict=True)) > 0
+    cut = sum(a > b for a, b in zip(whole, lengths, strict=True))
+    assert task.counts.cut_texts == cut > 0
+    with pytest.warns(UserWarning, match=rf"embed: {cut} of 3 texts .* \d+ tokens, and were cut"):
+        jaxllm.embed(model, texts, tokenizer, prompt="")
 
 
 def test_pooling_in_the_strict_modes_of_jax():
@@ -185,6 +189,8 @@ def test_what_is_not_read_is_refused_by_the_embedding_alone(file, fields, messag
         (0, {"path": "0_Transformer"}, "module 0 is .* in '0_Transformer'"),
         (1, {"path": 3}, r"modules.json: \[1\].path: expected a string, found 3"),
         (1, {"path": "9_Pooling"}, "9_Pooling/config.json: no such file"),
+        (1, {"path": ""}, r"module 1 is .* in ''; jaxllm reads"),
+        (2, {"path": "1_Pooling"}, "module 2 is .*Dense' in '1_Pooling'; .* a folder of its own"),
     ],
 )
 def test_modules_that_are_not_read(number, fields, message, tmp_path):
