@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.checkpoint.gguf.split import open_gguf, part_paths
+from jaxllm.checkpoint.hub import MODULES
 from jaxllm.checkpoint.load_parameters import (
     LoadProgress,
     StackedTensors,
@@ -47,7 +48,7 @@ from jaxllm.common.files import read_json
 from jaxllm.common.hardware import default_device
 from jaxllm.models.build_options import Options
 from jaxllm.models.config import ModelConfig
-from jaxllm.models.model import Card, Model, Origin, model_shapes
+from jaxllm.models.model import BaseModel, Card, Model, Origin, model_shapes
 from jaxllm.models.quantize import (
     BLOCK_FORMATS,
     KEEP,
@@ -138,6 +139,11 @@ def check_is_model(folder: Path) -> None:
     """Raises MissingFileError for a folder that holds an adapter or a training run, not a model."""
     if os.path.lexists(folder / "config.json"):
         return
+    if os.path.lexists(folder / MODULES):
+        raise UnsupportedError(
+            f"{folder}: holds no config.json beside modules.json, as version 1 of "
+            "sentence-transformers wrote it; save it again with a later version"
+        )
     if os.path.lexists(folder / "adapter_config.json"):
         raise MissingFileError(
             f"{folder}: holds a LoRA adapter, not a model; name the base model, and the adapter "
@@ -371,7 +377,13 @@ def read_spec(
             raise ConfigError(f"{where}: is read by a {expected}, not a {type(overrides).__name__}")
         spec = dataclasses.replace(spec, config=overrides)
     check_depth(spec, source, where)
-    return with_tied_head(spec, source)
+    spec = with_tied_head(spec, source)
+    has_head = spec.config.tie_word_embeddings or "lm_head.weight" in source.names()
+    if architecture is not None or has_head or not spec.architecture.endswith("ForCausalLM"):
+        return spec
+    # The head that its class has is left out of some models that only embed.
+    only_embeds = os.path.lexists(checkpoint.path / MODULES)
+    return read_spec(checkpoint, BaseModel, overrides) if only_embeds else spec
 
 
 def warn_of_flax(

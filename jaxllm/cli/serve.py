@@ -9,7 +9,7 @@ import math
 import re
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli.devices import add_mesh_flag, local_mesh
 from jaxllm.cli.options import (
@@ -216,24 +216,20 @@ def _running(count: int) -> str:
 def _state(arguments: argparse.Namespace, keys: tuple[bytes, ...] | None) -> ServerState:
     """Loads the model; nothing is compiled yet."""
     from jaxllm.batch.row_tasks import Embedder
-    from jaxllm.serve.http.state import Limits, ServerState
+    from jaxllm.serve.http.state import Limits, NoEngine, ServerState
     from jaxllm.serve.text_worker import TextWorker
 
     reporter = Reporter()
     mesh = local_mesh(arguments)
     model, tokenizer = load_named(arguments, mesh, reporter, needs_tokenizer="a server")
-    engine = AsyncEngine(
-        model,
-        tokenizer,
-        slots=arguments.slots,
-        memory=arguments.memory,
-        context=arguments.context,
-        queue_size=arguments.queue_size,
-        steps_per_call=arguments.steps_per_call,
-        kept_prefixes=arguments.kept_prefixes,
-        **generation_fields(arguments),
-    )
-    reporter.say(str(engine.memory))
+    engine: Any
+    if arguments.embeddings is not None and not hasattr(model, "init_cache"):
+        engine = NoEngine(model, arguments.context or model.config.default_window)
+    else:
+        names = ("slots", "memory", "context", "queue_size", "steps_per_call", "kept_prefixes")
+        options = {name: getattr(arguments, name) for name in names}
+        engine = AsyncEngine(model, tokenizer, **options, **generation_fields(arguments))
+        reporter.say(str(engine.memory))
     embedder = None
     if arguments.embeddings is not None:
         embedder = Embedder(model, engine.context, arguments.embeddings, tokenizer=tokenizer)
@@ -243,11 +239,7 @@ def _state(arguments: argparse.Namespace, keys: tuple[bytes, ...] | None) -> Ser
         engine=engine,
         tokenizer=tokenizer,
         model_name=arguments.served_model_name or Path(arguments.model).absolute().stem,
-        limits=Limits(
-            body_bytes=arguments.max_body,
-            client_seconds=arguments.client_seconds,
-            request_seconds=arguments.request_seconds,
-        ),
+        limits=Limits(arguments.max_body, arguments.client_seconds, arguments.request_seconds),
         api_keys=keys,
         embedder=embedder,
         texts=TextWorker(tokenizer),

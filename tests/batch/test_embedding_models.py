@@ -13,14 +13,17 @@ import numpy as np
 import paths
 import pytest
 from serving_tools import running_server
+from starlette.testclient import TestClient
 
 import jaxllm
 from jaxllm.batch.row_tasks import Embedder, RowEmbedder
 from jaxllm.batch.rows import RawRow
+from jaxllm.cli import serve
 from jaxllm.cli.main import main
-from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.errors import CheckpointError, InputError, UnsupportedError
 from jaxllm.models.embedding import text_vectors
 from jaxllm.models.lora import LoraConfig, add_lora, merge_lora
+from jaxllm.serve.http.app import make_app
 
 pytestmark = pytest.mark.filterwarnings("ignore:embed. .* were cut")
 DATA = paths.DATA / "sentence_transformers"
@@ -203,6 +206,46 @@ def test_modules_that_are_not_read(number, fields, message, tmp_path):
         Embedder(model, 20)
     with pytest.warns(UserWarning, match=r"saved without modules\.json"):
         jaxllm.save_hf(tmp_path / "saved", model, tokenizer)
+
+
+def test_a_causal_model_that_was_saved_without_its_head(tmp_path):
+    folder = make_folder("qwen3_embedding", tmp_path / "model")
+    edit(folder / "config.json", architectures=["Qwen3ForCausalLM"], tie_word_embeddings=False)
+    model, tokenizer = jaxllm.load(folder)
+    jaxllm.save_hf(tmp_path / "saved", model, tokenizer)
+    close(*vectors_of(tmp_path / "saved", "qwen3_embedding"))
+    (folder / "modules.json").unlink()
+    with pytest.raises(CheckpointError, match=r"missing lm_head\.weight"):
+        jaxllm.load(folder)
+
+
+def test_the_folders_of_version_1(tmp_path):
+    folder = make_folder("t5_gtr", tmp_path / "model")
+    (folder / "0_Transformer").mkdir()
+    (folder / "config.json").rename(folder / "0_Transformer" / "config.json")
+    with pytest.raises(
+        UnsupportedError, match=r"no config\.json beside modules\.json, as version 1"
+    ):
+        jaxllm.load(folder)
+
+
+def test_a_server_of_a_model_without_a_head(tmp_path):
+    words = [str(make_folder("gemma3_embedding", tmp_path / "model")), "--no-compile-cache"]
+    state = serve._state(serve._parser("serve").parse_args([*words, "--embeddings"]), None)
+    client = TestClient(make_app(state))
+    case = CASES["gemma3_embedding"]
+    answer = client.post("/v1/embeddings", json={"input": case["texts"]}).json()
+    close([item["embedding"] for item in answer["data"]], case["calls"][0]["vectors"])
+    assert client.get("/health").json() == {"status": "ok"}
+    assert "jaxllm_slots 0.0" in client.get("/metrics").text
+    (listed,) = client.get("/v1/models").json()["data"]
+    assert listed["max_model_len"] == 64
+    for name, field in (("", {"prompt": "a"}), ("chat/", {"messages": [{"role": "user"}]})):
+        answer = client.post(f"/v1/{name}completions", json=field)
+        assert answer.status_code == 404
+        assert "no language-model head" in answer.text
+    assert state.texts is not None
+    state.texts.close()
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", "[1", "[{}]", "null"])

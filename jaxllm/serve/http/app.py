@@ -36,7 +36,7 @@ from jaxllm.serve.http.api_types import (
     read_body,
     stopped_error,
 )
-from jaxllm.serve.http.state import ServerState
+from jaxllm.serve.http.state import NoEngine, ServerState
 from jaxllm.serve.http.streaming import (
     CLIENT_CLOSED_REQUEST,
     ClientGoneError,
@@ -193,6 +193,8 @@ async def _answered(call: HttpCall, answer: Any) -> Response:
     """The answer of a completion, whole or as a stream."""
     state, request = call.state, answer.request
     state.check_model(request.model)
+    if isinstance(state.engine, NoEngine):
+        raise ApiError(404, "the model has no language-model head; this server only embeds")
     async with asyncio.timeout(state.limits.request_seconds):
         streams = await answer.start()
         if not request.stream:

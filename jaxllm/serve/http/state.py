@@ -10,11 +10,14 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.row_tasks import Embedder
 from jaxllm.common.optional_packages import require
 from jaxllm.common.threads import with_settings_of_this_thread
 from jaxllm.generation.processors.grammar import GrammarLogitsProcessor, json_schema
 from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.models.model import Model
+from jaxllm.serve.admission import PrefixCounts
 from jaxllm.serve.async_engine import AsyncEngine
 from jaxllm.serve.http.api_types import ApiError, ResponseFormat, SamplingFields
 from jaxllm.serve.text_worker import TextWorker
@@ -79,11 +82,27 @@ class Limits:
     """Time from the request to the last byte of the answer."""
 
 
+@dataclasses.dataclass
+class NoEngine:
+    """Stands for the engine of a model without a head, which only embeds."""
+
+    model: Model[Any]
+    context: int
+    failure, running, waiting, slots = None, 0, 0, 0
+    counts, prefix_counts = BatchCounts(), PrefixCounts()
+
+    async def start(self, **options: object) -> None:
+        """Does nothing, as `close` does."""
+
+    close = start
+
+
 @dataclasses.dataclass(frozen=True)
 class ServerState:
     """A model behind its engine, and how it is served.
 
     Args:
+        engine: an `AsyncEngine`, or a `NoEngine`.
         model_name: its name in requests and answers.
         api_keys: None: no key is asked for.
         embedder: None: /v1/embeddings is not served.
