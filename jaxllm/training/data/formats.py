@@ -178,17 +178,15 @@ def encode_continuation(tokenizer: Tokenizer, text: str) -> list[int]:
     """Encodes a text that continues another one.
 
     sentencepiece prepends a space to a text, which is wrong for a continuation. So the text is
-    encoded after a line break, whose ids are then removed if they are unchanged. Where unknown
-    characters become one token, and the line break is one of them, a known character stands in for
-    it: the break would swallow an unknown beginning of the text.
+    encoded after a line break, whose ids are then removed. Another character stands in for the
+    break if the break's ids change, or if it is unknown and would swallow an unknown beginning of
+    the text.
     """
-    for start in ("\n", ".", "a", ""):
-        before = plain(tokenizer, start)
-        if not before or plain(tokenizer, 2 * start) != before:
-            break
-    both = plain(tokenizer, start + text)
-    if both[: len(before)] == before:
-        return both[len(before) :]
+    for start in ("\n", ".", "a"):
+        before, both = plain(tokenizer, start), plain(tokenizer, start + text)
+        swallows = bool(before) and plain(tokenizer, 2 * start) == before
+        if both[: len(before)] == before and not swallows:
+            return both[len(before) :]
     return plain(tokenizer, text)
 
 

@@ -90,20 +90,34 @@ def test_completion_and_its_end_are_learnt(name):
     )
 
 
+def without_line_break(*pieces: str) -> FastTokenizer:
+    """A tokenizer of these pieces, a space (1), and one token (0) for all unknown characters."""
+    vocab = [["<unk>", 0.0], ["\u2581", -2.0], *([piece, -3.0] for piece in pieces)]
+    unigram = {"type": "Unigram", "unk_id": 0, "vocab": vocab, "byte_fallback": False}
+    space = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always"}
+    spec = {"model": unigram, "pre_tokenizer": space, "decoder": space}
+    return FastTokenizer(spec, TokenizerSettings())
+
+
 @pytest.mark.parametrize("known", [".", "a", "x"])
 def test_an_unknown_beginning_of_a_completion_is_learnt(known):
     """Also where the tokenizer has no line break, and unknown characters become one token."""
-    pieces = [["<unk>", 0.0], ["\u2581", -2.0], ["b", -3.0], [known, -3.0]]
-    unigram = {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}
-    space = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always"}
-    spec = {"model": unigram, "pre_tokenizer": space, "decoder": space}
-    tokenizer = FastTokenizer(spec, TokenizerSettings())
+    tokenizer = without_line_break("b", known)
     assert tokenizer.encode("\n\u20ac") == tokenizer.encode("\n") == [1, 0]
     encode = PromptCompletionFormat(tokenizer, END, "prompt", "completion")
     start = [] if known in ".a" else [1]  # nothing known to begin with: the space is not removed
     for completion, ids in {"\u20acb": [0, 2], "bb": [2, 2], "b\n": [2, 0]}.items():
         example = encode({"prompt": "b", "completion": completion})
         assert learnt(example) == [*start, *ids, END]
+
+
+def test_a_completion_that_joins_what_stands_for_the_line_break():
+    """The full stop would become a part of "..", so another character stands for the break."""
+    encode = PromptCompletionFormat(
+        without_line_break("b", ".", "..", "a"), END, "prompt", "completion"
+    )
+    assert learnt(encode({"prompt": "b", "completion": ".b"})) == [3, 2, END]
+    assert learnt(encode({"prompt": "b", "completion": "..b"})) == [4, 2, END]
 
 
 def test_a_prompt_gets_no_end():
