@@ -45,6 +45,7 @@ test: $(DEV) $(MODEL) $(TEST_KERNELS) ## Run the tests
 
 test-ci: $(DEV) $(MODEL) $(TEST_KERNELS) ## Run what CI adds: README and docs, commands, killed processes, longer cases
 	$(PYTEST) -m "ci and not slow" $(PYTEST_ARGS)
+	$(PYTEST) --callers-settings 10 $(addprefix tests/,models nn generation batch training) $(PYTEST_ARGS)
 
 # Slower to compile, so only the tests whose results could depend on how programs are compiled.
 test-shipped: $(DEV) $(MODEL) $(TEST_KERNELS) ## Run conformance, parity and generation, compiled as users do

@@ -62,8 +62,8 @@ class QuantizedKV(KV):
         return float32_einsum("...qs,...sh->...qh", scaled, v)
 
     def dequantized(self) -> KV:
-        k, v = self.k * self.k_scale, self.v * self.v_scale
-        return KV(k.astype(self.dtype), v.astype(self.dtype))
+        pairs = (self.k, self.k_scale), (self.v, self.v_scale)
+        return KV(*((x.astype(scale.dtype) * scale).astype(self.dtype) for x, scale in pairs))
 
 
 def quantize(x: Float[Array, "... H"]) -> tuple[Int8[Array, "... H"], Float[Array, "... 1"]]:

@@ -16,6 +16,7 @@ import numpy as np
 from jaxllm.common.arguments import checked_count
 from jaxllm.common.errors import InputError, UnsupportedError, quoted
 from jaxllm.common.progress import progress_phase
+from jaxllm.common.threads import with_settings_of_this_thread
 from jaxllm.generation.call.keys import RandomKey
 from jaxllm.generation.call.memory import check_memory, is_large
 from jaxllm.generation.call.output import (
@@ -210,7 +211,8 @@ def compile_programs(
                 shapes = program.eval_shape(*arguments, **static)
                 if request.mesh is None:  # an array that is committed to no device has no sharding
                     # While this program compiles, or comes from the cache, the next one is traced.
-                    compilations.append(compiler.submit(lowered.compile))
+                    work = with_settings_of_this_thread(lowered.compile)
+                    compilations.append(compiler.submit(work))
                     return shapes
                 return jax.tree.map(
                     lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -230,7 +232,10 @@ def compile_programs(
 
 def _chunks(model: Decoder, request: Request, chunk_size: int) -> Iterator[np.ndarray]:
     yielded = request.start_len
-    for result, _ in partial_results(model, request, chunk_size):
+    results = partial_results(model, request, chunk_size)
+    take = jax.transfer_guard_host_to_device("allow")(next)  # not in what the caller does between
+    while (found := take(results, None)) is not None:
+        result, _ = found
         length = int(result.length)
         if length - yielded >= chunk_size or result.all_finished:
             while length > yielded:
@@ -276,7 +281,7 @@ def run_by_token(
     if streamer is not None:
         if not request.strategy.can_stream:
             raise UnsupportedError("streamer: cannot be used with beams; set num_beams=1")
-        streamer.put(np.asarray(request.prefill_inputs.sequences)[:, : request.start_len])
+        streamer.put(jax.device_get(request.prefill_inputs.sequences)[:, : request.start_len])
     streamed = request.start_len
     last = None
     for last in partial_results(model, request, chunk=1):

@@ -65,7 +65,7 @@ class CenteredNorm(RMSNorm):
     """
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        weight = self.weight[...].astype(jnp.float32).reshape(-1, x.shape[-1])
+        weight = self.weight[...].astype(jnp.float32).reshape(*[1] * (x.ndim - 2), -1, x.shape[-1])
         return (standardized(x.astype(jnp.float32), self.eps) * weight).astype(self.dtype)
 
 

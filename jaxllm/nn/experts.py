@@ -29,6 +29,7 @@ from jaxllm.parallel.sharding import (
     logical_axes,
     parameter_path,
     partition_spec,
+    shard_map_is_checked,
 )
 
 Activation = Callable[[Array], Array]
@@ -177,12 +178,11 @@ def weighted_sum(
     are_floats = all(isinstance(layer, jax.Array) for layer in layers.values())
     layers, rows, sizes = varying((layers, rows, sizes), (layers, rows))
     y: Any
-    varies = jax.typeof(rows).manual_axis_type.varying  # which the kernel does not support
-    if platform == "tpu" and are_floats and not varies:
+    if platform == "tpu" and are_floats and not shard_map_is_checked():
         y = by_kernel(layers, rows, sizes, act)
     else:
         y = by_tiles(ExpertFunction(act), layers, rows, sizes)
-    y = y * weights.reshape(-1)[order][:, None]
+    y = y.astype(weights.dtype) * weights.reshape(-1)[order][:, None]
     y = y[jnp.argsort(order)].reshape(*experts.shape, -1)
     return jnp.sum(y.astype(jnp.float32), axis=-2).astype(x.dtype)
 

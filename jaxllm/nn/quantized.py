@@ -83,10 +83,11 @@ class Int8Matrix(nnx.Module):
         values = all_gather_fsdp(self.values[...], "vocab", "embed")
         scale = jnp.take(self.scale[...], ids, mode="clip")
         rows = jnp.take(values, ids, axis=0, mode="clip")
-        return (rows * scale[..., None]).astype(dtype)
+        return (rows.astype(scale.dtype) * scale[..., None]).astype(dtype)
 
     def dequantized(self) -> Float[Array, "O I"]:
-        return self.values[...] * self.scale[...][:, None]
+        scale = self.scale[...][:, None]
+        return self.values[...].astype(scale.dtype) * scale
 
 
 class GroupedMatrix(nnx.Module):
@@ -157,12 +158,12 @@ class Int4Matrix(GroupedMatrix):
             jnp.take(x[...], flat, axis=1, mode="clip") for x in (self.groups, self.multipliers)
         )
         scale = jnp.take(self.scale[...], flat, mode="clip")
-        rows = as_int8(groups, multipliers) * scale[:, None]
+        rows = as_int8(groups, multipliers).astype(scale.dtype) * scale[:, None]
         return rows.reshape(*ids.shape, -1).astype(dtype)
 
     def dequantized(self) -> Float[Array, "O I"]:
-        values = as_int8(self.groups[...], self.multipliers[...])
-        return values * self.scale[...][:, None]
+        values, scale = as_int8(self.groups[...], self.multipliers[...]), self.scale[...]
+        return values.astype(scale.dtype) * scale[:, None]
 
 
 class BlockMatrix(GroupedMatrix):

@@ -123,7 +123,7 @@ class Rope:
         growth = self.factor * length / self.max_positions - (self.factor - 1)
         base = self.theta * growth ** (self.rotated / (self.rotated - 2))
         exponent = np.arange(0, self.rotated, 2, dtype=np.float32) / np.float32(self.rotated)
-        return 1.0 / base**exponent
+        return 1.0 / base ** np.expand_dims(exponent, tuple(range(base.ndim - 1)))
 
     def _llama3(self) -> np.ndarray:
         """Llama 3 scaling: low frequencies over `factor`, high ones kept, others interpolated."""

@@ -152,6 +152,13 @@ def context_mesh() -> AbstractMesh | None:
     return mesh if mesh.axis_names == AXES else None
 
 
+def shard_map_is_checked() -> bool:
+    """True inside a `jax.shard_map` that checks over which axes arrays vary. JAX's Pallas kernels
+    do not say it of their results, even if nothing varies, so that they are errors there."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    return bool(axes and jax.typeof(jax.lax.axis_index(axes)).manual_axis_type.varying)
+
+
 def heads_are_sharded() -> bool:
     """True if heads are sharded, and so need a separate axis in every array."""
     mesh = context_mesh()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,10 +13,14 @@ import optax
 import pytest
 import tiny
 from devices import on_devices
+from jax.sharding import AxisType, PartitionSpec
 from paths import DATA
 
+import jaxllm
 from jaxllm.common.threads import with_settings_of_this_thread
+from jaxllm.models.build_options import Options
 from jaxllm.models.registry import FAMILIES
+from jaxllm.planning import abstract_model, lower
 from jaxllm.training.losses import loss_for
 from jaxllm.training.state import TrainState
 from jaxllm.training.step import make_train_step
@@ -48,10 +53,14 @@ def test_a_thread_has_the_settings_of_its_caller(name: str) -> None:
 
 
 PLACES = """
-import sys
+import asyncio, sys
 from pathlib import Path
 import jax, jax.numpy as jnp
 import jaxllm
+from jaxllm.checkpoint import load_adapter, save_adapter
+from jaxllm.generation.generate import compile_programs
+from jaxllm.models.lora import add_lora
+from jaxllm.serve import AsyncEngine
 data, folder = Path(sys.argv[1]), Path(sys.argv[2])
 second = jax.devices()[1]
 
@@ -66,21 +75,34 @@ with jax.default_device(second), jax.transfer_guard_device_to_device("disallow")
     check("from_pretrained", jaxllm.auto.AutoModelForCausalLM.from_pretrained(llama))
     for quantize in ("int8", "int4"):
         check(quantize, jaxllm.load(llama, quantize=quantize)[0])
-    jaxllm.save_orbax(folder, model)
-    check("orbax", jaxllm.load_orbax(folder)[0])
+    jaxllm.save_orbax(folder / "orbax", model)
+    check("orbax", jaxllm.load_orbax(folder / "orbax")[0])
+    for quantize in (None, "int8"):
+        check("gguf", jaxllm.load(data / "gguf" / "llama.gguf", quantize=quantize)[0])
+    save_adapter(folder / "adapter", add_lora(model))
+    check("adapter", load_adapter(model, folder / "adapter"))
+    check("merged adapter", jaxllm.load(llama, adapter=folder / "adapter")[0])
     seen = []
     jaxllm.load(llama, while_loading=lambda *_: seen.append(jnp.zeros(1)))
     check("while_loading", seen)
     ids = jnp.asarray([[5, 6, 7]])
+    compile_programs(model, ids, max_new_tokens=3)
     model.generate(ids, max_new_tokens=3)
     jaxllm.BatchGenerator(model, None, slots=2, max_new_tokens=2).generate(
         [{"input_ids": [3, 4, 5]}] * 3)
+
+    async def serve():
+        async with AsyncEngine(model, slots=2, context=32) as engine:
+            await engine.generate({"input_ids": [3, 4, 5], "max_new_tokens": 2})
+
+    asyncio.run(serve())
 print("placed")
 """
 
 
-def test_everything_is_placed_on_the_default_device(tmp_path) -> None:
-    assert "placed" in on_devices(PLACES, DATA, tmp_path / "orbax", devices=2)
+@pytest.mark.ci
+def test_everything_is_placed_on_the_default_device(tmp_path: Path) -> None:
+    assert "placed" in on_devices(PLACES, DATA, tmp_path, devices=2)
 
 
 IN_SHARD_MAP = """
@@ -140,6 +162,23 @@ def test_families_run_in_shard_map(families: tuple[str, ...]) -> None:
     on_devices(IN_SHARD_MAP, *families, devices=2)
 
 
+@pytest.mark.by_default("True-same")
+@pytest.mark.parametrize("rows", [PartitionSpec(), PartitionSpec("x")], ids=["same", "varying"])
+@pytest.mark.parametrize("checked", [True, False])
+def test_kernels_of_a_tpu_in_shard_map(checked: bool, rows: PartitionSpec) -> None:
+    """JAX refuses its kernels where it checks over which axes arrays vary, even if none does."""
+    options = Options(attn_implementation="splash", platform="tpu")
+    model = tiny.make(
+        tiny.CONFIGS["mixtral"] | {"num_hidden_layers": 1, "max_position_embeddings": 128},
+        options=options,
+    )
+    specs = {"in_specs": (PartitionSpec(), rows), "out_specs": rows, "check_vma": checked}
+    mesh = jax.make_mesh((1,), ("x",), (AxisType.Auto,))
+    run = jax.shard_map(lambda model, ids: model(ids).logits, mesh=mesh, **specs)
+    program = str(jax.make_jaxpr(run)(model, jnp.ones((1, 128), jnp.int32)))
+    assert ("pallas_call" in program) != checked
+
+
 @pytest.mark.by_default("llama-greedy", "t5-train")
 @pytest.mark.parametrize("call", ["greedy", "sample", "beams", "train"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "bart", "gemma2", "bloom", "xglm"])
@@ -165,6 +204,16 @@ def test_strict_settings(family: str, call: str) -> None:
     np.testing.assert_array_equal(strict, free)
 
 
+@pytest.mark.by_default("llama-int4", "mixtral")
+@pytest.mark.parametrize("case", [*tiny.CONFIGS, "llama-int8", "llama-int4"])
+def test_families_are_traced_in_strict_settings(case: str) -> None:
+    """In bfloat16, whose products with float32 JAX then refuses. The trace has all platforms."""
+    family, _, quantize = case.partition("-")
+    model = abstract_model(tiny.CONFIGS[family], dtype="bfloat16", quantize=quantize or None)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        lower(model, "decode", batch=2, prompt=8, new=4)
+
+
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_generate_transfers_nothing_implicitly(family: str) -> None:
     model, ids = tiny.make(family), jnp.asarray(tiny.ids(2, 5))
@@ -172,4 +221,11 @@ def test_generate_transfers_nothing_implicitly(family: str) -> None:
     mask = jnp.ones_like(ids)
     with jax.transfer_guard("disallow"):
         guarded = model.generate(ids, attention_mask=mask, max_new_tokens=4)
+        chunks = []
+        for chunk in jaxllm.stream(model, ids, attention_mask=mask, max_new_tokens=4, chunk_size=2):
+            chunks.append(chunk)
+            with pytest.raises(Exception, match="Disallowed host-to-device"):
+                jnp.sin(np.ones(3, np.float32))
     np.testing.assert_array_equal(guarded.sequences, expected)
+    new = np.asarray(expected)[:, -np.concatenate(chunks, axis=1).shape[1] :]
+    np.testing.assert_array_equal(np.concatenate(chunks, axis=1), new)

@@ -115,7 +115,9 @@ class Request:
         )
 
 
-@jax.transfer_guard_host_to_device("allow")  # settings become arrays, however a caller guards
+# However a caller guards: settings become arrays, and the mask is read on the host.
+@jax.transfer_guard_host_to_device("allow")
+@jax.transfer_guard_device_to_host("allow")
 def prepare_call(
     model: GenerativeModel,
     input_ids: TokenRows | None,

@@ -22,7 +22,7 @@ from jaxllm.common.errors import UnsupportedError
 from jaxllm.common.precision import precision_of
 from jaxllm.nn.linear import KEPT
 from jaxllm.nn.platform.attention import in_token_order
-from jaxllm.parallel.sharding import context_mesh, partition_spec
+from jaxllm.parallel.sharding import context_mesh, partition_spec, shard_map_is_checked
 
 TILES = (512, 256, 128)
 """Queries, and keys, of a tile."""
@@ -76,8 +76,7 @@ def flash_applies(
         and precision_of(q) is None
         and mask.query_columns is not None
         and (mask.window is None or mask.window >= queries)
-        # JAX's kernels do not say over which axes of a `jax.shard_map` their results vary.
-        and not jax.typeof(q).manual_axis_type.varying
+        and not shard_map_is_checked()
     )
 
 

@@ -270,7 +270,7 @@ def times_as_int8(
     A single row of int8 (8 bits of x) would take as long: products of one row are slow.
     """
     unit = jnp.max(jnp.abs(x), axis=1, keepdims=True).astype(jnp.float32) / (127 * 256)
-    fixed = jnp.round(x / jnp.where(unit > 0, unit, 1)).astype(jnp.int32)
+    fixed = jnp.round(x.astype(jnp.float32) / jnp.where(unit > 0, unit, 1)).astype(jnp.int32)
     high = (fixed + 128) >> 8
     both = jnp.concatenate([high, fixed - 256 * high]).astype(jnp.int8)
     y = jax.lax.dot_general(both, values, TRANSPOSED, preferred_element_type=jnp.int32)
@@ -283,8 +283,8 @@ def _int8_gradients(
 ) -> tuple[Float[Array, "B I"], None, Float[Array, " O"]]:
     # Rounding has no gradient: that of the product with the values is taken. Integers have none.
     values, scale = kept
-    scaled = gradient * scale[None]
-    of_x = jnp.matmul(scaled, values.astype(gradient.dtype), precision=precision_of(scaled))
+    scaled = gradient.astype(scale.dtype) * scale[None]
+    of_x = jnp.matmul(scaled, values.astype(scaled.dtype), precision=precision_of(scaled))
     return of_x.astype(gradient.dtype), None, jnp.zeros_like(scale)
 
 
@@ -349,7 +349,7 @@ def sum_of_groups(
     """`times_int4_transposed` by the products of each group."""
     count, _, size = groups.shape
     y = group_products(x.reshape(-1, count, size), groups)
-    return (jnp.sum(y * multipliers[:, None], axis=0) * scale[None]).astype(x.dtype)
+    return (jnp.sum(y * multipliers[:, None].astype(y.dtype), axis=0) * scale[None]).astype(x.dtype)
 
 
 def times_blocks_transposed(
@@ -384,10 +384,10 @@ def sum_of_blocks(
     """`times_blocks_transposed` by the products of each group."""
     count, _, size = groups.shape
     parts = x.reshape(-1, count, size)
-    y = group_products(parts, groups) * scales[:, None]
+    y = group_products(parts, groups) * scales[:, None].astype(jnp.float32)
     if offsets is not None:
         sums = jnp.sum(parts.astype(jnp.float32), axis=2)
-        y = y + sums.T[..., None] * offsets[:, None]
+        y = y + sums.T[..., None] * offsets[:, None].astype(jnp.float32)
     return jnp.sum(y, axis=0).astype(x.dtype)
 
 
