@@ -26,7 +26,6 @@ from jaxllm.models.encoder_decoder import EncoderDecoderLM
 from jaxllm.models.model import BaseModel, Model
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.batch import Truncation
-from jaxllm.tokenizers.vocabulary import check_not_blank
 
 Chat: TypeAlias = Sequence[Mapping[str, Any]]
 """Messages of a conversation: ``{"role": ..., "content": ...}``."""
@@ -139,7 +138,10 @@ def _text_generation(
     prompts: list[list[int]] = []
     for number, each in enumerate(inputs):
         try:
-            prompts.append(_prompt_ids(tokenizer, each, pipe.prefix, cut))
+            if isinstance(each, str):
+                prompts.append(tokenizer.encode(pipe.prefix + each, **cut))
+            else:
+                prompts.append(tokenizer.apply_chat_template(each))
         except InputError as error:
             raise InputError(f"inputs[{number}]: {error}") from None
     sequences = _generate(pipe, prompts, key, fields)
@@ -158,12 +160,6 @@ def _after(prompt: str | Chat, answer: str) -> str | list[Mapping[str, Any]]:
     return [*prompt, {"role": "assistant", "content": answer}]
 
 
-def _prompt_ids(tokenizer: Tokenizer, prompt: str | Chat, prefix: str, cut: Any) -> list[int]:
-    if isinstance(prompt, str):
-        return tokenizer.encode(prefix + prompt, **cut)
-    return tokenizer.apply_chat_template(prompt)
-
-
 def _text_to_text(
     name: str,
     pipe: TaskModel,
@@ -179,7 +175,7 @@ def _text_to_text(
     tokenizer = pipe.tokenizer.with_languages(src_lang)
     target_settings(pipe.model, tokenizer, fields, tgt_lang)
     for number, text in enumerate(inputs):
-        check_not_blank(text, f"inputs[{number}]")
+        tokenizer.check_not_blank(text, f"inputs[{number}]")
     cut = cut_options(pipe.model, tokenizer, truncation, max_source_length)
     prompts = [tokenizer.encode(pipe.prefix + text, **cut) for text in inputs]
     for results in _generate(pipe, prompts, key, tokenizer.with_target(fields, tgt_lang)):
@@ -211,16 +207,16 @@ def _outputs(
 
     def run(rows: list[Any]) -> Sequence[np.ndarray]:
         options = {"bucket": "power_of_two", "return_tensors": "np", **encoding}
-        batch: Any = pipe.tokenizer(*map(list, zip(*rows, strict=True)), **options)
-        for row, mask in zip(rows, batch.attention_mask, strict=True):
-            _check_length(pipe, all_rows.index(row), mask.sum())
+        numbers, *texts = map(list, zip(*rows, strict=True))
+        batch: Any = pipe.tokenizer(*texts, **options)
+        for number, mask in zip(numbers, batch.attention_mask, strict=True):
+            _check_length(pipe, number, mask.sum())
         return rows_of(np.asarray(batch.attention_mask), _forward(model, dict(batch)))
 
-    all_rows = [
-        (x, None) if isinstance(x, str) else (x["text"], x.get("text_pair")) for x in inputs
-    ]
-    length: Any = lambda row: sum(len(text or "") for text in row)  # noqa: E731
-    results = dict(run_in_batches(run, all_rows, pipe.batch_size, length=length))
+    pairs = [{"text": x} if isinstance(x, str) else x for x in inputs]
+    rows = [(i, x["text"], x.get("text_pair") or None) for i, x in enumerate(pairs)]
+    length: Any = lambda row: sum(len(text or "") for text in row[1:])  # noqa: E731
+    results = dict(run_in_batches(run, rows, pipe.batch_size, length=length))
     for number in range(len(inputs)):
         if not np.isfinite(results[number]).all():
             raise NonFiniteError(
@@ -290,7 +286,7 @@ def _features(
         return [x[mask == 1] for x, mask in zip(states, masks, strict=True)]
 
     for number, text in enumerate(inputs):
-        check_not_blank(text, f"inputs[{number}]")
+        pipe.tokenizer.check_not_blank(text, f"inputs[{number}]")
     encoding = {"truncation": truncation, "max_length": max_length}
     for vectors in _outputs(pipe, inputs, vectors_of, **encoding):
         yield vectors if pooling is None else vectors.mean(0)

@@ -90,7 +90,8 @@ class Pipeline(TaskModel):
             else:
                 texts = [row] if takes_pairs or not _is_chat(row) else []
             if not all(isinstance(text, str) for text in texts):
-                raise InputError(f"inputs[{i}]: expected a string, found {quoted(row)}")
+                expected = "a string" + takes_pairs * ", or a mapping of text and text_pair"
+                raise InputError(f"inputs[{i}]: expected {expected}, found {quoted(row)}")
         results = list(TASKS[self.task].run(pipe, rows, **options))
         if single and not is_pair:
             return results if isinstance(results[0], dict) else results[0]

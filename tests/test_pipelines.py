@@ -160,10 +160,11 @@ def test_text_classification_of_pairs():
         np.testing.assert_allclose([x["score"] for x in labels], expected, rtol=1e-5)
     assert pipe(inputs[0], top_k=1) == pipe(inputs, top_k=1)[0]
     assert pipe(inputs[0], top_k=1) != pipe(inputs[1], top_k=1)[0]
+    assert pipe({"text": "Hello", "text_pair": ""}) == pipe(["Hello"])[0]
     for wrong, message in (
         ({"text": "a", "pair": "b"}, r"inputs\[0\]: expected text and text_pair, found"),
         ([{"text": "a"}, {"text": 5}], r"inputs\[1\]: expected a string"),
-        ([["a", "b"]], r"inputs\[0\]: expected a string"),
+        ([["a", "b"]], r"inputs\[0\]: expected a string, or a mapping of text and text_pair"),
         ([[{"text": "a"}]], r"inputs\[0\]: expected a string"),
     ):
         with pytest.raises(InputError, match=message):

@@ -33,7 +33,6 @@ from jaxllm.generation.strategies.select_strategy import Call, registered_strate
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.tokenizers.batch import Truncation
 from jaxllm.tokenizers.tokenizer import Tokenizer
-from jaxllm.tokenizers.vocabulary import check_not_blank
 
 MAX_SEED = 2**32 - 1
 MAX_SEQUENCES = 2**20
@@ -121,9 +120,11 @@ class RowReader:
         own: Any = self._tokenizer
         is_text = self._prompts.is_text(row_input)
         is_blank = is_text and own.is_blank(row_input.prompt)
-        is_no_prompt = self._model.is_encoder_decoder or not row_input.prompt
-        if is_blank and is_no_prompt and not own.translates:
-            check_not_blank(row_input.prompt or "", "prompt")
+        if is_blank and not own.translates:
+            if self._model.is_encoder_decoder:
+                own.check_not_blank(row_input.prompt, "prompt")
+            elif not row_input.prompt:
+                raise InputError("prompt: is empty; give a text, or input_ids with the BOS token")
         if row_input.input_ids is None:
             check_language(self._model, self._tokenizer, config)
         whole = len(input_ids)

@@ -52,7 +52,7 @@ from jaxllm.models.model import Model
 from jaxllm.parallel.placement import mesh_of
 from jaxllm.parallel.sharding import row_shards, use_mesh
 from jaxllm.tokenizers.tokenizer import Tokenizer
-from jaxllm.tokenizers.vocabulary import NO_MAX_LENGTH, check_not_blank
+from jaxllm.tokenizers.vocabulary import NO_MAX_LENGTH
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -207,11 +207,11 @@ class RowScorer(RowTask[Pair, tuple[np.ndarray, ...]]):
 
     def read(self, row: RawRow) -> Pair:
         row_input, model = checked_row(ScoreInput, row.mapping(SCORE_KEYS)), self._model
-        if model.is_encoder_decoder:
+        if model.is_encoder_decoder and self._tokenizer is not None:
             for name in ("prompt", "completion"):
                 if isinstance(text := getattr(row_input, name), str):
-                    check_not_blank(text, name)
-            if self._tokenizer is not None and isinstance(row_input.completion, str):
+                    self._tokenizer.check_not_blank(text, name)
+            if isinstance(row_input.completion, str):
                 model = self._with_language(row_input.tgt_lang)
         prompt, completion = self._prompt_ids(row_input), self._completion(row_input, model)
         if completion is None:
@@ -313,15 +313,15 @@ class RowEmbedder(RowTask[TextTokens, np.ndarray]):
         self.embedder = Embedder(model, context, pooling, **options)
         super().__init__(self.embedder.rows, self.embedder.embed_batch, _size)
         self._prompts = PromptReader(tokenizer, model.config.vocab_size, chat, system)
-        self._prompt = self.embedder.recipe.prompt(prompt_name, prompt)
+        self._prompt, self._tokenizer = self.embedder.recipe.prompt(prompt_name, prompt), tokenizer
         self._asks_for_prompt, self._unpooled = (prompt_name or prompt) is not None, 0
 
     def read(self, row: RawRow) -> TextTokens:
         row_input, self._unpooled = checked_row(RowPrompt, row.mapping(EMBED_KEYS)), 0
         if self._asks_for_prompt and not self._prompts.is_text(row_input):
             raise InputError(f"prompt_name: has no effect on {row_input.prompt_key}; leave it out")
-        if row_input.prompt is not None:
-            check_not_blank(row_input.prompt, "prompt")
+        if row_input.prompt is not None and self._tokenizer is not None:
+            self._tokenizer.check_not_blank(row_input.prompt, "prompt")
         ids = self._prompts.ids(row_input, self._encode)
         self.embedder.check_length("prompt", ids)
         return ids, self._unpooled

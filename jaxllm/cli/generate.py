@@ -62,7 +62,7 @@ from jaxllm.generation.settings.resolve import (
 from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.tokenizers.stream_decoder import StreamDecoder
 from jaxllm.tokenizers.tokenizer import Tokenizer
-from jaxllm.tokenizers.vocabulary import MAX_TEXT_BYTES, check_not_blank
+from jaxllm.tokenizers.vocabulary import MAX_TEXT_BYTES
 
 _EXAMPLES = """\
 examples:
@@ -327,8 +327,8 @@ def _planned(
     config = _effective(fields, model, assistant)
     if prompt is not None:
         check_language(model, tokenizer, config)
-        if model.is_encoder_decoder:
-            check_not_blank(prompt, "prompt")
+        if model.is_encoder_decoder and tokenizer is not None:
+            tokenizer.check_not_blank(prompt, "prompt")
     for name, value in config.to_dict().items():
         if FIELDS[name].record and value:
             raise InputError(f"{name}: this command prints only text; use Python")

@@ -42,7 +42,6 @@ from jaxllm.parallel.placement import mesh_of, put_rows
 from jaxllm.parallel.sharding import constrain, use_mesh
 from jaxllm.tokenizers.chats import shared_length
 from jaxllm.tokenizers.tokenizer import Tokenizer
-from jaxllm.tokenizers.vocabulary import check_not_blank
 
 MOST_LOGIT_BYTES = 2**26
 """Largest size of a block of logits in bytes; limits the columns that are scored at a time."""
@@ -147,8 +146,8 @@ def text_pair(
     tokenizer adds, and the completion is a target of the tokenizer.
     """
     if model.is_encoder_decoder:
-        check_not_blank(prompt, f"prompts[{i}]")
-        check_not_blank(completion, f"completions[{i}]")
+        tokenizer.check_not_blank(prompt, f"prompts[{i}]")
+        tokenizer.check_not_blank(completion, f"completions[{i}]")
         ids = tokenizer.encode_target(completion, model.generation_config)
         return tokenizer.encode(prompt), ids
     head, whole = (tokenizer.encode_beginning(text) for text in (prompt, prompt + completion))

@@ -216,7 +216,8 @@ def bucket_length(length: int, bucket: Bucket) -> int:
     if bucket == "power_of_two":
         return 1 << (length - 1).bit_length()
     if isinstance(bucket, bool) or not isinstance(bucket, int | np.integer) or bucket < 1:
-        raise InputError(f"bucket is {quoted(bucket)}: give None, a positive int or 'power_of_two'")
+        known = "a positive int, or for bucket 'power_of_two'"
+        raise InputError(f"bucket, pad_to_multiple_of: expected {known}, found {quoted(bucket)}")
     return -(-length // int(bucket)) * int(bucket)
 
 

@@ -296,6 +296,11 @@ class Tokenizer(TextEncoder):
         """True for a text that is empty, or has spaces alone."""
         return not text.strip()
 
+    def check_not_blank(self, text: str, name: str) -> None:
+        """Raises InputError for a text that `is_blank`; `name` is its field."""
+        if self.is_blank(text):
+            raise InputError(f"{name}: has no text, found {text[:20]!r}; it must not be empty")
+
     def for_targets(self) -> Self:
         """A copy that encodes the texts which the model should write."""
         copied = copy.copy(self)

@@ -391,12 +391,6 @@ def check_text(text: object, max_bytes: int) -> None:
         )
 
 
-def check_not_blank(text: str, name: str) -> None:
-    """Raises InputError for a text that is empty or has spaces alone; `name` is its field."""
-    if not text.strip():
-        raise InputError(f"{name}: has no text, found {text[:20]!r}; give one that is not empty")
-
-
 def _special(token: Any) -> Any:
     """An added token that is special; other values as they are."""
     return replace(token, special=True) if isinstance(token, AddedToken) else token

@@ -14,7 +14,7 @@ import openai
 import pytest
 import tiny
 from serving_tools import RunningServer, running_server
-from translation_tools import write
+from translation_tools import write, write_model
 
 import jaxllm
 from jaxllm.tokenizers import load_tokenizer
@@ -335,6 +335,15 @@ def test_requests_name_their_languages(tmp_path, name, family):
             answer = httpx.post(url, json={**body, **wrong})
             assert answer.status_code == 400
             assert message in answer.json()["error"]["message"]
+
+
+def test_a_language_alone_is_no_prompt(tmp_path):
+    model, tokenizer = jaxllm.load(write_model(tmp_path, "marian"))
+    with running_server(model, tokenizer, embeddings=False) as server:
+        body = {"prompt": [">>deu<< Hello", ">>deu<<"], "max_tokens": 4}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body)
+        assert answer.status_code == 400
+        assert "prompt[1]: has no text" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -42,7 +42,7 @@ def test_bucket_length(length, bucket, expected):
 
 @pytest.mark.parametrize("bucket", [0, -8, 2.0, True, "big"])
 def test_invalid_buckets(tokenizer, bucket):
-    with pytest.raises(InputError, match="bucket is"):
+    with pytest.raises(InputError, match="bucket, pad_to_multiple_of: expected"):
         tokenizer(PROMPTS, bucket=bucket)
 
 

@@ -292,10 +292,10 @@ def cut_options(
             shorter. A causal model's context also has room for `new_tokens` (None: 20).
         max_source_length: the limit in tokens; takes precedence.
     """
-    limit = max_source_length
+    is_cut, limit = check_truncation(truncation), max_source_length
     if limit is not None:
-        checked_count(limit, "max_source_length")
-    elif check_truncation(truncation):
+        limit = int(checked_count(limit, "max_source_length"))
+    elif is_cut:
         context = model.config.context_length or NO_MAX_LENGTH
         if not model.is_encoder_decoder:
             context -= min(new_tokens or 20, context // 2)

@@ -32,7 +32,6 @@ from jaxllm.serve.http.tool_calls import (
 from jaxllm.serve.live_run import TokenLogprob
 from jaxllm.tokenizers.messages import read_tools
 from jaxllm.tokenizers.tokenizer import Tokenizer
-from jaxllm.tokenizers.vocabulary import check_not_blank
 
 _LOG = logging.getLogger("jaxllm.serve")
 
@@ -306,7 +305,7 @@ def prompt_ids(
     if name == "input" or state.engine.model.is_encoder_decoder:
         for number, prompt in enumerate(prompts):
             if isinstance(prompt, str):
-                check_not_blank(prompt, f"{name}[{number}]")
+                state.tokenizer.check_not_blank(prompt, f"{name}[{number}]")
     if src_lang is not None and len(texts) < len(prompts):
         raise InputError("src_lang: has no effect on token ids; leave it out")
     encoded: Iterator[list[int]] = iter(())

@@ -282,8 +282,9 @@ def one_by_one(name: str, value: Any) -> list[str | tuple[int, ...]]:
     """A prompt, or a list of them, as a list."""
     if isinstance(value, str) or (value and isinstance(value[0], int)):
         return [value]
-    if not value or not all(value):
-        raise InputError(f"{name}: is empty")
+    empty = [f"{name}[{i}]" for i, prompt in enumerate(value) if not prompt] if value else [name]
+    if empty:
+        raise InputError(f"{empty[0]}: is empty")
     return list(value)
 
 
