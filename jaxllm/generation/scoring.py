@@ -69,6 +69,8 @@ def score(
     attention_mask: Int[Array, "N T"] | None = None,
     completion_mask: Int[Array, "N T"] | None = None,
     batch_size: int = 32,
+    src_lang: str | None = None,
+    tgt_lang: str | None = None,
 ) -> ScoreOutput:
     """Computes log-likelihoods of completions, and whether greedy search would generate them.
 
@@ -95,6 +97,7 @@ def score(
         batch_size: pairs computed at once; with the longest pair it determines the memory needed.
             Logits never take more than 64 MiB, or one column of all pairs. Pairs of similar length
             are batched together; results do not depend on it.
+        src_lang, tgt_lang: languages of texts, for translation models; None: the tokenizer's.
 
     Returns:
         ScoreOutput with numpy arrays.
@@ -105,7 +108,10 @@ def score(
         NonFiniteError: the model gave NaN or infinite logits; the message names the pair.
     """
     ids: tuple[Any, Any] = (prompts, completions)
+    if tokenizer is None and (src_lang or tgt_lang):
+        raise InputError("src_lang, tgt_lang: have no effect on token ids; leave them out")
     if tokenizer is not None:
+        tokenizer = tokenizer.with_languages(src_lang, tgt_lang)
         texts = (_texts("prompts", prompts), _texts("completions", completions))
         if len(texts[0]) != len(texts[1]):
             raise InputError(f"completions: {len(texts[1])} for {len(texts[0])} prompts")

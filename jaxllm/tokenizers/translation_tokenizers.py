@@ -477,6 +477,11 @@ class _MBart(_LanguageCodes):
         # The labels end in the code, so that the decoder's inputs begin with it.
         return {"decoder_start_token_id": self.get_lang_id(tgt_lang, "tgt_lang")}
 
+    def with_target(self, fields: Mapping[str, Any], tgt_lang: str | None) -> dict[str, Any]:
+        own = super().with_target(fields, tgt_lang)
+        # A language that a file forces would be the first token after the start.
+        return own if own.keys() <= fields.keys() else {"forced_bos_token_id": None, **own}
+
 
 class _Nllb(_LanguageCodes):
     default_language = "eng_Latn"

@@ -27,7 +27,6 @@ from jaxllm.generation.inputs.batching import run_in_batches
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import Model
 from jaxllm.tokenizers import Tokenizer
-from jaxllm.tokenizers.translation_tokenizers import WithLanguages
 from jaxllm.training.data import DataConfig, ModelInfo, rows_of
 from jaxllm.training.data.config import length_limits
 from jaxllm.training.data.examples import fit
@@ -215,9 +214,7 @@ def generation_rows(
         except JaxLLMError as error:
             raise DataError(f"{rows.where(number)}: {error}") from None
         own = tokenizer_of(row, tokenizer, config.src_lang_field, config.tgt_lang_field)
-        language = own.tgt_lang if isinstance(own, WithLanguages) else None
-        fields = own.target_fields(language) if isinstance(own, WithLanguages) and language else {}
-        prompts.append(EvalPrompt(ids, reference, fields))
+        prompts.append(EvalPrompt(ids, reference, own.with_target({}, None)))
     return prompts
 
 

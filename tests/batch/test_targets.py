@@ -217,6 +217,49 @@ def test_an_empty_text_is_an_error_where_nothing_is_translated(loaded, text):
             call()
 
 
+def test_a_language_alone_is_no_text(loaded):
+    model, tokenizer = loaded("marian")
+    text = ">>deu<< "
+    calls = {
+        r"inputs\[0\]": lambda: jaxllm.pipeline("translation", model, tokenizer)(text),
+        r"prompts\[0\]": lambda: jaxllm.score(model, [text], ["Hello"], tokenizer),
+        r"texts\[0\]: prompt": lambda: jaxllm.embed(model, [text], tokenizer),
+    }
+    for name, call in calls.items():
+        with pytest.raises(InputError, match=f"{name}: has no text, found '>>deu<< '"):
+            call()
+    (output,) = answers(RowScorer(model, tokenizer), [{"prompt": text, "completion": "Hello"}])
+    assert output.error.startswith("prompt: has no text")
+    assert jaxllm.generate_texts(model, [text], tokenizer) == [""]
+
+
+def test_the_language_of_a_score_is_an_argument(loaded):
+    model, tokenizer = loaded("nllb")
+    texts, languages = (["Hello"], ["Hello"]), {"src_lang": "deu_Latn", "tgt_lang": "zul_Latn"}
+    spoken = tokenizer.with_languages(**languages)
+    expected = jaxllm.score(model, *texts, spoken).log_likelihoods
+    found = jaxllm.score(model, *texts, tokenizer, **languages).log_likelihoods
+    np.testing.assert_array_equal(found, expected)
+    with pytest.raises(InputError, match="tgt_lang: 'x' is no language"):
+        jaxllm.score(model, *texts, tokenizer, tgt_lang="x")
+    with pytest.raises(InputError, match="src_lang, tgt_lang: have no effect on token ids"):
+        jaxllm.score(model, [[4]], [[5]], tgt_lang="zul_Latn")
+
+
+def test_a_named_language_wins_over_the_one_that_a_file_of_mbart_forces(loaded):
+    model, tokenizer = loaded("mbart")
+    forced = model.generation_config.replace(forced_bos_token_id=tokenizer.get_lang_id("fr_XX"))
+    options = {"max_new_tokens": 4, "tgt_lang": "de_DE"}
+    expected, found = (
+        jaxllm.generate_texts(each, ["Hello"], tokenizer, **options)
+        for each in (model, model.with_card(generation_config=forced))
+    )
+    assert found == expected
+    row = {"prompt": "Hello", "forced_bos_token_id": forced.forced_bos_token_id}
+    (output,) = BatchGenerator(model, tokenizer, **options).generate([row])
+    assert output.output_ids[0][0] == forced.forced_bos_token_id
+
+
 LONG = " ".join(["Hello world."] * 30)
 
 
@@ -247,8 +290,9 @@ def test_a_long_text_is_named_and_the_advice_can_be_followed(loaded):
         jaxllm.pipeline("translation", model, tokenizer)(["Hello", LONG])
     with pytest.raises(InputError, match="truncation: the model has no longest text"):
         jaxllm.pipeline("text2text-generation", *loaded("t5"))(LONG, truncation=True)
-    for wrong in ({"truncation": "yes"}, {"max_source_length": 0}):
-        with pytest.raises(InputError, match=min(wrong)):
+    both = {"truncation": "yes", "max_source_length": 9}
+    for wrong in ({"truncation": "yes"}, {"max_source_length": 0}, both):
+        with pytest.raises(InputError, match=max(wrong)):
             BatchGenerator(model, tokenizer, **wrong)
     (output,) = BatchGenerator(model, tokenizer).generate([LONG])
     assert "cut it with truncation" in output.error
