@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxllm.common.errors import InputError
 from jaxllm.common.precision import precision_of
 from jaxllm.nn.linear import Linear, dropout, kept, product
 from jaxllm.parallel.sharding import part_axes
@@ -45,8 +46,7 @@ class LoraLinear(Linear):
         self.weight = nnx.Param(base.weight[...])
         self.bias = None if base.bias is None else nnx.Param(base.bias[...])
         self.dtype, self.axes = base.dtype, base.axes
-        self.lora_a = None if isinstance(a, str) else nnx.Param(a)
-        self.a_layer = a if isinstance(a, str) else None
+        self.lora_a, self.a_layer = (None, a) if isinstance(a, str) else (nnx.Param(a), None)
         self.lora_b = nnx.Param(b)
         self.lora_magnitude = None if magnitude is None else nnx.Param(magnitude)
         self.alpha, self.rslora, self.dropout_rate = float(alpha), rslora, dropout_rate
@@ -96,7 +96,9 @@ class LoraLinear(Linear):
         return plain
 
     def _a(self, parent: nnx.Module | None) -> Float[Array, "R I"]:
-        layer: Any = self if self.a_layer is None else getattr(parent, self.a_layer)
+        layer: Any = self if self.a_layer is None else getattr(parent, self.a_layer, None)
+        if layer is None:
+            raise InputError(f"parent: give the module that has this layer and {self.a_layer!r}")
         return layer.lora_a[...]
 
     def _sum(self, parent: nnx.Module | None) -> Float[Array, "O I"]:

@@ -117,6 +117,13 @@ def test_parts_of_one_matrix_share_an_a(family, targets, layers):
     np.testing.assert_allclose(tiny.logits(copies), tiny.logits(model), atol=1e-5)
 
 
+def test_a_layer_without_an_a_of_its_own_needs_its_module():
+    model = add_lora(tiny.cached("gpt2"), LoraConfig(targets="c_attn"))
+    layer = model.backbone.stack.blocks[0].attn.v
+    with pytest.raises(InputError, match=r"parent: give the module that has this layer and 'q'"):
+        layer.merged()
+
+
 @pytest.mark.parametrize(
     ("family", "theirs", "ours"),
     [
