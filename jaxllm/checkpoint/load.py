@@ -379,11 +379,10 @@ def read_spec(
     check_depth(spec, source, where)
     spec = with_tied_head(spec, source)
     has_head = spec.config.tie_word_embeddings or "lm_head.weight" in source.names()
-    if architecture is not None or has_head or not spec.architecture.endswith("ForCausalLM"):
+    is_causal = architecture is None and spec.architecture.endswith("ForCausalLM")
+    if has_head or not is_causal or not os.path.lexists(checkpoint.path / MODULES):
         return spec
-    # The head that its class has is left out of some models that only embed.
-    only_embeds = os.path.lexists(checkpoint.path / MODULES)
-    return read_spec(checkpoint, BaseModel, overrides) if only_embeds else spec
+    return read_spec(checkpoint, BaseModel, overrides)  # it only embeds, and was saved headless
 
 
 def warn_of_flax(

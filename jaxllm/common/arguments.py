@@ -198,8 +198,8 @@ SAVE_PRETRAINED = {
 }
 """Arguments of `save_pretrained`."""
 NO_HEAD = (
-    "it makes embeddings, as config.json or the caller chose its class; to generate, load a "
-    "checkpoint with a head, by the name of a class that has one: architecture='...ForCausalLM'"
+    "it makes embeddings (`jaxllm serve --embeddings` serves them), as config.json or the caller "
+    "chose its class; to generate, load a checkpoint with a head: architecture='...ForCausalLM'"
 )
 """What to do where a model without a head is asked to generate."""
 ATTRIBUTES = {

@@ -47,12 +47,13 @@ class EmbeddingRecipe:
         """
         if text is not None and name is not None:
             raise InputError("prompt_name cannot be combined with prompt; remove one of them")
+        field = "default_prompt_name" if name is None else "prompt_name"
         name = self.default_prompt_name if name is None else name
         if text is not None or name is None:
             return text or ""
         if name not in self.prompts:
             known = listed(list(self.prompts)) or "none"
-            raise InputError(f"prompt_name: no prompt is named {quoted(name)}; there is {known}")
+            raise InputError(f"{field}: no prompt is named {quoted(name)}; there is {known}")
         return self.prompts[name] or ""
 
 

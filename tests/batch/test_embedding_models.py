@@ -266,6 +266,9 @@ def test_prompts(tmp_path):
     ]:
         with pytest.raises(InputError, match=message):
             jaxllm.embed(model, ["Hi"], tokenizer, **options)
+    edit(tmp_path / "model" / "config_sentence_transformers.json", default_prompt_name="other")
+    with pytest.raises(InputError, match=r"^default_prompt_name: no prompt is named 'other'"):
+        jaxllm.embed(tmp_path / "model", ["Hi"])
     with pytest.raises(InputError, match="prompt_name: has no effect on input_ids"):
         jaxllm.embed(model, [[5, 6]], tokenizer, prompt_name="query")
     with pytest.raises(InputError, match="has 15 tokens; expected 1 to 14"):
