@@ -64,14 +64,6 @@ M2M100_CODES: Mapping[str, Sequence[str]] = {
 """Language codes of M2M100 by the option `language_codes`."""
 
 
-NO_TARGET = (
-    "tgt_lang: this translation model needs the language of the new text; give tgt_lang in the "
-    "call, the row or the request, or --tgt-lang; or set tokenizer.tgt_lang, or the "
-    "forced_bos_token_id of the generation config"
-)
-"""Message of a text whose language nothing names."""
-
-
 class WithLanguages(Tokenizer):
     """Mixin of tokenizers with language codes.
 

@@ -26,7 +26,7 @@ from jaxllm.generation.settings.fields import Condition, checked_value
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.tokenizers.batch import Truncation, check_truncation
 from jaxllm.tokenizers.tokenizer import Tokenizer
-from jaxllm.tokenizers.translation_tokenizers import NO_TARGET, WithLanguages
+from jaxllm.tokenizers.translation_tokenizers import WithLanguages
 from jaxllm.tokenizers.vocabulary import NO_MAX_LENGTH
 
 MAX_COLUMNS = 2**20
@@ -258,7 +258,11 @@ def check_language(
         start = config.decoder_start_token_id
         start = model.config.decoder_start_token_id if start is None else start
         if start not in tokenizer.lang_code_to_id.values():
-            raise InputError(NO_TARGET)
+            raise InputError(
+                "tgt_lang: this translation model needs the language of the new text; give "
+                "tgt_lang in the call, the row or the request, or --tgt-lang; or set "
+                "tokenizer.tgt_lang, or the forced_bos_token_id of the generation config"
+            )
 
 
 def target_settings(

@@ -21,7 +21,7 @@ from jaxllm.common.errors import ConfigError, DataError, InputError
 from jaxllm.models.config_checks import is_float32_number
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.byte_level import ids_are_bytes
-from jaxllm.tokenizers.translation_tokenizers import NO_TARGET, WithLanguages
+from jaxllm.tokenizers.translation_tokenizers import WithLanguages
 from jaxllm.training.data.config import ModelInfo
 from jaxllm.training.data.examples import (
     CausalExample,
@@ -135,7 +135,10 @@ def tokenizer_of(
     }
     own = tokenizer.with_languages(**languages) if languages else tokenizer
     if isinstance(own, WithLanguages) and own.tgt_lang is None:
-        raise InputError(NO_TARGET)
+        raise InputError(
+            f"{tgt_lang}: the row names no language of its target; add this field to the rows, or "
+            "tgt_lang to the model's tokenizer_config.json"
+        )
     return own
 
 

@@ -184,7 +184,7 @@ def test_sources_and_targets_have_the_languages_of_their_rows(tmp_path):
     model = ModelInfo(kind="seq2seq", vocab_size=len(tokenizer), context_length=64)
     prefer = make_format(DataConfig(format="preference"), tokenizer, model)
     for wrong, make in ((nameless, encode), (nameless, encode.prompt_of), (pair, prefer)):
-        with pytest.raises(InputError, match="tgt_lang: this translation model needs"):
+        with pytest.raises(InputError, match="tgt_lang: the row names no language"):
             make(wrong)
     chosen, rejected = prefer({**pair, "tgt_lang": "zul_Latn"}).sequences
     assert chosen.labels[0] == rejected.labels[0] == zul
