@@ -313,10 +313,10 @@ def read_generation_config(checkpoint: Checkpoint) -> GenerationConfig:
         return GenerationConfig.from_file(path)
     names = GENERATION_KEYS.union(SPECIAL_TOKENS)
     old: dict[str, Any] = {k: v for k, v in checkpoint.config.items() if k in names}
-    # BART's key in transformers 3.
+    # BART's key in transformers 3, for a bos_token_id that is 0 by default.
     is_forced = checkpoint.config.get("force_bos_token_to_be_generated")
     if is_forced and old.get("forced_bos_token_id") is None:
-        old["forced_bos_token_id"] = old.get("bos_token_id")
+        old["forced_bos_token_id"] = old.get("bos_token_id", 0)
     if isinstance(checkpoint.weights, HFView):
         old |= checkpoint.weights.generation
         if unused := unused_sampling(checkpoint.weights.file.metadata):

@@ -308,16 +308,25 @@ def test_pads_that_no_mask_hides_have_no_positions_in_m2m_100():
     np.testing.assert_allclose(np.stack(out.logits), reference["steps"], atol=1e-4)
 
 
-@pytest.mark.parametrize("given", [{}, {"forced_bos_token_id": None}, {"forced_bos_token_id": 9}])
-def test_the_old_name_of_a_forced_first_token(given, tmp_path):
+@pytest.mark.parametrize(
+    ("given", "first"),
+    [
+        ({}, 0),  # BartConfig's bos_token_id
+        ({"bos_token_id": 5}, 5),
+        ({"bos_token_id": 5, "forced_bos_token_id": None}, 5),
+        ({"bos_token_id": 5, "forced_bos_token_id": 9}, 9),
+    ],
+)
+def test_the_old_name_of_a_forced_first_token(given, first, tmp_path):
     """BART's files of transformers 3, as BartConfig and GenerationConfig read them."""
     shutil.copytree(FULL, tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
-    config.pop("forced_bos_token_id", None)
-    config |= {"force_bos_token_to_be_generated": True, "bos_token_id": 5, **given}
+    for name in ("forced_bos_token_id", "bos_token_id"):
+        config.pop(name, None)
+    config |= {"force_bos_token_to_be_generated": True, **given}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model, first = jaxllm.load(tmp_path)[0], given.get("forced_bos_token_id") or 5
+    model = jaxllm.load(tmp_path)[0]
     assert model.generation_config.forced_bos_token_id == first
     out = jaxllm.generate(model, tiny.ids(2, 5, vocab=53), max_new_tokens=3, num_beams=1)
     assert (np.asarray(out.sequences)[:, 1] == first).all()
