@@ -11,8 +11,11 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from test_plan import needs_gpu, needs_tpu
 
 import jaxllm
@@ -149,6 +152,30 @@ def test_compiled_training_steps_and_prefills_hold_no_array_of_tokens_x_tokens_o
 
     assert squares("auto") == set()
     assert squares("eager") != set()
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(
+    ("family", "more"), [("llama", {"max_position_embeddings": 256}), ("t5", {})]
+)
+def test_a_forward_pass_compiles_in_shard_map(topology: str, family: str, more: Any) -> None:
+    """Long enough for JAX's kernels of attention, which it refuses there."""
+    mesh = Mesh(np.array(find_topology(topology).devices[:2]), ("x",), axis_types=(AxisType.Auto,))
+    model = jaxllm.planning.abstract_model(tiny.CONFIGS[family] | more, device=mesh.devices[0])
+    ids = jax.ShapeDtypeStruct((2, 256), jnp.int32)
+
+    def logits(model: Any, ids: jax.Array) -> jax.Array:
+        targets = {"decoder_input_ids": ids} if model.is_encoder_decoder else {}
+        return model(ids, **targets).logits
+
+    for rows in (PartitionSpec("x"), PartitionSpec()):
+        specs = {"in_specs": (PartitionSpec(), rows), "out_specs": rows}
+        shardings = [NamedSharding(mesh, spec) for spec in specs["in_specs"]]
+        arguments = (
+            jax.tree.map(lambda x, to=to: x.update(sharding=to), tree)
+            for tree, to in zip((model, ids), shardings, strict=True)
+        )
+        jax.jit(jax.shard_map(logits, mesh=mesh, **specs)).lower(*arguments).compile()
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
