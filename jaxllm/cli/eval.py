@@ -48,6 +48,8 @@ _TASK_FLAGS: Flags = {
     },
     "--apply-chat-template": "send the prompts as chat messages",
     "--system TEXT": "the system message of the prompts",
+    "--src-lang CODE": "the language of the questions, for a translation model",
+    "--tgt-lang CODE": "the language of the answers",
     "--output FILE": {"type": path, "help": "the JSON file for all results"},
     "--seed N": "the seed of sampling (0)",
 }
@@ -148,6 +150,8 @@ def _run_tasks(arguments: argparse.Namespace, reporter: Reporter) -> int:
         tokenizer=tokenizer,
         batch_size="auto" if arguments.batch_size is None else arguments.batch_size,
         max_length=arguments.context,
+        src_lang=arguments.src_lang,
+        tgt_lang=arguments.tgt_lang,
         seed=arguments.seed or 0,
         name=arguments.model,
         reporter=reporter,

@@ -289,3 +289,15 @@ def test_continuations_are_targets(tmp_path: Path, name: str):
     if languages["tgt_lang"] is not None:
         with pytest.raises(jaxllm.JaxLLMError, match="tgt_lang: this translation model needs"):
             JaxLM(folder, reporter=QUIET)
+
+
+@pytest.mark.ci
+def test_the_command_takes_languages(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder, row = write_model(tmp_path / "nllb", "nllb"), TARGETS["nllb"]["rows"][0]
+    fixed = [str(folder), "--no-compile-cache", "--quiet", "--include-path", "."]
+    fixed += ["--tasks", "local_choice", "--limit", "2"]
+    assert eval_command.main(fixed) == 2
+    assert "--tgt-lang" in capsys.readouterr().err
+    languages = ["--src-lang", row["src_lang"], "--tgt-lang", row["tgt_lang"]]
+    assert eval_command.main([*fixed, *languages]) == 0
+    assert "|local_choice|" in capsys.readouterr().out
