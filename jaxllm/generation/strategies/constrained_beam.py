@@ -213,8 +213,9 @@ class ConstraintProgress:
 
     def edges(self, tries: Tries) -> Bool[Array, "*rows E"]:
         """Edges that would advance each beam."""
-        continues = tries.source == self.node[..., None]
-        starts = tries.from_root & ~jnp.take(self.met, tries.owner, axis=-1)
+        continues = _beside(self.node, tries.source) == self.node[..., None]
+        is_met = jnp.take(self.met, tries.owner, axis=-1)
+        starts = _beside(self.node, tries.from_root) & ~is_met
         return jnp.where(self.in_progress[..., None], continues, starts)
 
     def queue(self, tries: Tries) -> Int[Array, "*rows E"]:
@@ -227,13 +228,13 @@ class ConstraintProgress:
         longest = jnp.max(jnp.where(tries.real, tries.height, 0))
         missing = jnp.take(tries.height, self.owner) - self.depth
         partial = jnp.where(self.in_progress, longest - missing, 0)
-        return jnp.sum(self.met & tries.real, axis=-1) * longest + partial
+        real = _beside(self.owner, tries.real)
+        return jnp.sum(self.met & real, axis=-1) * longest + partial
 
     def take_edge(self, tries: Tries, edge: Int[Array, " *rows"]) -> ConstraintProgress:
         """Progress after each beam takes an edge, one of its `edges`."""
         owner, leaf = tries.owner[edge], tries.to_leaf[edge]
-        numbers = jnp.expand_dims(jnp.arange(self.met.shape[-1]), tuple(range(owner.ndim)))
-        mine = numbers == owner[..., None]
+        mine = jax.nn.one_hot(owner, self.met.shape[-1], dtype=bool)
         return ConstraintProgress(
             met=self.met | (mine & leaf[..., None]),
             turn=self.turn,
@@ -244,13 +245,12 @@ class ConstraintProgress:
 
     def add(self, tries: Tries, token: Int[Array, " *rows"]) -> ConstraintProgress:
         """Progress after one more token of each beam."""
-        fits = self.edges(tries) & (tries.token == token[..., None])
+        fits = self.edges(tries) & (_beside(token, tries.token) == token[..., None])
         last = jnp.iinfo(jnp.int32).max
         edge = jnp.argmin(jnp.where(fits, self.queue(tries), last), axis=-1)
         advanced = self.take_edge(tries, edge)
         # A constraint that is not continued goes to the end of the queue.
-        numbers = jnp.expand_dims(jnp.arange(self.met.shape[-1]), tuple(range(token.ndim)))
-        mine = numbers == self.owner[..., None]
+        mine = jax.nn.one_hot(self.owner, self.met.shape[-1], dtype=bool)
         back = jnp.max(self.turn, axis=-1, keepdims=True) + 1
         interrupted = self.in_progress[..., None] & mine
         reset = dataclasses.replace(
@@ -261,6 +261,11 @@ class ConstraintProgress:
         moves = fits.any(axis=-1) & ~self.complete
         otherwise = jax.tree.map(lambda a, b: _where(self.complete, a, b), self, reset)
         return jax.tree.map(lambda a, b: _where(moves, a, b), advanced, otherwise)
+
+
+def _beside(rows: Array, table: Array) -> Array:
+    """A table with an axis of size 1 for each axis of an array, before its own."""
+    return jnp.expand_dims(table, tuple(range(rows.ndim)))
 
 
 def _where(condition: Array, a: Array, b: Array) -> Array:
@@ -459,7 +464,7 @@ def order_by_bank(
     """
     key = jnp.where(valid, bank * BANK_WEIGHT + score, -jnp.inf)
     order = jnp.argsort(key, axis=1, descending=True, stable=True)
-    banks, places = take_per_row(bank, order), jnp.arange(bank.shape[1])
+    banks, places = take_per_row(bank, order), jnp.arange(bank.shape[1])[None]
     starts = jnp.concatenate([jnp.ones_like(banks[:, :1], bool), banks[:, 1:] != banks[:, :-1]], 1)
     run = jax.lax.cummax(jnp.where(starts, places, 0), axis=1)
     turn = jnp.where(take_per_row(valid, order), places - run, bank.shape[1])
