@@ -224,16 +224,11 @@ def save_orbax(
     if replaces and tokenizer is None:
         _warn_of_tokenizer(folder)
     save_weights(folder, model)
+
     # Weights are written by all processes, the other files by process 0.
-    leads = jax.process_index() == 0
-    in_all_processes(
-        lambda: (
-            (
-                save_settings(folder, model.generation_config, tokenizer, replaces=replaces),
-                write_embedding_files(folder, model.checked_card("save_orbax").embedding),
-            )
-            if leads
-            else None
-        ),
-        CheckpointError,
-    )
+    def write_other_files() -> None:
+        if jax.process_index() == 0:
+            save_settings(folder, model.generation_config, tokenizer, replaces=replaces)
+            write_embedding_files(folder, model.checked_card("save_orbax").embedding)
+
+    in_all_processes(write_other_files, CheckpointError)

@@ -103,7 +103,7 @@ def _read(folder: Path) -> EmbeddingRecipe:
     files: dict[str, Any] = {}
 
     def read(schema: type[T], *names: str) -> T:
-        """Reads an object of which each file has some fields."""
+        """Reads the fields of one object from several JSON files."""
         for name in names:
             files[name] = read_config_file(folder / name)
         fields = {key: value for name in names for key, value in files[name].items()}

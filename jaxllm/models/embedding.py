@@ -18,7 +18,7 @@ NORMALIZE = "normalize"
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class EmbeddingRecipe:
-    """How a text becomes a vector; fields of files have the names that they have there."""
+    """The settings that make a vector of a text. Settings from files have the files' names."""
 
     pooling: tuple[str, ...] = ("mean",)
     """Kinds of pooling, whose vectors are concatenated."""

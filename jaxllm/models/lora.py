@@ -147,7 +147,8 @@ def add_lora(
 
 
 def layers_with_a(model: Model[Any], paths: Iterable[str]) -> dict[str, str]:
-    """Name of the layer in the same module whose A a layer shares, by the path of the latter."""
+    """Names of the layers whose A other layers of the same module share, by the other layer's
+    path."""
     paths, shared = set(paths), dict[str, str]()
     for entry in base_entries(model):
         first, *others = [path for path in entry.modules if path in paths] or [""]

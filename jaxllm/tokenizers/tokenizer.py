@@ -267,7 +267,7 @@ class Tokenizer(TextEncoder):
         return {}
 
     def with_target(self, fields: Mapping[str, Any], tgt_lang: str | None) -> dict[str, Any]:
-        """Generation settings with those of `target_fields`.
+        """Generation settings in which the settings of `target_fields` are set.
 
         Args:
             fields: the settings.

@@ -41,10 +41,10 @@ class OptimizerConfig:
 
     Args:
         name: adamw, adafactor, lion, sgd or muon.
-        learning_rate: peak learning rate: about the change of each element in a step of adamw,
-            lion and muon; of adafactor, the root mean square of a step as a share of the
-            parameter's own, or with `scale_parameter` false that of the step; of sgd, the factor of
-            the gradient.
+        learning_rate: peak learning rate. With adamw, lion and muon a step changes each element by
+            about the rate. With adafactor the root mean square of a step is the rate times the
+            root mean square of the parameter; with `scale_parameter` false it is the rate itself.
+            With sgd the rate multiplies the gradient.
         schedule: constant, linear or cosine (down to `final_factor` at step `schedule_steps`), or
             inverse_sqrt.
         warmup_steps: steps of a linear warmup from 0 to the peak.

@@ -164,6 +164,19 @@ def test_the_digest_of_a_job_covers_the_file_that_is_read(folder, tmp_path):
     assert checkpoint_digests(folder)["model weights"] not in (None, first)
 
 
+def test_the_digest_of_a_job_covers_the_folders_that_modules_json_names(folder):
+    names = ("Projection", "checkpoint-5")
+    for name in names:
+        (folder / name).mkdir()
+        (folder / name / "model.safetensors").write_bytes(b"a layer")
+    (folder / "modules.json").write_text(json.dumps([{"path": ""}, {"path": "Projection"}]))
+    digests = [checkpoint_digests(folder)]
+    for name in names:
+        (folder / name / "model.safetensors").write_bytes(b"another")
+        digests.append(checkpoint_digests(folder))
+    assert digests[0] != digests[1] == digests[2]
+
+
 def test_an_adapter_names_the_folder_of_its_base(folder):
     """PEFT opens folders and Hub ids."""
     assert hub_name(str(folder / FLAX)) == hub_name(str(folder)) == str(folder)

@@ -41,7 +41,7 @@ FILES = {
     "model config": ("config.json", "*.safetensors.index.json", "adapter_config.json"),
     "tokenizer": (*FILE_NAMES, f"{TEMPLATES_FOLDER}/*.jinja"),
     "generation config": ("generation_config.json",),
-    "embedding files": (MODULES, "*sentence_*.json", "[0-9]*_*/*.*"),
+    "embedding files": (MODULES, "*sentence_*.json"),
 }
 
 
@@ -109,8 +109,12 @@ def checkpoint_digests(path: Path, *, whole: bool = False) -> dict[str, str | No
         # `FILES` has the index. An adapter has weight files of its own.
         weights = sorted([*folder.glob("*.safetensors"), *folder.glob("adapter_model.bin")])
     digests = {"model weights": _digest(weights, whole=whole)}
+    modules = folder / MODULES
+    named = modules.read_text("utf-8", "replace") if modules.is_file() else ""
     for part, patterns in FILES.items():
         files = {file for pattern in patterns for file in folder.glob(pattern)}
+        if part == "embedding files":  # those in the folders that modules.json names
+            files |= {file for file in folder.glob("*/*.*") if f'"{file.parent.name}"' in named}
         digests[part] = _digest(sorted(files), whole=True)
     if (version := ids_version(folder)) > 1:
         digests[TOKEN_IDS] = str(version)

@@ -63,8 +63,8 @@ class JaxLM(TemplateLM):
         max_length: tokens of context and continuation; longer ones lose their start. None: the
             model's context, or the tokenizer's `model_max_length`, or 2048.
         max_gen_toks: new tokens of a request that sets none.
-        src_lang, tgt_lang: languages of contexts and of what the model writes, for translation
-            models; None: those of the tokenizer.
+        src_lang, tgt_lang: the language of contexts, and the language in which the model writes,
+            for translation models; None: the languages of the tokenizer.
         prefix_token_id: first token of a text without context. None: BOS, or else EOS.
         add_bos_token: add special tokens to a text, such as BOS. None: as the tokenizer does.
         enable_thinking: variable of the chat template; if True, only answers are generated, and

@@ -271,7 +271,7 @@ def target_settings(
     fields: Mapping[str, Any] | None = None,
     tgt_lang: str | None = None,
 ) -> GenerationConfig:
-    """The settings of a call with those of its target language, as `Tokenizer.with_target`.
+    """The settings of a call, in which `Tokenizer.with_target` has set the target language.
 
     Raises:
         InputError: a translation model needs a language, and nothing names one.

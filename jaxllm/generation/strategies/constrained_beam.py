@@ -264,7 +264,7 @@ class ConstraintProgress:
 
 
 def _beside(rows: Array, table: Array) -> Array:
-    """A table with an axis of size 1 for each axis of an array, before its own."""
+    """A table that broadcasts against rows: its own axes are the last ones."""
     return jnp.expand_dims(table, tuple(range(rows.ndim)))
 
 

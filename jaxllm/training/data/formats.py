@@ -124,7 +124,7 @@ def tokenizer_of(
         src_lang, tgt_lang: names of their fields; a row need not have those of the default names.
 
     Raises:
-        InputError: the tokenizer has no such language, or nothing names that of the target.
+        InputError: the tokenizer has no such language, or nothing names the target's language.
     """
     names = {"src_lang": src_lang, "tgt_lang": tgt_lang}
     is_used = isinstance(tokenizer, WithLanguages)
