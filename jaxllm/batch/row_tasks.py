@@ -234,7 +234,7 @@ class RowScorer(RowTask[Pair, tuple[np.ndarray, ...]]):
     def _completion(self, row: ScoreInput, model: Any) -> Int[np.ndarray, " C"] | None:
         """The completion's tokens, where they do not depend on the prompt."""
         if row.completion is None or len(row.completion) == 0:
-            raise InputError("completion: a row to score has one, and it is not empty")
+            raise InputError("completion: has no text or token ids; it must not be empty")
         ids = row.completion
         if isinstance(ids, str):
             if self._tokenizer is None:

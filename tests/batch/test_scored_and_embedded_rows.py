@@ -76,7 +76,7 @@ def test_scores_are_those_of_score(family):
     assert outputs[0].id == "a"
     for output, why in zip(
         outputs[4:],
-        ("completion: ", "not empty", "temperature: unknown; this task reads", "exactly one of"),
+        ("completion: ", "must not be empty", "temperature: unknown; this task", "exactly one of"),
         strict=True,
     ):
         assert why in output.error

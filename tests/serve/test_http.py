@@ -327,14 +327,22 @@ def test_requests_name_their_languages(tmp_path, name, family):
             assert choice["text"] == tokenizer.decode(out, skip_special_tokens=True) != ""
         for wrong, message in (
             ({"tgt_lang": "xx"}, "tgt_lang: 'xx' is no language"),
-            ({"src_lang": "xx"}, "src_lang: 'xx' is no language"),
-            ({}, "tgt_lang: this translation model needs the language" if name == "nllb" else ""),
+            ({"src_lang": "xx", "tgt_lang": first}, "src_lang: 'xx' is no language"),
             ({"tgt_lang": first, "prompt": " "}, "prompt[0]: has no text, found ' '"),
             ({"src_lang": first, "prompt": [5, 6]}, "src_lang: has no effect on token ids"),
         ):
             answer = httpx.post(url, json={**body, **wrong})
             assert answer.status_code == 400
             assert message in answer.json()["error"]["message"]
+        # The files of mBART name a target language, those of NLLB do not.
+        answer = httpx.post(url, json=body)
+        assert (tokenizer.tgt_lang is None) == (name == "nllb")
+        if name == "nllb":
+            needs = "tgt_lang: this translation model needs the language"
+            assert needs in answer.json()["error"]["message"]
+        else:
+            (choice,) = answer.json()["choices"]
+            assert choice["text"]
 
 
 def test_a_language_alone_is_no_prompt(tmp_path):

@@ -67,7 +67,7 @@ def test_wrong_requests_are_errors_that_name_the_field(http):
         ({"max_tokens": 64}, "max_tokens", "have 64 together; ask for at most 62"),
         ({"prompt": "a " * 100}, "prompt", "shorten it"),
         ({"prompt": []}, "prompt", "is empty"),
-        ({"prompt": ["a", ""]}, "prompt[1]", "is empty"),
+        ({"prompt": ["a", ""]}, "prompt[1]", "has no text; it must not"),
         ({"prompt": [99999]}, "prompt", "expected one token id or more"),
         ({"n": 9}, "n", "hold 8; ask for fewer"),
         ({"prompt": ["a", "b", "c"], "n": 3}, "n", "9 sequences are asked for"),

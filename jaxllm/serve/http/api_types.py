@@ -282,9 +282,12 @@ def one_by_one(name: str, value: Any) -> list[str | tuple[int, ...]]:
     """A prompt, or a list of them, as a list."""
     if isinstance(value, str) or (value and isinstance(value[0], int)):
         return [value]
-    empty = [f"{name}[{i}]" for i, prompt in enumerate(value) if not prompt] if value else [name]
-    if empty:
-        raise InputError(f"{empty[0]}: is empty")
+    if not value:
+        raise InputError(f"{name}: is empty")
+    for number, prompt in enumerate(value):
+        if not prompt:
+            what = "has no text" if prompt == "" else "has no token ids"
+            raise InputError(f"{name}[{number}]: {what}; it must not be empty")
     return list(value)
 
 
