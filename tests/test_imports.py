@@ -34,6 +34,7 @@ LAYERS = [
     {"generation.scoring"},
     {"generation.call"},
     {"generation.strategies"},
+    {"generation.request"},
     {"generation.stopping"},
     {"generation.processors"},
     {"generation.settings"},

@@ -9,16 +9,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import numpy as np
-from jaxtyping import Int
 
 from jaxllm.batch.constraints import CONSTRAINT_KEYS, ConstraintCompiler
 from jaxllm.batch.rows import BatchRow, PromptReader, RawRow, RowPrompt, checked_row
 from jaxllm.common.errors import InputError, UnsupportedError, quoted, warn
-from jaxllm.generation.call import prompts
-from jaxllm.generation.call.merging import merged_config
-from jaxllm.generation.inputs.arguments import CallArguments
 from jaxllm.generation.inputs.padded_batch import PaddedBatch
 from jaxllm.generation.inputs.values import is_integer
+from jaxllm.generation.request import Request, decoder_prompt
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig, generation_mode
 from jaxllm.generation.settings.resolve import (
     UnusedFieldWarning,
@@ -26,10 +23,11 @@ from jaxllm.generation.settings.resolve import (
     checked_lengths,
     checked_pad,
     cut_options,
+    merged_config,
     with_default_length,
 )
 from jaxllm.generation.stopping import StopStringCriteria
-from jaxllm.generation.strategies.select_strategy import Call, registered_strategy
+from jaxllm.generation.strategies.select_strategy import registered_strategy
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.tokenizers.batch import Truncation
 from jaxllm.tokenizers.tokenizer import Tokenizer
@@ -143,44 +141,42 @@ class RowReader:
                 f"the prompt has {len(input_ids)} tokens, but the model's context has {context}; "
                 f"shorten it, or cut it with truncation{more}"
             )
-        decoder_prompt = input_ids
+        prompt = PaddedBatch(input_ids[None], np.ones((1, len(input_ids)), bool))
         if self._model.is_encoder_decoder:
-            decoder_prompt = prompts.decoder_prompt(self._model, None, None, 1, config).ids[0]
-        config, max_length = self._with_lengths(config, decoder_prompt)
-        registered = registered_strategy(
-            Call(self._model, config, eos, 1, len(decoder_prompt), max_length, CallArguments())
-        )
+            prompt = decoder_prompt(self._model, None, None, 1, config)
+        config, max_length = self._with_lengths(config, prompt)
+        request = Request(self._model, config, eos, prompt, max_length)
+        registered = registered_strategy(request)
         seed = row_input.seed
         own_constraint = {key: getattr(row_input, key) for key in CONSTRAINT_KEYS}
         return BatchRow(
             index=row.index,
             id=row.row_id,
             input_ids=input_ids,
-            decoder_prompt=decoder_prompt,
+            decoder_prompt=prompt.ids[0],
             config=config,
             eos=eos,
-            max_new_tokens=max_length - len(decoder_prompt),
+            max_new_tokens=request.max_new_tokens,
             seed=self._seed if seed is None else checked_seed(seed),
             row_number=row.index if seed is None else 0,
             mode=registered.name if registered else generation_mode(config),
-            constraint=self._constraints.of_row(own_constraint, eos, len(decoder_prompt)),
+            constraint=self._constraints.of_row(own_constraint, eos, prompt.length),
             is_blank=is_blank and own.translates,
             was_cut=len(input_ids) < whole,
         )
 
     def _with_lengths(
-        self, config: GenerationConfig, decoder_prompt: Int[np.ndarray, " C"]
+        self, config: GenerationConfig, prompt: PaddedBatch
     ) -> tuple[GenerationConfig, int]:
         """The settings with a `max_new_tokens` if no length is set, and the maximum length."""
         if self._default_new_tokens is not None:
             limited = with_default_length(
-                config, self._model, len(decoder_prompt), self._default_new_tokens
+                config, self._model, prompt.length, self._default_new_tokens
             )
             # Rows that share their settings share one object.
             key = (config, limited.max_new_tokens)
             config = self._with_default_length.setdefault(key, limited)
-        columns = PaddedBatch(decoder_prompt[None], np.ones((1, len(decoder_prompt)), bool))
-        return checked_lengths(self._model, config, columns)
+        return checked_lengths(self._model, config, prompt)
 
     def _read_settings(self, fields: Mapping[str, Any]) -> tuple[GenerationConfig, tuple[int, ...]]:
         """Settings and end tokens of a row with these fields; rows with equal fields share them."""

@@ -31,9 +31,8 @@ from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.common.progress import Reporter, set_progress
 from jaxllm.generation import GenerateOutput
-from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.call.past_key_values import PastKeyValues
-from jaxllm.generation.settings.resolve import check_for_use, with_default_length
+from jaxllm.generation.settings.resolve import check_for_use, merged_config, with_default_length
 from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.tokenizers import Tokenizer
 

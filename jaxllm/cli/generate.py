@@ -49,7 +49,6 @@ from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import InputError
 from jaxllm.common.progress import Reporter, reports_to
 from jaxllm.generation.call.keys import shared_key
-from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.generate import compile_programs
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.resolve import (
@@ -57,6 +56,7 @@ from jaxllm.generation.settings.resolve import (
     check_for_use,
     check_language,
     cut_options,
+    merged_config,
     with_default_length,
 )
 from jaxllm.models.decoder import GenerativeModel, checked_generative

@@ -18,7 +18,6 @@ from jaxllm.common.errors import InputError, UnsupportedError, quoted
 from jaxllm.common.progress import progress_phase
 from jaxllm.common.threads import with_settings_of_this_thread
 from jaxllm.generation.call.keys import RandomKey
-from jaxllm.generation.call.memory import check_memory, is_large
 from jaxllm.generation.call.output import (
     GenerateOutput,
     fetch_progress,
@@ -26,7 +25,12 @@ from jaxllm.generation.call.output import (
     generate_output,
     past_key_values,
 )
-from jaxllm.generation.call.prepare import Request, prepare_call
+from jaxllm.generation.call.prepare import (
+    PreparedCall,
+    check_memory,
+    is_large,
+    prepare_call,
+)
 from jaxllm.generation.inputs.arguments import TokenRows
 from jaxllm.generation.loop import (
     decode,
@@ -121,17 +125,16 @@ def generate(
         raise InputError(
             f"streamer: expected an object with put() and end(), found {quoted(streamer)}"
         )
-    request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
-    with use_mesh(request.mesh), generating(request, streamer):
-        return run(model, request, streamer)
+    call = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
+    with use_mesh(call.mesh), generating(call, streamer):
+        return run(model, call, streamer)
 
 
-def generating(request: Request, streamer: Streamer | None) -> AbstractContextManager[Any]:
+def generating(call: PreparedCall, streamer: Streamer | None) -> AbstractContextManager[Any]:
     """The progress phase of a call; none inside jax.jit or with a streamer, which may print."""
-    if request.traced or streamer is not None:
+    if call.traced or streamer is not None:
         return nullcontext()
-    rows = request.prefill_inputs.sequences.shape[0]
-    new_tokens = int(request.max_length) - request.start_len
+    rows, new_tokens = call.request.batch, call.request.max_new_tokens
     return progress_phase(f"generating, rows: {rows}, new tokens: up to {new_tokens}")
 
 
@@ -165,24 +168,24 @@ def stream(
         NonFiniteError: as `generate`, at the step where it happens.
     """
     checked_count(chunk_size, "chunk_size")
-    request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
-    if request.traced:
+    call = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
+    if call.traced:
         raise InputError("stream: runs on the host, outside jax.jit; use generate inside")
-    if not request.strategy.can_stream:
+    if not call.strategy.can_stream:
         raise UnsupportedError(
             "stream: the tokens of beams are final at the end only; use generate, or num_beams=1"
         )
-    settings = request.settings
+    settings = call.settings
     for name, is_set in (
         ("output_scores", settings.keep_scores),
         ("output_logits", settings.keep_logits),
         ("output_hidden_states", settings.keep_hidden_states),
         ("output_attentions", settings.keep_attentions),
-        ("return_past_key_values", request.return_past_key_values),
+        ("return_past_key_values", call.request.arguments.return_past_key_values),
     ):
         if is_set:
             raise InputError(f"{name}: stream yields tokens alone; use generate")
-    return _chunks(program_model(model, request), request, chunk_size)
+    return _chunks(program_model(model, call), call, chunk_size)
 
 
 def compile_programs(
@@ -198,10 +201,10 @@ def compile_programs(
     The model's parameters may be `jax.ShapeDtypeStruct`, as those that `jaxllm.load` gives to
     `while_loading`.
     """
-    request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
-    decoder, strategy, settings = program_model(model, request), request.strategy, request.settings
+    call = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
+    decoder, strategy, settings = program_model(model, call), call.strategy, call.settings
     compilations: list[Future[Any]] = []
-    with use_mesh(request.mesh), ThreadPoolExecutor(1) as compiler:
+    with use_mesh(call.mesh), ThreadPoolExecutor(1) as compiler:
 
         def compiled(program: Any) -> Callable[..., Any]:
             """A function that compiles a program for its arguments, and returns result shapes."""
@@ -209,7 +212,7 @@ def compile_programs(
             def compile_for(*arguments: Any, **static: Any) -> Any:
                 lowered = program.lower(*arguments, **static)
                 shapes = program.eval_shape(*arguments, **static)
-                if request.mesh is None:  # an array that is committed to no device has no sharding
+                if call.mesh is None:  # an array that is committed to no device has no sharding
                     # While this program compiles, or comes from the cache, the next one is traced.
                     work = with_settings_of_this_thread(lowered.compile)
                     compilations.append(compiler.submit(work))
@@ -222,17 +225,17 @@ def compile_programs(
 
             return compile_for
 
-        state = run_prefill(decoder, request, compiled(prefill_program))
-        decode_call = decode_arguments(strategy, decoder, state, settings, request.max_length)
+        state = run_prefill(decoder, call, compiled(prefill_program))
+        decode_call = decode_arguments(strategy, decoder, state, settings, call.request.max_length)
         compiled(decode_program)(*decode_call)
         compiled(finish_program)(strategy, state, settings)
     for compilation in compilations:
         compilation.result()  # raises what the compiler raised
 
 
-def _chunks(model: Decoder, request: Request, chunk_size: int) -> Iterator[np.ndarray]:
-    yielded = request.start_len
-    results = partial_results(model, request, chunk_size)
+def _chunks(model: Decoder, call: PreparedCall, chunk_size: int) -> Iterator[np.ndarray]:
+    yielded = call.request.start_len
+    results = partial_results(model, call, chunk_size)
     take = jax.transfer_guard_host_to_device("allow")(next)  # not in what the caller does between
     while (found := take(results, None)) is not None:
         result, _ = found
@@ -245,33 +248,33 @@ def _chunks(model: Decoder, request: Request, chunk_size: int) -> Iterator[np.nd
 
 
 @jax.transfer_guard_host_to_device("allow")  # of the arrays that were prepared
-def run(model: GenerativeModel, request: Request, streamer: Streamer | None) -> GenerateOutput:
+def run(model: GenerativeModel, call: PreparedCall, streamer: Streamer | None) -> GenerateOutput:
     """Runs the programs of a call: prefill, decode loop and finish."""
-    decoder = program_model(model, request)
-    strategy, settings = request.strategy, request.settings
-    max_length = request.max_length
-    if request.traced:
-        for name, on_host in (("streamer", streamer), ("max_time", request.time_limits)):
+    decoder = program_model(model, call)
+    strategy, settings = call.strategy, call.settings
+    max_length = call.request.max_length
+    if call.traced:
+        for name, on_host in (("streamer", streamer), ("max_time", call.time_limits)):
             if on_host:
                 raise InputError(f"{name}: works on the host, outside jax.jit")
-        state = run_prefill(decoder, request, prefill)
+        state = run_prefill(decoder, call, prefill)
         state = decode(strategy, decoder, state, settings, jnp.int32(max_length))
         result = finish(strategy, state, settings)
-        past = past_key_values(model, request, state)
-        return generate_output(request, result, past, max_length, max_length - request.start_len)
-    if streamer is not None or request.time_limits:
-        result, state = run_by_token(decoder, request, streamer)
+        past = past_key_values(model, call, state)
+        return generate_output(call, result, past, max_length, max_length - call.request.start_len)
+    if streamer is not None or call.time_limits:
+        result, state = run_by_token(decoder, call, streamer)
     else:
         with reraise_failures():
-            state = run_prefill(decoder, request, prefill_program)
+            state = run_prefill(decoder, call, prefill_program)
             state = run_decode(strategy, decoder, state, settings, max_length)
             result = fetch_result(finish_program(strategy, state, settings))
-    past = past_key_values(model, request, state)
-    return generate_output(request, result, past, int(result.length), int(result.steps))
+    past = past_key_values(model, call, state)
+    return generate_output(call, result, past, int(result.length), int(result.steps))
 
 
 def run_by_token(
-    model: Decoder, request: Request, streamer: Streamer | None
+    model: Decoder, call: PreparedCall, streamer: Streamer | None
 ) -> tuple[Result, DecodeState]:
     """Runs a call token by token, for a streamer or a time limit. Returns the result and the state.
 
@@ -279,12 +282,12 @@ def run_by_token(
     and its `end()` is called last.
     """
     if streamer is not None:
-        if not request.strategy.can_stream:
+        if not call.strategy.can_stream:
             raise UnsupportedError("streamer: cannot be used with beams; set num_beams=1")
-        streamer.put(jax.device_get(request.prefill_inputs.sequences)[:, : request.start_len])
-    streamed = request.start_len
+        streamer.put(jax.device_get(call.inputs.sequences)[:, : call.request.start_len])
+    streamed = call.request.start_len
     last = None
-    for last in partial_results(model, request, chunk=1):
+    for last in partial_results(model, call, chunk=1):
         result, _ = last
         if streamer is not None:
             for column in range(streamed, int(result.length)):
@@ -298,7 +301,7 @@ def run_by_token(
 
 
 def partial_results(
-    model: Decoder, request: Request, chunk: int
+    model: Decoder, call: PreparedCall, chunk: int
 ) -> Iterator[tuple[Result, DecodeState]]:
     """Yields the result so far and the state, after the first token and then at every multiple of
     `chunk` new tokens.
@@ -306,60 +309,59 @@ def partial_results(
     Only the fields of `PROGRESS_FIELDS` are on the host. The state and the other fields are valid
     until the next result is requested, since the loop donates their buffers.
     """
-    strategy, settings, beams = request.strategy, request.settings, not request.strategy.can_stream
+    strategy, settings, beams = call.strategy, call.settings, not call.strategy.can_stream
     state, next_length = None, 0
     while True:
-        with use_mesh(request.mesh), reraise_failures():
+        with use_mesh(call.mesh), reraise_failures():
             if state is None:
-                state = run_prefill(model, request, prefill_program)
+                state = run_prefill(model, call, prefill_program)
             else:
                 state = run_decode(strategy, model, state, settings, next_length)
             result = fetch_progress(finish_program(strategy, state, settings))
-        expired = any(limit.expired() for limit in request.time_limits)
+        expired = any(limit.expired() for limit in call.time_limits)
         if expired and not beams:
             longest = result.length if result.longest is None else result.longest
-            steps = longest - request.start_len
+            steps = longest - call.request.start_len
             result = dataclasses.replace(
                 result, all_finished=np.bool_(True), length=longest, steps=steps
             )
         elif expired:
-            with use_mesh(request.mesh), reraise_failures():
+            with use_mesh(call.mesh), reraise_failures():
                 state = end_beams(strategy, state)
                 result = fetch_progress(finish_program(strategy, state, settings))
         yield result, state
         if result.all_finished:
             return
-        length = request.start_len + int(result.steps) if beams else int(result.length)
-        chunks = (length - request.start_len) // chunk + 1
-        next_length = min(request.start_len + chunks * chunk, request.max_length)
+        length = call.request.start_len + int(result.steps) if beams else int(result.length)
+        chunks = (length - call.request.start_len) // chunk + 1
+        next_length = min(call.request.start_len + chunks * chunk, call.request.max_length)
 
 
-def run_prefill(model: Decoder, request: Request, program: Callable[..., Prefilled]) -> Prefilled:
+def run_prefill(model: Decoder, call: PreparedCall, program: Callable[..., Prefilled]) -> Prefilled:
     """Runs prefill and chooses the first token; returns what `program` returns: the state.
 
     Args:
         program: `prefill_program`, or `prefill` inside the caller's jit.
     """
-    settings = request.settings
-    layout = request.layout
-    arguments = (request.strategy, model, layout.prefill_inputs, settings)
+    settings = call.settings
+    arguments = (call.strategy, model, call.inputs, settings)
     sizes = {
-        "capacity": layout.capacity,
-        "new_token_bucket": layout.new_token_bucket,
-        "chunk_size": layout.chunk_size,
+        "capacity": call.capacity,
+        "new_token_bucket": call.request.new_token_bucket,
+        "chunk_size": call.chunk_size,
     }
     has_records = settings.keep_hidden_states or settings.keep_attentions
-    predicts_memory = not request.traced and is_large(layout, model.config.vocab_size)
+    predicts_memory = not call.traced and is_large(call)
     if has_records or predicts_memory:
         # This traces the program; the call below reuses the trace.
         state = prefill_program.eval_shape(*arguments, **sizes)
         check_record_size(state.records)
         if predicts_memory:
-            check_memory(model, layout, request.mesh, state)
+            check_memory(model, call, state)
     return program(*arguments, **sizes)
 
 
-def program_model(model: GenerativeModel, request: Request) -> Decoder:
+def program_model(model: GenerativeModel, call: PreparedCall) -> Decoder:
     """The model as an argument of the compiled programs, with guidance wrapped in `Guided`."""
-    decoder = with_rope_length(model, request.rope_length)
-    return decoder if request.negative is None else Guided(decoder, request.negative)
+    decoder = with_rope_length(model, call.request.arguments.rope_length)
+    return decoder if call.negative is None else Guided(decoder, call.negative)

@@ -5,7 +5,7 @@ from here is what such a module builds on: `Strategy` and `Sample` to subclass, 
 `float_leaf` for the numbers of a processor, the `History` it reads, checks for a `Field`.
 
 The tables are next to the code that reads them: `strategies.select_strategy.REGISTERED_STRATEGIES`,
-`processors.build.REGISTERED` and `call.prompts.PROMPT_TRANSFORMS`.
+`processors.build.REGISTERED` and `request.PROMPT_TRANSFORMS`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from jaxllm.generation.call.prompts import PROMPT_TRANSFORMS, PromptTransform
 from jaxllm.generation.inputs.values import float_leaf, int_leaf
 from jaxllm.generation.processors.base import History, store
 from jaxllm.generation.processors.build import REGISTERED, Builder, ProcessorInputs
+from jaxllm.generation.request import PROMPT_TRANSFORMS, PromptTransform
+from jaxllm.generation.request import Request as Call
 from jaxllm.generation.settings.config import FIELDS, declare_field
 from jaxllm.generation.settings.field_checks import boolean, integer, number
 from jaxllm.generation.settings.fields import Condition, Field
 from jaxllm.generation.strategies.sample import Sample, SampleState
 from jaxllm.generation.strategies.select_strategy import (
     REGISTERED_STRATEGIES,
-    Call,
     RegisteredStrategy,
 )
 from jaxllm.generation.strategies.strategy import (

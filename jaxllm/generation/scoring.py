@@ -23,7 +23,6 @@ from jaxllm.common.arguments import (
     checks_flags,
 )
 from jaxllm.common.errors import InputError, NonFiniteError, quoted
-from jaxllm.generation.call.prompts import decoder_prompt
 from jaxllm.generation.inputs.arguments import TokenRows
 from jaxllm.generation.inputs.batching import run_in_batches
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, padded_rows
@@ -32,6 +31,7 @@ from jaxllm.generation.inputs.values import (
     bucket,
     is_traced,
 )
+from jaxllm.generation.request import decoder_prompt
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.resolve import target_settings
 from jaxllm.generation.strategies.token_choice import choose_greedy

@@ -21,7 +21,7 @@ from jaxllm.batch.rows import RawRow
 from jaxllm.batch.slots import PrefillBatch, Sizes, Slots
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError, quoted
-from jaxllm.generation.call.prepare import Request, prepare_call
+from jaxllm.generation.call.prepare import PreparedCall, prepare_call
 from jaxllm.generation.generate import program_model, run_prefill
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.loop import decode_program, prefill_program, steps_of
@@ -101,29 +101,28 @@ def lower(
     return tuple(PROGRAMS[program](Target.of(model), workload, fields))
 
 
-def abstract_request(target: Target, workload: Workload, fields: Mapping[str, Any]) -> Request:
+def abstract_request(target: Target, workload: Workload, fields: Mapping[str, Any]) -> PreparedCall:
     """A call of `generate` with this workload, whose arrays are shapes on the target's devices."""
     shape = (workload.batch, workload.prompt)
     if math.prod(shape) > MAX_IDS:
         raise InputError(f"batch, prompt: {shape} are more than {MAX_IDS} token ids; lower one")
     ids = np.zeros(shape, np.int32)
     keywords = {"do_sample": False, "num_beams": 1, **fields, "max_new_tokens": workload.new}
-    request = prepare_call(target.unplaced, ids, np.ones_like(ids), None, 0, keywords)
-    arrays = (request.prefill_inputs, request.negative, request.settings, request.strategy)
+    call = prepare_call(target.unplaced, ids, np.ones_like(ids), None, 0, keywords)
+    arrays = (call.inputs, call.negative, call.settings, call.strategy)
     arrays = shapes_of(arrays) if target.mesh is not None else on_device(arrays, target.device)
-    prefill_inputs, negative, settings, strategy = arrays
-    layout = dataclasses.replace(request.layout, prefill_inputs=prefill_inputs)
-    request = dataclasses.replace(
-        request, layout=layout, negative=negative, settings=settings, strategy=strategy
+    inputs, negative, settings, strategy = arrays
+    call = dataclasses.replace(
+        call, inputs=inputs, negative=negative, settings=settings, strategy=strategy
     )
-    return request if target.mesh is None else request.on_mesh(target.mesh)
+    return call if target.mesh is None else call.on_mesh(target.mesh)
 
 
-def decode_state(target: Target, request: Request) -> Any:
+def decode_state(target: Target, call: PreparedCall) -> Any:
     """The state after prefill, as shapes with the shardings that the programs give it."""
     with target.context():
-        model = program_model(target.model, request)
-        state = run_prefill(model, request, prefill_program.eval_shape)
+        model = program_model(target.model, call)
+        state = run_prefill(model, call, prefill_program.eval_shape)
     if target.mesh is None:
         return on_device(state, target.device)
     shardings = field_shardings(state, target.mesh, batch=state.cache.mask.shape[0])
@@ -134,19 +133,19 @@ def lower_decode(
     target: Target, workload: Workload, fields: Mapping[str, Any]
 ) -> Iterator[LoweredProgram]:
     """The decode loop of `generate`."""
-    request = abstract_request(target, workload, fields)
-    state = decode_state(target, request)
-    max_length = shapes_of(np.int32(request.max_length))
+    call = abstract_request(target, workload, fields)
+    state = decode_state(target, call)
+    max_length = shapes_of(np.int32(call.request.max_length))
     if target.mesh is None:
         max_length = on_device(max_length, target.device)
     else:
         max_length = put_everywhere(max_length, target.mesh)
-    model = program_model(target.model, request)
+    model = program_model(target.model, call)
     with target.context():
-        arguments = (request.strategy, model, state, request.settings, max_length)
-        steps = steps_of(request.strategy, request.settings, target.device.platform)
+        arguments = (call.strategy, model, state, call.settings, max_length)
+        steps = steps_of(call.strategy, call.settings, target.device.platform)
         traced = decode_program.trace(*arguments, steps)
-    position = len(jax.tree.leaves(request.strategy))
+    position = len(jax.tree.leaves(call.strategy))
     flops, _ = forward_flops(target.unplaced, workload.prompt, workload.new)
     rows = workload.batch
     numbers = {"rows": rows, "flops": rows * flops, **cache_numbers(state.cache)}
@@ -158,12 +157,12 @@ def lower_prefill(
     target: Target, workload: Workload, fields: Mapping[str, Any]
 ) -> Iterator[LoweredProgram]:
     """The prefill of `generate`."""
-    request = abstract_request(target, workload, fields)
-    model = program_model(target.model, request)
+    call = abstract_request(target, workload, fields)
+    model = program_model(target.model, call)
     with target.context():
-        traced = run_prefill(model, request, prefill_program.trace)
-    position = len(jax.tree.leaves(request.strategy))
-    cache = decode_state(target, request).cache
+        traced = run_prefill(model, call, prefill_program.trace)
+    position = len(jax.tree.leaves(call.strategy))
+    cache = decode_state(target, call).cache
     _, flops = forward_flops(target.unplaced, workload.prompt, workload.new)
     rows = workload.batch
     numbers = {"rows": rows, "flops": rows * flops, **cache_numbers(cache)}

@@ -21,9 +21,9 @@ import numpy as np
 from jaxllm.common.errors import ConfigError, DataError, InputError, JaxLLMError, warn
 from jaxllm.common.optional_packages import require
 from jaxllm.common.spelling import closest
-from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.generate import generate
 from jaxllm.generation.inputs.batching import run_in_batches
+from jaxllm.generation.settings.resolve import merged_config
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import Model
 from jaxllm.tokenizers import Tokenizer

@@ -83,15 +83,15 @@ print("done")
 COLLECTIVES = """
 def collectives(model, **fields):
     fields = {"max_new_tokens": 12, "pad_token_id": 0, **fields}
-    request = prepare_call(model, ids, mask, None, None, fields)
-    bare = program_model(model, request)
-    with use_mesh(request.mesh):
+    call = prepare_call(model, ids, mask, None, None, fields)
+    bare = program_model(model, call)
+    with use_mesh(call.mesh):
         state = loop.prefill_program(
-            request.strategy, bare, request.prefill_inputs, request.settings,
-            capacity=request.layout.capacity,
-            new_token_bucket=request.layout.new_token_bucket)
+            call.strategy, bare, call.inputs, call.settings,
+            capacity=call.capacity,
+            new_token_bucket=call.request.new_token_bucket)
         compiled = compiled_as_users(loop.decode_program.lower(
-            request.strategy, bare, state, request.settings, np.int32(20)))
+            call.strategy, bare, state, call.settings, np.int32(20)))
     found = re.findall(
         r"= (\\S+?)\\{?[\\d,]*\\}? (all-\\w+|reduce-scatter|collective-permute)(?:-start)?\\(",
         compiled.as_text())

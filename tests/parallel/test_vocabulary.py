@@ -64,14 +64,14 @@ for fields in ({}, {"do_sample": True, "top_k": 50, "top_p": 0.9, "temperature":
     found, expected = (jaxllm.generate(m, ids, **fields).sequences for m in (there, model))
     np.testing.assert_array_equal(found, expected)
     key = fields.pop("key", None)
-    request = prepare_call(there, ids, None, None, key, fields)
-    bare = program_model(there, request)
-    with use_mesh(request.mesh):
+    call = prepare_call(there, ids, None, None, key, fields)
+    bare = program_model(there, call)
+    with use_mesh(call.mesh):
         state = loop.prefill_program(
-            request.strategy, bare, request.prefill_inputs, request.settings,
-            capacity=request.layout.capacity, new_token_bucket=request.layout.new_token_bucket)
+            call.strategy, bare, call.inputs, call.settings,
+            capacity=call.capacity, new_token_bucket=call.request.new_token_bucket)
         compiled = compiled_as_users(loop.decode_program.lower(
-            request.strategy, bare, state, request.settings, np.int32(20)))
+            call.strategy, bare, state, call.settings, np.int32(20)))
     assert "516]" in compiled.as_text()
     assert not re.search(r"2064\\]", compiled.as_text()), fields
 print("done")

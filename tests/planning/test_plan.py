@@ -86,13 +86,13 @@ def test_the_lowered_programs_are_those_that_generate_runs(family: str) -> None:
     model = tiny.cached(family)
     ids = tiny.ids(SMALL["batch"], SMALL["prompt"])
     keywords = {"max_new_tokens": SMALL["new"], "do_sample": False}
-    request = prepare_call(model, ids, None, None, 0, keywords)
-    bare = program_model(model, request)
+    call = prepare_call(model, ids, None, None, 0, keywords)
+    bare = program_model(model, call)
     prefill, decode = (lower(model, name, **SMALL)[0].compile() for name in ("prefill", "decode"))
     # A compiled program refuses arguments of other shapes, dtypes or structure.
-    state = prefill(request.strategy, bare, request.prefill_inputs, request.settings)
-    limit = np.int32(request.max_length)
-    state = decode(request.strategy, bare, state, request.settings, limit)
+    state = prefill(call.strategy, bare, call.inputs, call.settings)
+    limit = np.int32(call.request.max_length)
+    state = decode(call.strategy, bare, state, call.settings, limit)
     expected = jaxllm.generate(model, ids, **keywords).sequences
     np.testing.assert_array_equal(state.sequences[:, : expected.shape[1]], expected)
 

@@ -1,8 +1,8 @@
 """Pads the arrays of a call to buckets for the compiled programs, and sizes its cache.
 
 Rounding up prompt columns, new tokens and slots only changes the amount of padding, never the
-result. The encoder's columns are padded where they are checked (`call/prompts.py`); `prepare.py`
-checks the other arguments and calls this module last.
+result. The encoder's columns are padded where they are checked (`request.py`); `prepare.py` checks
+the other arguments and calls this module last.
 """
 
 from __future__ import annotations
@@ -16,49 +16,38 @@ from jaxtyping import Array, Key
 from jaxllm.cache.variants import PLAIN, CacheKind
 from jaxllm.common.errors import InputError, UnsupportedError, quoted
 from jaxllm.generation.call.past_key_values import PastKeyValues, continuation
-from jaxllm.generation.call.prompts import PreparedInputs
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, PaddedBatch, last_token_columns
 from jaxllm.generation.inputs.values import HostArray, any_traced, bucket, int_leaf
+from jaxllm.generation.request import Request
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.resolve import MAX_COLUMNS
-from jaxllm.generation.strategies.select_strategy import Call
 from jaxllm.generation.strategies.strategy import AnyStrategy, PrefillInputs
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Arrays of a call padded to buckets, and sizes of its buffers."""
-
-    prefill_inputs: PrefillInputs
-    capacity: int
-    """Number of cache slots."""
-    new_token_bucket: int
-    """The limit of new tokens, rounded up."""
-    chunk_size: int | None = None
-    """Columns of a chunk of the prompt (`prefill_chunk_size`); None: the prompt is run at once."""
-
-
 def build_layout(
-    call: Call,
-    inputs: PreparedInputs,
+    request: Request,
     strategy: AnyStrategy,
     keys: Key[Array, " Bn"],
     past: PastKeyValues | None,
-) -> Layout:
+) -> tuple[PrefillInputs, int, int | None]:
     """Pads the arrays of a call to buckets and sizes its cache.
 
     Args:
         keys: random keys, one for each sample of each row.
         past: the cache of an earlier call, which holds the beginning of the prompt.
 
+    Returns:
+        The arrays, the number of cache slots, and the columns of a chunk of the prompt; None: the
+        prompt is run at once.
+
     Raises:
         InputError: too many beams for a cache, or a prompt that does not continue `past`.
     """
-    config, return_cache = call.config, call.arguments.return_past_key_values
-    chunk_size = prefill_chunk_size(call, inputs, strategy)
-    new_token_bucket = bucket(call.max_new_tokens, SMALLEST_BUCKET)
+    config, return_cache = request.config, request.arguments.return_past_key_values
+    chunk_size = prefill_chunk_size(request, strategy)
+    new_token_bucket = request.new_token_bucket
     new_slots = strategy.cache_slots(new_token_bucket)
-    capacity = inputs.width + new_slots
+    capacity = request.width + new_slots
     if capacity > MAX_COLUMNS:
         raise InputError(
             f"num_beams: {config.num_beams} beams of {new_token_bucket} new tokens need {capacity} "
@@ -72,14 +61,14 @@ def build_layout(
         kind = cache_kind(config, ring=own_cache and chunk_size is None)
         if return_cache:
             capacity = bucket(capacity, SMALLEST_BUCKET)  # the size that the next call will have
-        arrays = prefill_inputs(inputs, keys, kind, new_token_bucket)
+        arrays = prefill_inputs(request, keys, kind)
     else:
         _refuse_cache_settings(config)
-        new = continuation(past, inputs)
+        new = continuation(past, request)
         capacity = new.capacity(new_slots, past.cache.capacity)
         kind = CacheKind.like(past.cache)
         arrays = dataclasses.replace(
-            prefill_inputs(inputs, keys, kind, new_token_bucket),
+            prefill_inputs(request, keys, kind),
             decoder_inputs=new.decoder_inputs,
             cache_len=new.cache_len,
             last_column=new.last_column,
@@ -87,28 +76,28 @@ def build_layout(
             # row. `compact` sets it again; one shape for both here lets one program serve both.
             past_cache=past.cache.replace(length=past.cache.next_position),
         )
-    needed = int(np.max(arrays.cache_len)) + strategy.cache_slots(call.max_new_tokens)
+    needed = int(np.max(arrays.cache_len)) + strategy.cache_slots(request.max_new_tokens)
     if past is None and own_cache:
         # With the prompt's bucket, so that its exact length does not choose the program.
-        with_bucket = inputs.width + strategy.cache_slots(call.max_new_tokens)
-        capacity = tiled_slots(capacity, with_bucket, call.model.cache_slot_tile, new_slots)
+        with_bucket = request.width + strategy.cache_slots(request.max_new_tokens)
+        capacity = tiled_slots(capacity, with_bucket, request.model.cache_slot_tile, new_slots)
     capacity = cache_capacity(config, kind, capacity, needed)
-    return Layout(arrays, capacity, new_token_bucket, chunk_size)
+    return arrays, capacity, chunk_size
 
 
-def prefill_chunk_size(call: Call, inputs: PreparedInputs, strategy: AnyStrategy) -> int | None:
+def prefill_chunk_size(request: Request, strategy: AnyStrategy) -> int | None:
     """The call's `prefill_chunk_size`; None where it does not apply and a file has set it.
 
     Raises:
         UnsupportedError: the call sets it, and the prompt cannot be run in chunks.
     """
-    config = call.config
+    config = request.config
     if config.prefill_chunk_size is None:
         return None
-    rope = getattr(call.model.config, "rotary", None)
+    rope = getattr(request.model.config, "rotary", None)
     reasons = {
-        "an encoder-decoder, whose prompt is the encoder's": call.model.is_encoder_decoder,
-        "a negative prompt": inputs.negative is not None,
+        "an encoder-decoder, whose prompt is the encoder's": request.model.is_encoder_decoder,
+        "a negative prompt": request.negative is not None,
         "output_hidden_states and output_attentions": config.output_hidden_states
         or config.output_attentions,
         "DoLa": bool(strategy.extra_decode_options),
@@ -126,20 +115,17 @@ def prefill_chunk_size(call: Call, inputs: PreparedInputs, strategy: AnyStrategy
     return None
 
 
-def prefill_inputs(
-    inputs: PreparedInputs, keys: Key[Array, " Bn"], kind: CacheKind, new_token_bucket: int
-) -> PrefillInputs:
+def prefill_inputs(request: Request, keys: Key[Array, " Bn"], kind: CacheKind) -> PrefillInputs:
     """The padded arrays of a call that starts with an empty cache."""
-    sequences, mask, last_column = sequence_buffers(
-        inputs.padded_prompt(), new_token_bucket, inputs.pad
-    )
+    padded = request.padded_prompt()
+    sequences, mask, last_column = sequence_buffers(padded, request.new_token_bucket, request.pad)
     return PrefillInputs(
-        decoder_inputs=inputs.decoder_inputs(),
-        encoder_inputs=inputs.encoder_arguments,
+        decoder_inputs=request.decoder_inputs(padded),
+        encoder_inputs=request.encoder_arguments,
         sequences=sequences,
         mask=mask,
-        start_len=np.int32(inputs.prompt.start_len),  # pyright: ignore[reportArgumentType]
-        cache_len=np.int32(inputs.columns),  # pyright: ignore[reportArgumentType]
+        start_len=np.int32(request.start_len),  # pyright: ignore[reportArgumentType]
+        cache_len=np.int32(request.columns),  # pyright: ignore[reportArgumentType]
         last_column=last_column,
         keys=keys,
         cache_kind=kind,

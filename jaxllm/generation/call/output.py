@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxllm.generation.call.past_key_values import PastKeyValues
-from jaxllm.generation.call.prepare import Request
+from jaxllm.generation.call.prepare import PreparedCall
 from jaxllm.generation.strategies.records import RecordColumns, as_tuples
 from jaxllm.generation.strategies.strategy import (
     FINISH_REASONS,
@@ -113,7 +113,7 @@ class GenerateOutput(ModelOutput):
 
 
 def generate_output(
-    request: Request, result: Result, past: PastKeyValues | None, length: int, steps: int
+    call: PreparedCall, result: Result, past: PastKeyValues | None, length: int, steps: int
 ) -> GenerateOutput:
     """Builds the public output, cut to the longest row.
 
@@ -123,10 +123,10 @@ def generate_output(
     """
     records = {}
     if result.records is not None:
-        records = as_tuples(result.records, record_columns(request), steps=steps)
+        records = as_tuples(result.records, record_columns(call), steps=steps)
     assert result.lengths is not None  # set in `loop.finish`
     assert result.finish_reasons is not None
-    new_tokens = length - request.start_len
+    new_tokens = length - call.request.start_len
     beam_indices = result.beam_indices
     return GenerateOutput(
         **records,
@@ -142,36 +142,36 @@ def generate_output(
     )
 
 
-def record_columns(request: Request) -> RecordColumns:
+def record_columns(call: PreparedCall) -> RecordColumns:
     """Maps columns of the result to columns of its records."""
-    arrays, count = request.prefill_inputs, request.inputs.prompt.length
+    arrays, count = call.inputs, call.request.prompt.length
     if arrays.past_cache is None:
-        return RecordColumns(count, np.asarray(arrays.cache_len), request.encoder_len)
+        return RecordColumns(count, np.asarray(arrays.cache_len), call.request.encoder_len)
     first_new, mask, last_column = on_every_process(
-        (arrays.cache_len, arrays.mask, arrays.last_column), request.mesh
+        (arrays.cache_len, arrays.mask, arrays.last_column), call.mesh
     )
     return RecordColumns(
         count,
         np.asarray(first_new),
-        request.encoder_len,
+        call.request.encoder_len,
         prompt_mask=np.asarray(mask)[:, :count],
         prefilled=int(np.max(last_column)) + 1,
     )
 
 
 def past_key_values(
-    model: GenerativeModel, request: Request, state: DecodeState
+    model: GenerativeModel, call: PreparedCall, state: DecodeState
 ) -> PastKeyValues | None:
     """Cache for the next call of a conversation; None unless `return_past_key_values` is set.
 
     Args:
         state: the last state of the strategy.
     """
-    if not request.return_past_key_values:
+    if not call.request.arguments.return_past_key_values:
         return None
-    encoder_input, mesh = request.inputs.encoder_input, request.mesh
+    encoder_input, mesh = call.request.encoder_input, call.mesh
     ids = None if encoder_input is None else encoder_input.ids
-    returned = request.strategy.returned_cache(state)
+    returned = call.strategy.returned_cache(state)
     next_position = on_every_process(returned.cache.next_position, mesh)
     if ids is not None:
         ids = jnp.repeat(ids, returned.sequences.shape[0] // ids.shape[0], axis=0)
@@ -181,7 +181,7 @@ def past_key_values(
         sequences=on_every_process(returned.sequences, mesh),
         mask=on_every_process(returned.mask, mesh),
         encoder_ids=ids,
-        encoder_len=request.encoder_len,
+        encoder_len=call.request.encoder_len,
         config=model.forward_config,
     )
 

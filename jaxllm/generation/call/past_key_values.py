@@ -12,15 +12,16 @@ from jaxtyping import Array, Bool, Int
 
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import InputError
-from jaxllm.generation.call.prompts import (
-    PreparedInputs,
+from jaxllm.generation.inputs.arguments import CallArguments, refuse
+from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, PaddedBatch
+from jaxllm.generation.inputs.values import any_traced, bucket
+from jaxllm.generation.request import (
+    Inputs,
+    Request,
     decoder_only_prompt,
     decoder_prompt,
     refuse_encoder_inputs,
 )
-from jaxllm.generation.inputs.arguments import ModelInputs, refuse
-from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, PaddedBatch
-from jaxllm.generation.inputs.values import any_traced, bucket
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder import GenerativeModel
@@ -86,11 +87,11 @@ class Continuation:
 def continued_inputs(
     past: PastKeyValues,
     model: GenerativeModel,
-    inputs: ModelInputs,
+    inputs: CallArguments,
     config: GenerationConfig,
     eos: tuple[int, ...],
     pad: int | None,
-) -> PreparedInputs:
+) -> Inputs:
     """The inputs of a call that continues from `past`: the whole conversation, checked.
 
     The encoder's output is in the cache; only an assistant encodes its input again.
@@ -99,8 +100,10 @@ def continued_inputs(
         InputError: an input besides the conversation, or a cache of another model or batch size.
     """
     conversation = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
-    others = inputs.present(*conversation, "token_type_ids")
-    refuse(others, "cannot be combined with past_key_values, whose cache holds the prompt")
+    inputs.refuse_inputs(
+        "cannot be combined with past_key_values, whose cache holds the prompt",
+        except_=(*conversation, "token_type_ids"),
+    )
     if past.config != model.forward_config:
         raise InputError("past_key_values: comes from a model of another config")
     batch = past.cache.mask.shape[0]
@@ -111,7 +114,7 @@ def continued_inputs(
         prompt = decoder_only_prompt(model, inputs, config, eos, pad)
         if prompt.rows != batch:
             raise InputError(f"input_ids: {prompt.rows} rows, but past_key_values has {batch}")
-        return PreparedInputs(prompt)
+        return prompt, None, {}
     refuse(
         {"input_ids": inputs.input_ids, "attention_mask": inputs.attention_mask},
         "past_key_values holds what the encoder made of it; leave it out",
@@ -125,25 +128,24 @@ def continued_inputs(
     encoder_mask = np.asarray(past.cache.cross_mask)
     encoder_input = PaddedBatch(encoder_ids, encoder_mask, before=past.encoder_len)
     if encoder_ids is None:
-        return PreparedInputs(prompt, encoder_input)
-    arguments = {"input_ids": encoder_ids, "attention_mask": encoder_mask}
-    return PreparedInputs(prompt, encoder_input, arguments)
+        return prompt, encoder_input, {}
+    return prompt, encoder_input, {"input_ids": encoder_ids, "attention_mask": encoder_mask}
 
 
-def continuation(past: PastKeyValues, inputs: PreparedInputs) -> Continuation:
+def continuation(past: PastKeyValues, request: Request) -> Continuation:
     """The columns of a conversation that are not in the cache yet.
 
     Raises:
         InputError: a row does not begin with the tokens in the cache (the message names the
             column), or has no new token.
     """
-    prompt, types = inputs.prompt, inputs.token_type_ids
+    prompt, types = request.prompt, request.token_type_ids
     if any_traced(past, prompt):
         raise InputError(
             "past_key_values: tokens are compared on the host; call generate outside jax.jit"
         )
     ids, mask = np.asarray(prompt.ids), np.asarray(prompt.mask)
-    name = "input_ids" if inputs.encoder_input is None else "decoder_input_ids"
+    name = "input_ids" if request.encoder_input is None else "decoder_input_ids"
     new_columns = _new_columns(past, ids, mask, name)
     counts = np.array([len(columns) for columns in new_columns])
     width = bucket(int(counts.max()), SMALLEST_BUCKET)
@@ -155,16 +157,16 @@ def continuation(past: PastKeyValues, inputs: PreparedInputs) -> Continuation:
         return new
 
     decoder_inputs: dict[str, Any] = {
-        "tokens": take_new(ids, inputs.pad),
+        "tokens": take_new(ids, request.pad),
         "mask": np.arange(width) < counts[:, None],
     }
     if types is not None:
         decoder_inputs["token_type_ids"] = take_new(np.asarray(types), 0)
     cache_len = mask.sum(axis=1)
     prefill_slots = int((cache_len - counts).max()) + width
-    if inputs.negative is not None:  # new tokens come after both contexts
-        cache_len = np.maximum(cache_len, inputs.negative.length)
-        prefill_slots = max(prefill_slots, inputs.width)
+    if request.negative is not None:  # new tokens come after both contexts
+        cache_len = np.maximum(cache_len, request.negative.length)
+        prefill_slots = max(prefill_slots, request.width)
     return Continuation(
         decoder_inputs=decoder_inputs,
         last_column=(counts - 1).astype(np.int32),

@@ -1,4 +1,5 @@
-"""Prepares a call of `generate` on the host: checks its arguments and pads it to buckets."""
+"""Prepares a call of `generate` on the host: checks its arguments, pads it to buckets, and refuses
+what cannot fit the memory before anything is compiled."""
 
 from __future__ import annotations
 
@@ -11,21 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxllm.common.errors import UnsupportedError
+from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.hardware import default_device, format_bytes, nbytes, total_memory
 from jaxllm.generation.call.keys import RandomKey, row_keys, shared_key
-from jaxllm.generation.call.layout import Layout, build_layout
-from jaxllm.generation.call.memory import check_sequences
-from jaxllm.generation.call.merging import merged_config
+from jaxllm.generation.call.layout import build_layout
 from jaxllm.generation.call.past_key_values import PastKeyValues, checked_past, continued_inputs
-from jaxllm.generation.call.prompts import (
-    PreparedInputs,
-    decoder_only_inputs,
-    seq2seq_inputs,
-    transformed_inputs,
-)
 from jaxllm.generation.inputs.arguments import (
     CallArguments,
-    ModelInputs,
     TokenRows,
     processor_list,
     split_keywords,
@@ -33,68 +26,55 @@ from jaxllm.generation.inputs.arguments import (
 from jaxllm.generation.inputs.padded_batch import check_positions, checked_types
 from jaxllm.generation.inputs.values import any_traced, id_table
 from jaxllm.generation.processors.build import build_processors
+from jaxllm.generation.request import (
+    Request,
+    decoder_only_inputs,
+    seq2seq_inputs,
+    transformed_inputs,
+)
 from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.generation.settings.resolve import checked_lengths, checked_pad
+from jaxllm.generation.settings.resolve import checked_lengths, checked_pad, merged_config
 from jaxllm.generation.stopping import MaxTimeCriteria
 from jaxllm.generation.stopping.criteria import build_criteria
 from jaxllm.generation.strategies.guidance import NegativePrompt, negative_prompt
-from jaxllm.generation.strategies.select_strategy import (
-    Call,
-    check_assistant_inputs,
-    select_strategy,
-)
-from jaxllm.generation.strategies.strategy import (
-    AnyStrategy,
-    DecodeSettings,
-    PrefillInputs,
-)
-from jaxllm.models.decoder import GenerativeModel, checked_generative
+from jaxllm.generation.strategies.select_strategy import check_assistant_inputs, select_strategy
+from jaxllm.generation.strategies.strategy import AnyStrategy, DecodeSettings, PrefillInputs
+from jaxllm.models.decoder import Decoder, GenerativeModel, checked_generative
 from jaxllm.models.decoder_only import with_rope_length
 from jaxllm.parallel.placement import mesh_of, put_everywhere, put_rows
 
+MAX_SEQUENCES = 2**20
+"""Most sequences of a call, results of all rows or beams of all rows."""
+CHECKED_SLOTS = 2**14
+CHECKED_LOGITS = 2**24
+"""Sizes, in cache slots and logits of all sequences, above which the memory of a call is predicted
+before it runs. Smaller ones fit wherever the model does, and are not delayed."""
+
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """A checked call: arguments of the compiled programs, and values used on the host."""
+class PreparedCall:
+    """A request as arguments of the compiled programs, and the sizes of its buffers."""
 
+    request: Request
     strategy: AnyStrategy
-    inputs: PreparedInputs
-    """The inputs of the model, not padded to buckets."""
-    layout: Layout
-    """The inputs padded to buckets, and the sizes of the buffers."""
+    inputs: PrefillInputs
+    """The prompts, padded to buckets."""
     negative: NegativePrompt | None
-    """The unconditional contexts of classifier-free guidance."""
+    """The unconditional contexts of classifier-free guidance, padded to the prompts' bucket."""
     settings: DecodeSettings
-    max_length: int
-    """Columns of the longest result, prompt included."""
+    capacity: int
+    """Number of cache slots."""
+    chunk_size: int | None
+    """Columns of a chunk of the prompt (`prefill_chunk_size`); None: the prompt is run at once."""
     time_limits: tuple[MaxTimeCriteria, ...]
     """Checked on the host after each token."""
     traced: bool
     """The call is being traced by the caller's jit."""
-    return_past_key_values: bool
-    rope_length: str = "batch"
-    """Sequence length that dynamic and longrope RoPE use: of the "batch" or of each "row"."""
     mesh: Mesh | None = None
     """Mesh of the model, if it is on several devices."""
 
-    @property
-    def prefill_inputs(self) -> PrefillInputs:
-        return self.layout.prefill_inputs
-
-    @property
-    def start_len(self) -> int:
-        """Columns of `sequences` that the prompt fills."""
-        return self.inputs.prompt.start_len
-
-    @property
-    def encoder_len(self) -> int | None:
-        """Columns of the encoder's input without padding to a bucket; None for decoder-only
-        models."""
-        encoder_input = self.inputs.encoder_input
-        return None if encoder_input is None else encoder_input.unpadded
-
-    def on_mesh(self, mesh: Mesh) -> Request:
-        """The request with its arrays on the mesh: rows are sharded, settings replicated.
+    def on_mesh(self, mesh: Mesh) -> PreparedCall:
+        """The call with its arrays on the mesh: rows are sharded, settings replicated.
 
         Raises:
             UnsupportedError: max_time with several processes, whose clocks could disagree.
@@ -103,12 +83,11 @@ class Request:
             raise UnsupportedError(
                 "max_time: the clocks of several processes differ; limit max_new_tokens instead"
             )
-        cache_kind = put_everywhere(self.prefill_inputs.cache_kind, mesh)
-        arrays = dataclasses.replace(self.prefill_inputs, cache_kind=cache_kind)
+        cache_kind = put_everywhere(self.inputs.cache_kind, mesh)
         return dataclasses.replace(
             self,
             mesh=mesh,
-            layout=dataclasses.replace(self.layout, prefill_inputs=put_rows(arrays, mesh)),
+            inputs=put_rows(dataclasses.replace(self.inputs, cache_kind=cache_kind), mesh),
             negative=put_rows(self.negative, mesh),
             settings=put_everywhere(self.settings, mesh),
             strategy=put_everywhere(self.strategy, mesh),
@@ -125,7 +104,7 @@ def prepare_call(
     generation_config: GenerationConfig | Mapping[str, Any] | None,
     key: RandomKey,
     keywords: Mapping[str, Any],
-) -> Request:
+) -> PreparedCall:
     """Checks everything that can be checked before jit, and pads the call to buckets.
 
     Args:
@@ -135,87 +114,94 @@ def prepare_call(
         InputError, UnsupportedError: as `generate`.
     """
     model = checked_generative(model, "generate")
-    split = split_keywords({**keywords, "input_ids": input_ids, "attention_mask": attention_mask})
-    arguments, mesh = split.arguments, mesh_of(model)
+    arguments, fields = split_keywords(
+        {**keywords, "input_ids": input_ids, "attention_mask": attention_mask}
+    )
     assistant = with_rope_length(arguments.assistant_model, arguments.rope_length)
     arguments = dataclasses.replace(arguments, assistant_model=assistant)
+    config, eos = merged_config(model, generation_config, fields, assistant)
     past = checked_past(arguments.past_key_values)
-    config, eos = merged_config(model, generation_config, split.settings, arguments.assistant_model)
-    inputs = checked_inputs(model, split.inputs, arguments, config, eos, past)
-    prompt = inputs.prompt
-    config, max_length = checked_lengths(model, config, prompt)
-    check_sequences(config, prompt.rows)
-    call = Call(model, config, eos, prompt.rows, prompt.start_len, max_length, arguments)
-    settings, time_limits = decode_settings(call, inputs)
-    strategy = select_strategy(call)
-    check_lengths(call, inputs, split.inputs)
-    check_past_support(strategy, inputs, past, arguments)
-    leaves = (prompt, inputs.negative, inputs.encoder_input, settings, strategy)
-    traced = any_traced(*leaves, jax.tree.leaves(model)[0])
+    request = checked_request(model, config, eos, arguments, past)
+    settings, time_limits = decode_settings(request)
+    strategy = select_strategy(request)
+    if request.negative is not None:
+        check_positions(model, request.negative, request.max_new_tokens)
+    check_assistant_inputs(request)
+    check_past_support(request, strategy, past)
+    leaves = (request.prompt, request.negative, request.encoder_input, settings, strategy)
+    traced, mesh = any_traced(*leaves, jax.tree.leaves(model)[0]), mesh_of(model)
     keys = row_keys(
         shared_key(key, mesh),
         arguments.row_ids,
-        prompt.rows,
+        request.batch,
         strategy.keys_per_row,
         sampling=bool(config.do_sample),
         under_jit=traced,
     )
-    request = Request(
+    inputs, capacity, chunk_size = build_layout(request, strategy, keys, past)
+    call = PreparedCall(
+        request=request,
         strategy=strategy,
         inputs=inputs,
-        layout=build_layout(call, inputs, strategy, keys, past),
-        negative=padded_negative_prompt(inputs),
+        negative=padded_negative_prompt(request),
         settings=settings,
-        max_length=max_length,
+        capacity=capacity,
+        chunk_size=chunk_size,
         time_limits=time_limits,
         traced=traced or any_traced(keys),
-        return_past_key_values=arguments.return_past_key_values,
-        rope_length=arguments.rope_length,
     )
-    return request if mesh is None or request.traced else request.on_mesh(mesh)
+    return call if mesh is None or call.traced else call.on_mesh(mesh)
 
 
-def checked_inputs(
+def checked_request(
     model: GenerativeModel,
-    inputs: ModelInputs,
-    arguments: CallArguments,
     config: GenerationConfig,
     eos: tuple[int, ...],
+    arguments: CallArguments,
     past: PastKeyValues | None,
-) -> PreparedInputs:
-    """Checks the inputs of the model and the unconditional contexts of guidance."""
+) -> Request:
+    """Checks the inputs of the model, the lengths, and the unconditional contexts of guidance."""
     pad = checked_pad(model, config, eos)
-    inputs = transformed_inputs(model, config, inputs, arguments)
+    given = transformed_inputs(model, config, arguments)
     if past is not None:
-        prompt_inputs = continued_inputs(past, model, inputs, config, eos, pad)
+        inputs = continued_inputs(past, model, given, config, eos, pad)
     elif model.is_encoder_decoder:
-        prompt_inputs = seq2seq_inputs(model, inputs, config)
+        inputs = seq2seq_inputs(model, given, config)
     else:
-        prompt_inputs = decoder_only_inputs(model, inputs, config, eos, pad)
-    return dataclasses.replace(
-        prompt_inputs,
-        negative=negative_prompt(model, config, arguments, prompt_inputs.prompt, inputs),
-        token_type_ids=checked_types(model, inputs.token_type_ids, prompt_inputs.prompt),
+        inputs = decoder_only_inputs(model, given, config, eos, pad)
+    prompt, encoder_input, encoder_arguments = inputs
+    negative = negative_prompt(model, config, given, prompt)
+    types = checked_types(model, given.token_type_ids, prompt)
+    config, max_length = checked_lengths(model, config, prompt)
+    check_sequences(config, prompt.rows)
+    return Request(
+        model=model,
+        config=config,
+        eos=eos,
+        prompt=prompt,
+        max_length=max_length,
+        arguments=arguments,
+        encoder_input=encoder_input,
+        encoder_arguments=encoder_arguments,
+        negative=negative,
+        token_type_ids=types,
         pad=pad or 0,
     )
 
 
-def check_lengths(call: Call, inputs: PreparedInputs, unchecked: ModelInputs) -> None:
-    """Raises InputError if the unconditional contexts are too long for the model, or if the
-    assistant model cannot take the prompt. `unchecked`: the caller's inputs."""
-    if inputs.negative is not None:
-        check_positions(call.model, inputs.negative, call.max_new_tokens)
-    assistant = call.arguments.assistant_model
-    if assistant is not None:
-        check_assistant_inputs(assistant, call.model, inputs.prompt, unchecked, call.max_new_tokens)
+def check_sequences(config: GenerationConfig, rows: int) -> None:
+    """Raises InputError if a call asks for more than `MAX_SEQUENCES` results or beams."""
+    for name in ("num_return_sequences", "num_beams"):
+        count = getattr(config, name)
+        if rows * count > MAX_SEQUENCES:
+            raise InputError(
+                f"{name}: {count} for each of {rows} prompts is {rows * count} sequences, and one "
+                f"call decodes at most {MAX_SEQUENCES}: lower it, or call several times with "
+                "other seeds"
+            )
 
 
-def check_past_support(
-    strategy: AnyStrategy,
-    inputs: PreparedInputs,
-    past: PastKeyValues | None,
-    arguments: CallArguments,
-) -> None:
+def check_past_support(request: Request, strategy: AnyStrategy, past: PastKeyValues | None) -> None:
     """Raises UnsupportedError for a strategy that cannot continue from a cache, or a prompt that a
     later call could not continue."""
     if past is not None and not strategy.can_continue:
@@ -223,44 +209,42 @@ def check_past_support(
             "past_key_values: contrastive search compares hidden states of the whole sequence, "
             "which a cache does not hold (transformers fails there, too)"
         )
-    if arguments.return_past_key_values and inputs.prompt.ids is None:
+    if request.arguments.return_past_key_values and request.prompt.ids is None:
         raise UnsupportedError(
             "return_past_key_values: a prompt of inputs_embeds has no tokens that a later call "
             "could be compared with"
         )
 
 
-def padded_negative_prompt(inputs: PreparedInputs) -> NegativePrompt | None:
+def padded_negative_prompt(request: Request) -> NegativePrompt | None:
     """The unconditional contexts padded to the prompt's bucket; None without guidance."""
-    if inputs.negative is None:
+    if request.negative is None:
         return None
-    return NegativePrompt.of(inputs.negative.pad_to(inputs.width, inputs.pad))
+    return NegativePrompt.of(request.negative.pad_to(request.width, request.pad))
 
 
-def decode_settings(
-    call: Call, inputs: PreparedInputs
-) -> tuple[DecodeSettings, tuple[MaxTimeCriteria, ...]]:
+def decode_settings(request: Request) -> tuple[DecodeSettings, tuple[MaxTimeCriteria, ...]]:
     """The settings that every strategy reads, and the time limits that the host checks."""
-    config, encoder_input, padded = call.config, inputs.encoder_input, inputs.padded_prompt()
-    stops, time_limits = build_criteria(config, call.arguments)
+    config, encoder_input, padded = request.config, request.encoder_input, request.padded_prompt()
+    stops, time_limits = build_criteria(config, request.arguments)
     settings = DecodeSettings(
         processors=build_processors(
             config,
-            prompt_len=call.start_len,
-            max_length=call.max_length,
-            eos_token_id=call.eos,
-            vocab_size=call.model.config.vocab_size,
+            prompt_len=request.start_len,
+            max_length=request.max_length,
+            eos_token_id=request.eos,
+            vocab_size=request.model.config.vocab_size,
             encoder_input_ids=None if encoder_input is None else encoder_input.ids,
             encoder_mask=None if encoder_input is None else encoder_input.mask,
             # The decoder's prompt does not stand in for an encoder's input without ids.
-            prompt_ids=None if call.model.is_encoder_decoder else padded.ids,
+            prompt_ids=None if request.model.is_encoder_decoder else padded.ids,
             prompt_mask=padded.mask,
-            prefix_allowed_tokens_fn=call.arguments.prefix_allowed_tokens_fn,
-            extra=processor_list(call.arguments.logits_processor),
+            prefix_allowed_tokens_fn=request.arguments.prefix_allowed_tokens_fn,
+            extra=processor_list(request.arguments.logits_processor),
         ),
-        eos=id_table("generate()", "eos_token_id", list(call.eos)),
-        pad=jnp.asarray(np.int32(inputs.pad)),
-        max_length=jnp.asarray(np.int32(call.max_length)),
+        eos=id_table("generate()", "eos_token_id", list(request.eos)),
+        pad=jnp.asarray(np.int32(request.pad)),
+        max_length=jnp.asarray(np.int32(request.max_length)),
         stops=stops,
         allow_nonfinite=bool(config.remove_invalid_values),
         keep_scores=bool(config.output_scores),
@@ -269,3 +253,31 @@ def decode_settings(
         keep_attentions=bool(config.output_attentions),
     )
     return settings, time_limits
+
+
+def is_large(call: PreparedCall) -> bool:
+    """True if the memory of a call is to be predicted."""
+    sequences, vocab_size = call.inputs.keys.shape[0], call.request.model.config.vocab_size
+    return sequences * call.capacity > CHECKED_SLOTS or sequences * vocab_size > CHECKED_LOGITS
+
+
+def check_memory(model: Decoder, call: PreparedCall, state: object) -> None:
+    """Raises InputError if weights and decoding state need more memory than the devices have.
+
+    Not for a model without weights: it is planned for other devices than this machine's.
+
+    Args:
+        state: shapes of the decoding state.
+    """
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model)):
+        return
+    devices = [default_device()] if call.mesh is None else call.mesh.local_devices
+    needed, memory = nbytes(model) + nbytes(state), total_memory(devices) * jax.process_count()
+    if needed > memory:
+        sequences, slots = call.inputs.keys.shape[0], call.capacity
+        raise InputError(
+            f"a KV cache of {slots} slots (for each of {sequences} sequences) and the weights need "
+            f"{format_bytes(needed)}, but there are {format_bytes(memory)} of memory: lower "
+            "num_return_sequences, num_beams, max_new_tokens, max_cache_len or the number of "
+            "prompts"
+        )

@@ -1,9 +1,9 @@
-"""Keyword arguments of `generate`: model inputs, call arguments and settings."""
+"""Keyword arguments of `generate`: arguments and settings."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -19,8 +19,8 @@ TokenRows: TypeAlias = Array | np.ndarray | Sequence[Sequence[int]] | Sequence[n
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelInputs:
-    """Model inputs as the caller passed them (arrays or nested lists), not checked yet.
+class CallArguments:
+    """Arguments of a call that are no settings, as the caller passed them: not checked yet.
 
     B: batch size. T: prompt length. E: length of the encoder's input. D: model width.
     """
@@ -44,17 +44,6 @@ class ModelInputs:
     encoder_attention_mask: Any = None
     """bool or 0/1 [B, E]."""
 
-    def present(self, *except_: str) -> dict[str, Any]:
-        """Inputs that are not None, by name, except those named in `except_`."""
-        names = (field.name for field in dataclasses.fields(self))
-        values = {name: getattr(self, name) for name in names if name not in except_}
-        return {name: value for name, value in values.items() if value is not None}
-
-
-@dataclasses.dataclass(frozen=True)
-class CallArguments:
-    """Arguments of a call that are neither model inputs nor config fields."""
-
     assistant_model: GenerativeModel | None = None
     """Smaller model with the same vocabulary that generates drafts."""
     tokenizer: Any = None
@@ -76,8 +65,24 @@ class CallArguments:
     rope_length: Any = "batch"
     """"batch" or "row": the sequence length that dynamic and longrope RoPE use."""
 
+    def refuse_inputs(self, why: str, *, except_: Collection[str]) -> None:
+        """Raises InputError for the first input of the model that is given, with the reason `why`,
+        unless it is named in `except_`."""
+        refuse({name: getattr(self, name) for name in INPUTS if name not in except_}, why)
 
-INPUTS = frozenset(field.name for field in dataclasses.fields(ModelInputs))
+
+INPUTS = (
+    "input_ids",
+    "attention_mask",
+    "inputs_embeds",
+    "token_type_ids",
+    "decoder_input_ids",
+    "decoder_attention_mask",
+    "encoder_outputs",
+    "encoder_hidden_states",
+    "encoder_attention_mask",
+)
+"""Arguments that are inputs of the model."""
 ARGUMENTS = frozenset(field.name for field in dataclasses.fields(CallArguments))
 UNSUPPORTED = {
     "assistant_tokenizer": "an assistant of another vocabulary",
@@ -86,22 +91,13 @@ UNSUPPORTED = {
     "custom_generate": "custom_generate",
 }
 
-GENERATE_ARGUMENTS = INPUTS | ARGUMENTS | UNSUPPORTED.keys() | {"streamer"}
+GENERATE_ARGUMENTS = ARGUMENTS | UNSUPPORTED.keys() | {"streamer"}
 """Keyword arguments of generate() that are not config fields."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Keywords:
-    """Keyword arguments of a call, grouped by use."""
-
-    inputs: ModelInputs
-    arguments: CallArguments
-    settings: dict[str, Any]
-    """All others: fields of `GenerationConfig`, which raises for unknown names."""
-
-
-def split_keywords(keywords: Mapping[str, Any]) -> Keywords:
-    """Splits the keyword arguments of a call into inputs, arguments and settings.
+def split_keywords(keywords: Mapping[str, Any]) -> tuple[CallArguments, dict[str, Any]]:
+    """Splits the keyword arguments of a call into arguments and settings, the fields of
+    `GenerationConfig`, which raises for unknown names.
 
     Raises:
         InputError: an argument of transformers' Flax classes that has another name here.
@@ -113,12 +109,9 @@ def split_keywords(keywords: Mapping[str, Any]) -> Keywords:
             raise UnsupportedError(f"{name}: {feature} is not supported")
     flag = keywords.get("return_past_key_values", False)
     checked(flag, (bool, np.bool_), "return_past_key_values", "True or False")
-    elsewhere = INPUTS | ARGUMENTS | UNSUPPORTED.keys()
-    return Keywords(
-        inputs=ModelInputs(**{k: v for k, v in keywords.items() if k in INPUTS}),
-        arguments=CallArguments(**{k: v for k, v in keywords.items() if k in ARGUMENTS}),
-        settings={k: v for k, v in keywords.items() if k not in elsewhere},
-    )
+    arguments = CallArguments(**{k: v for k, v in keywords.items() if k in ARGUMENTS})
+    elsewhere = ARGUMENTS | UNSUPPORTED.keys()
+    return arguments, {k: v for k, v in keywords.items() if k not in elsewhere}
 
 
 def refuse(inputs: Mapping[str, Any], why: str) -> None:

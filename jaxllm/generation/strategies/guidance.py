@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.cache.attention_view import Branches
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.generation.inputs.arguments import CallArguments, ModelInputs
+from jaxllm.generation.inputs.arguments import CallArguments
 from jaxllm.generation.inputs.padded_batch import (
     PaddedBatch,
     checked_ids,
@@ -187,14 +187,12 @@ def negative_prompt(
     config: GenerationConfig,
     arguments: CallArguments,
     prompt: PaddedBatch,
-    inputs: ModelInputs,
 ) -> PaddedBatch | None:
     """Unconditional contexts, by default each prompt's last token; None without guidance.
 
     Args:
-        arguments: `negative_prompt_ids` and `negative_prompt_attention_mask` are read.
+        arguments: of the call, before the checks.
         prompt: the prompts, checked.
-        inputs: the inputs of the call, before the checks.
 
     Raises:
         InputError: ids and prompts do not fit each other, or there is no guidance to use them.
@@ -214,7 +212,7 @@ def negative_prompt(
             "model on the decoder's tokens without an encoder's input)"
         )
     for name in ("token_type_ids", "encoder_hidden_states"):
-        if getattr(inputs, name) is not None:
+        if getattr(arguments, name) is not None:
             raise UnsupportedError(
                 f"guidance_scale: cannot be combined with {name}, which unconditional rows lack"
             )

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from jaxllm.common.errors import InputError, UnsupportedError, quoted
-from jaxllm.generation.inputs.arguments import CallArguments, ModelInputs, refuse
-from jaxllm.generation.inputs.padded_batch import PaddedBatch, check_positions
+from jaxllm.generation.inputs.arguments import refuse
+from jaxllm.generation.inputs.padded_batch import check_positions
 from jaxllm.generation.inputs.values import bucket, float_leaf, int_leaf, is_traced
+from jaxllm.generation.request import Request
 from jaxllm.generation.settings.config import GenerationConfig, draft_options, generation_mode
 from jaxllm.generation.strategies.assisted import Assisted
 from jaxllm.generation.strategies.beam_search import BeamSearch
@@ -40,35 +41,13 @@ DEFAULT_NGRAM_SIZE = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """A checked call of `generate`: the input of strategy selection, which runs on the host."""
-
-    model: GenerativeModel
-    config: GenerationConfig
-    """Merged settings: of the call, its `generation_config` and the model."""
-    eos: tuple[int, ...]
-    """End tokens."""
-    batch: int
-    """Number of prompts."""
-    start_len: int
-    """Columns of the prompt, padding included; 0 for embeddings alone."""
-    max_length: int
-    """Columns of the longest result, prompt included."""
-    arguments: CallArguments
-
-    @property
-    def max_new_tokens(self) -> int:
-        return self.max_length - self.start_len
-
-
-@dataclasses.dataclass(frozen=True)
 class RegisteredStrategy:
     """A strategy added by another module (`registration.register_strategy`)."""
 
     name: str
-    selects: Callable[[Call], bool]
+    selects: Callable[[Request], bool]
     """Returns True if the settings of a call select it."""
-    build: Callable[[Call], AnyStrategy]
+    build: Callable[[Request], AnyStrategy]
     modes: tuple[str, ...]
     """Generation modes that it replaces, as `generation_mode` names them."""
 
@@ -77,12 +56,12 @@ REGISTERED_STRATEGIES: dict[str, RegisteredStrategy] = {}
 """Registered strategies by name, tried in this order before the built-in ones."""
 
 
-def _sample(call: Call) -> AnyStrategy:
+def _sample(call: Request) -> AnyStrategy:
     config = call.config
     return Sample(sampling=bool(config.do_sample), num_return_sequences=config.num_return_sequences)
 
 
-def _contrastive(call: Call) -> AnyStrategy:
+def _contrastive(call: Request) -> AnyStrategy:
     k, vocabulary = call.config.top_k, call.model.config.vocab_size
     if is_traced(k):
         raise InputError("top_k: contrastive search runs so many candidates; found a tracer")
@@ -93,7 +72,7 @@ def _contrastive(call: Call) -> AnyStrategy:
     return Contrastive(alpha=alpha, k=k, low_memory=bool(call.config.low_memory))
 
 
-def _dola(call: Call) -> AnyStrategy:
+def _dola(call: Request) -> AnyStrategy:
     if call.model.is_encoder_decoder:
         raise InputError("dola_layers: DoLa decoding is only available for decoder-only models")
     config = call.config
@@ -105,7 +84,7 @@ def _dola(call: Call) -> AnyStrategy:
     )
 
 
-def _beam_fields(call: Call) -> dict[str, Any]:
+def _beam_fields(call: Request) -> dict[str, Any]:
     config = call.config
     if config.low_memory:
         raise UnsupportedError(
@@ -121,7 +100,7 @@ def _beam_fields(call: Call) -> dict[str, Any]:
     }
 
 
-def _check_no_stopping_criteria(call: Call) -> None:
+def _check_no_stopping_criteria(call: Request) -> None:
     for name, value in (
         ("stop_strings", call.config.stop_strings),
         ("max_time", call.config.max_time),
@@ -134,11 +113,11 @@ def _check_no_stopping_criteria(call: Call) -> None:
             )
 
 
-def _beam_search(call: Call) -> AnyStrategy:
+def _beam_search(call: Request) -> AnyStrategy:
     return BeamSearch(**_beam_fields(call), sampling=bool(call.config.do_sample))
 
 
-def _group_beam_search(call: Call) -> AnyStrategy:
+def _group_beam_search(call: Request) -> AnyStrategy:
     config = call.config
     _check_no_stopping_criteria(call)
     if config.do_sample:
@@ -148,7 +127,7 @@ def _group_beam_search(call: Call) -> AnyStrategy:
     return GroupBeamSearch(**_beam_fields(call), num_groups=config.num_beam_groups)
 
 
-def _constrained_beam_search(call: Call) -> AnyStrategy:
+def _constrained_beam_search(call: Request) -> AnyStrategy:
     config = call.config
     if config.num_beams == 1:
         name = "constraints" if config.force_words_ids is None else "force_words_ids"
@@ -178,7 +157,7 @@ def _constrained_beam_search(call: Call) -> AnyStrategy:
     return ConstrainedBeamSearch(**_beam_fields(call), tries=Tries.of(constraints))
 
 
-def _assisted(call: Call) -> AnyStrategy:
+def _assisted(call: Request) -> AnyStrategy:
     config, model, assistant_model = call.config, call.model, call.arguments.assistant_model
     options = draft_options(config, assistant_model)
     if len(options) > 1:
@@ -275,26 +254,18 @@ def check_assistant(model: GenerativeModel, assistant: GenerativeModel) -> None:
         )
 
 
-def check_assistant_inputs(
-    assistant: GenerativeModel,
-    model: GenerativeModel,
-    prompt: PaddedBatch,
-    inputs: ModelInputs,
-    new: int,
-) -> None:
-    """Raises InputError for inputs that the assistant cannot take.
-
-    Args:
-        inputs: the inputs of the call, before the checks.
-        new: limit of new tokens.
-    """
-    if type(assistant) is not type(model):
+def check_assistant_inputs(call: Request) -> None:
+    """Raises InputError for inputs that the call's assistant, if there is one, cannot take."""
+    assistant, arguments = call.arguments.assistant_model, call.arguments
+    if assistant is None:
+        return
+    if type(assistant) is not type(call.model):
         only_ours = {
-            "token_type_ids": inputs.token_type_ids,
-            "encoder_hidden_states": inputs.encoder_hidden_states,
+            "token_type_ids": arguments.token_type_ids,
+            "encoder_hidden_states": arguments.encoder_hidden_states,
         }
         refuse(only_ours, "cannot be combined with an assistant_model of another family")
-    check_positions(assistant, prompt, new, whose="assistant_model")
+    check_positions(assistant, call.prompt, call.max_new_tokens, whose="assistant_model")
 
 
 def check_rotary(model: GenerativeModel, option: str, max_length: int) -> None:
@@ -313,7 +284,7 @@ def check_rotary(model: GenerativeModel, option: str, max_length: int) -> None:
         )
 
 
-BUILDERS: Mapping[str, Callable[[Call], AnyStrategy]] = {
+BUILDERS: Mapping[str, Callable[[Request], AnyStrategy]] = {
     "greedy_search": _sample,
     "sample": _sample,
     "assisted_generation": _assisted,
@@ -326,12 +297,12 @@ BUILDERS: Mapping[str, Callable[[Call], AnyStrategy]] = {
 }
 
 
-def registered_strategy(call: Call) -> RegisteredStrategy | None:
+def registered_strategy(call: Request) -> RegisteredStrategy | None:
     """The registered strategy that the settings of a call select, if any."""
     return next((s for s in REGISTERED_STRATEGIES.values() if s.selects(call)), None)
 
 
-def select_strategy(call: Call) -> AnyStrategy:
+def select_strategy(call: Request) -> AnyStrategy:
     """The strategy of a call: a registered one that its settings select, or else the one that
     transformers would choose (`generation_mode`)."""
     assistant = call.arguments.assistant_model

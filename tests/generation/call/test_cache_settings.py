@@ -119,12 +119,12 @@ def test_a_window_of_everything_is_no_window_and_another_compiles_nothing():
 def test_no_tile_of_slots_is_allocated_that_a_call_does_not_need(monkeypatch):
     model, ids = tiny.cached("llama"), np.array(turns(0, 5))
     settings = {"max_new_tokens": 40, **NO_EOS}
-    request = prepare_call(model, ids, None, None, None, settings)
+    call = prepare_call(model, ids, None, None, None, settings)
     expected = jaxllm.generate(model, ids, **settings)
     monkeypatch.setattr(type(model), "cache_slot_tile", 16)
     tiled = prepare_call(model, ids, None, None, None, settings)
-    width = request.layout.capacity - request.layout.new_token_bucket
-    assert (request.layout.capacity, tiled.layout.capacity) == (width + 64, 64)
+    width = call.capacity - call.request.new_token_bucket
+    assert (call.capacity, tiled.capacity) == (width + 64, 64)
     out = jaxllm.generate(model, ids, **settings)
     np.testing.assert_array_equal(out.sequences, expected.sequences)
 
@@ -132,8 +132,8 @@ def test_no_tile_of_slots_is_allocated_that_a_call_does_not_need(monkeypatch):
 def test_the_ring_holds_no_more_than_the_window():
     model, ids = tiny.cached("llama"), np.array(turns(0, 30))
     fields = {"cache_implementation": "sliding_window", "cache_config": {"sliding_window": 7}}
-    request = prepare_call(model, ids, None, None, None, {"max_new_tokens": 30, **fields})
-    assert request.layout.capacity == 16
+    call = prepare_call(model, ids, None, None, None, {"max_new_tokens": 30, **fields})
+    assert call.capacity == 16
 
 
 @pytest.mark.ci

@@ -89,7 +89,7 @@ def test_only_new_tokens_are_read():
     """The program of a continued call reads the bucket of the new tokens, whatever came before."""
     model, ids = tiny.cached("llama"), np.array(turns(0, 40))
     out = jaxllm.generate(model, ids, max_new_tokens=2, return_past_key_values=True, **NO_EOS)
-    request = prepare_call(
+    call = prepare_call(
         model,
         np.concatenate([out.sequences, [[5]]], axis=1),
         None,
@@ -97,9 +97,9 @@ def test_only_new_tokens_are_read():
         None,
         {"past_key_values": out.past_key_values, "max_new_tokens": 2, **NO_EOS},
     )
-    assert request.prefill_inputs.decoder_inputs["tokens"].shape == (1, 16)
-    assert request.prefill_inputs.decoder_inputs["mask"].sum() == 2
-    assert request.layout.capacity == out.past_key_values.cache.capacity
+    assert call.inputs.decoder_inputs["tokens"].shape == (1, 16)
+    assert call.inputs.decoder_inputs["mask"].sum() == 2
+    assert call.capacity == out.past_key_values.cache.capacity
 
 
 @pytest.mark.ci

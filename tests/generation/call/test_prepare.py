@@ -12,8 +12,8 @@ from generation_tools import prompts
 
 import jaxllm
 from jaxllm.common.errors import ConfigError, InputError, UnsupportedError
-from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.generate import prepare_call
+from jaxllm.generation.settings.resolve import merged_config
 
 
 @pytest.mark.ci

@@ -18,13 +18,13 @@ from huggingface_hub import constants
 
 from jaxllm.common.errors import ConfigError, InputError, MissingFileError, UnsupportedError
 from jaxllm.generation import PhrasalConstraint, WatermarkingConfig
-from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.inputs.values import is_number
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig, generation_mode
 from jaxllm.generation.settings.resolve import (
     check_consistent,
     check_for_use,
     checked_pad,
+    merged_config,
     resolve_max_length,
 )
 

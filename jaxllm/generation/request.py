@@ -1,10 +1,10 @@
-"""Inputs of the decoder and the encoder, checked on the host."""
+"""A checked call, and how the inputs of its decoder and encoder are checked on the host."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +12,6 @@ import numpy as np
 from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.arguments import (
     CallArguments,
-    ModelInputs,
     TokenRows,
     needed_tokenizer,
     refuse,
@@ -42,11 +41,20 @@ PROMPT_TRANSFORMS: dict[str, PromptTransform] = {}
 
 
 @dataclasses.dataclass(frozen=True)
-class PreparedInputs:
-    """Checked inputs of a call, and their padding to buckets."""
+class Request:
+    """Prompts and the settings that they share, checked; strategies are built from it."""
 
+    model: GenerativeModel
+    config: GenerationConfig
+    """Merged settings: of the call, its `generation_config` and the model."""
+    eos: tuple[int, ...]
+    """End tokens."""
     prompt: PaddedBatch
-    """The decoder's prompt, not padded to a bucket yet."""
+    """The decoder's prompts, not padded to a bucket."""
+    max_length: int
+    """Columns of the longest result, prompt included."""
+    arguments: CallArguments = dataclasses.field(default_factory=CallArguments)
+    """What the caller passed besides the settings."""
     encoder_input: PaddedBatch | None = None
     """The encoder's input, padded to its bucket; None for decoder-only models."""
     encoder_arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -56,7 +64,27 @@ class PreparedInputs:
     token_type_ids: HostArray | None = None
     """int32 [B, T], or None."""
     pad: int = 0
-    """Token id of the columns that pad to a bucket."""
+    """Token id of finished rows, and of the columns that pad to a bucket."""
+
+    @property
+    def batch(self) -> int:
+        """Number of prompts."""
+        return self.prompt.rows
+
+    @property
+    def start_len(self) -> int:
+        """Columns of the prompt, padding included; 0 for embeddings alone."""
+        return self.prompt.start_len
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.max_length - self.start_len
+
+    @property
+    def encoder_len(self) -> int | None:
+        """Columns of the encoder's input without padding to a bucket; None for decoder-only
+        models."""
+        return None if self.encoder_input is None else self.encoder_input.unpadded
 
     @property
     def columns(self) -> int:
@@ -72,9 +100,13 @@ class PreparedInputs:
         """The decoder's prompt padded to its bucket."""
         return self.prompt.pad_to(self.width, self.pad)
 
-    def decoder_inputs(self) -> dict[str, Any]:
+    @property
+    def new_token_bucket(self) -> int:
+        """The limit of new tokens, rounded up."""
+        return bucket(self.max_new_tokens, SMALLEST_BUCKET)
+
+    def decoder_inputs(self, padded: PaddedBatch) -> dict[str, Any]:
         """The padded prompt as arguments of `Decoder.decode` (`PrefillInputs.decoder_inputs`)."""
-        padded = self.padded_prompt()
         inputs: dict[str, Any] = {"tokens": padded.ids, "mask": padded.mask}
         if padded.embeds is not None:
             inputs["inputs_embeds"] = padded.embeds
@@ -85,11 +117,8 @@ class PreparedInputs:
 
 
 def transformed_inputs(
-    model: GenerativeModel,
-    config: GenerationConfig,
-    inputs: ModelInputs,
-    arguments: CallArguments,
-) -> ModelInputs:
+    model: GenerativeModel, config: GenerationConfig, arguments: CallArguments
+) -> CallArguments:
     """Applies the registered prompt transforms that the settings enable.
 
     Raises:
@@ -100,17 +129,21 @@ def transformed_inputs(
         if not getattr(config, field):
             continue
         tokenizer = needed_tokenizer(arguments.tokenizer, field)
-        others = inputs.present("input_ids", "attention_mask")
-        others["past_key_values"] = arguments.past_key_values
-        refuse(others, f"cannot be combined with {field}, which changes the prompt")
-        ids, mask = transform(model, tokenizer, inputs.input_ids, inputs.attention_mask)
-        inputs = ModelInputs(input_ids=ids, attention_mask=mask)
-    return inputs
+        why = f"cannot be combined with {field}, which changes the prompt"
+        arguments.refuse_inputs(why, except_=("input_ids", "attention_mask"))
+        refuse({"past_key_values": arguments.past_key_values}, why)
+        ids, mask = transform(model, tokenizer, arguments.input_ids, arguments.attention_mask)
+        arguments = dataclasses.replace(arguments, input_ids=ids, attention_mask=mask)
+    return arguments
+
+
+Inputs: TypeAlias = tuple[PaddedBatch, PaddedBatch | None, dict[str, Any]]
+"""`prompt`, `encoder_input` and `encoder_arguments` of a `Request`."""
 
 
 def seq2seq_inputs(
-    model: GenerativeModel, inputs: ModelInputs, config: GenerationConfig
-) -> PreparedInputs:
+    model: GenerativeModel, inputs: CallArguments, config: GenerationConfig
+) -> Inputs:
     """Inputs of an encoder-decoder: `input_ids` go to the encoder, `decoder_input_ids` are the
     decoder's prompt."""
     refuse(
@@ -129,16 +162,16 @@ def seq2seq_inputs(
         encoder_input.rows,
         config,
     )
-    return PreparedInputs(prompt, encoder_input, arguments)
+    return prompt, encoder_input, arguments
 
 
 def decoder_only_inputs(
     model: GenerativeModel,
-    inputs: ModelInputs,
+    inputs: CallArguments,
     config: GenerationConfig,
     eos: tuple[int, ...],
     pad: int | None,
-) -> PreparedInputs:
+) -> Inputs:
     """Inputs of a decoder-only model; GPT-2 may attend to an encoder's hidden states."""
     refuse_encoder_inputs(inputs)
     prompt = decoder_only_prompt(model, inputs, config, eos, pad)
@@ -146,16 +179,15 @@ def decoder_only_inputs(
     if states is None:
         mask = inputs.encoder_attention_mask
         refuse({"encoder_attention_mask": mask}, "no encoder_hidden_states")
-        return PreparedInputs(prompt)
+        return prompt, None, {}
     states = check.embeddings("encoder_hidden_states", states, model.config.width)
     if states.shape[0] != prompt.rows:
         raise InputError(f"encoder_hidden_states: {states.shape[0]} rows for {prompt.rows} prompts")
     mask = check.mask_of("encoder_attention_mask", inputs.encoder_attention_mask, states.shape[:2])
-    arguments = {"encoder_hidden_states": states, "encoder_attention_mask": mask}
-    return PreparedInputs(prompt, encoder_arguments=arguments)
+    return prompt, None, {"encoder_hidden_states": states, "encoder_attention_mask": mask}
 
 
-def refuse_encoder_inputs(inputs: ModelInputs) -> None:
+def refuse_encoder_inputs(inputs: CallArguments) -> None:
     """Raises InputError for an input that only an encoder-decoder has."""
     refuse(
         {
@@ -169,7 +201,7 @@ def refuse_encoder_inputs(inputs: ModelInputs) -> None:
 
 def decoder_only_prompt(
     model: GenerativeModel,
-    inputs: ModelInputs,
+    inputs: CallArguments,
     config: GenerationConfig,
     eos: tuple[int, ...],
     pad: int | None,
@@ -206,7 +238,7 @@ def inferred_mask(ids: HostArray, pad: int | None, eos: tuple[int, ...]) -> Host
 
 
 def encoder_inputs(
-    model: GenerativeModel, inputs: ModelInputs
+    model: GenerativeModel, inputs: CallArguments
 ) -> tuple[PaddedBatch, dict[str, Any]]:
     """The encoder's input padded to its bucket, and the arguments of `Decoder.init_cache`.
 
