@@ -17,7 +17,7 @@ from jaxllm.common.errors import JaxLLMError
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, padded_rows
 from jaxllm.generation.inputs.values import NO_TOKEN, bucket
 from jaxllm.generation.processors import LogitsProcessor, LogitsProcessorList
-from jaxllm.generation.processors.base import signature, stack_lists
+from jaxllm.generation.processors.base import RowProcessors, signature
 from jaxllm.generation.processors.build import build_processors
 from jaxllm.generation.settings.config import FIELDS, SLOT_MODES, GenerationConfig
 from jaxllm.generation.settings.resolve import MAX_COLUMNS
@@ -141,7 +141,7 @@ class Group:
             "uses_stop_list": uses_stop_list,
             "length_penalty": np.array([row.config.length_penalty for row in rows], np.float32),
         }
-        return RowSettings(stack_lists(processors), **arrays)
+        return RowSettings(RowProcessors.of(processors), **arrays)
 
 
 def fits_slots(row: BatchRow) -> bool:

@@ -19,9 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.batch.slots import PrefillBatch, RowSettings, Sizes, SlotOutputs, Slots
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.generation.loop import first_state
-from jaxllm.generation.processors.base import row_by_row
-from jaxllm.generation.stopping import StoppingCriteriaList
-from jaxllm.generation.stopping.criteria import for_rows
+from jaxllm.generation.stopping import StoppingCriteriaList, StopStringCriteria
 from jaxllm.generation.strategies.beam_search import BeamSearch, BeamSearchState
 from jaxllm.generation.strategies.sample import NextTokenLogits, Sample, SampleState
 from jaxllm.generation.strategies.strategy import (
@@ -106,13 +104,16 @@ class SlotStrategy:
     def _decode_settings(
         self, settings: RowSettings, stops: StoppingCriteriaList
     ) -> DecodeSettings:
+        used = settings.uses_stop_list.T
+        lists = (cast(StopStringCriteria, stop) for stop in stops)
         return DecodeSettings(
-            processors=row_by_row(settings.processors),
+            processors=settings.processors,
             eos=settings.eos,
             pad=jnp.int32(0),
             max_length=settings.max_length,
-            stops=for_rows(stops, settings.uses_stop_list),
+            stops=StoppingCriteriaList(map(StopStringCriteria.for_rows, lists, used)),
             allow_nonfinite=self.allow_nonfinite,
+            padded=False,
         )
 
     def _slots(

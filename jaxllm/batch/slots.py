@@ -22,7 +22,7 @@ from jaxllm.cache.attention_view import AttentionView, Branches, SlotIndices
 from jaxllm.cache.kv_cache import Cache, per_head
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
-from jaxllm.generation.processors import LogitsProcessorList
+from jaxllm.generation.processors.base import RowProcessors
 from jaxllm.parallel.field_axes import Axes, field_shardings, map_with_axes
 from jaxllm.parallel.sharding import ROWS, context_mesh, partition_spec
 
@@ -96,8 +96,7 @@ class Sizes:
 class RowSettings:
     """Settings of B rows."""
 
-    processors: LogitsProcessorList
-    """Logits processors whose leaves have a leading row axis (`stack_lists`)."""
+    processors: RowProcessors
     eos: Int[Array, "B E"]
     """EOS token ids, padded with -1."""
     max_length: Int[Array, " B"]

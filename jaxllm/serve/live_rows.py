@@ -41,21 +41,21 @@ MAX_EOS_TOKENS = 8
 ALL_TOKENS = np.uint32(0xFFFFFFFF)
 
 
-@logits_processor()
+@logits_processor(rows=True)
 class TokenMaskLogitsProcessor(LogitsProcessor):
     """Forbids all tokens but those of a mask, which the host writes before each step."""
 
-    bits: UInt32[Array, " W"]
+    bits: UInt32[Array, "R W"]
     """The allowed tokens, as `allowed_tokens.pack` packs them."""
 
     def __init__(self, bits: UInt32[np.ndarray, " W"]) -> None:
-        store(self, bits=bits)
+        store(self, bits=bits[None])
 
-    def is_neutral(self) -> Bool[Array, ""]:
-        return jnp.all(self.bits == ALL_TOKENS)
+    def is_neutral(self) -> Bool[Array, " R"]:
+        return jnp.all(self.bits == ALL_TOKENS, axis=1)
 
     def process(self, history: History, scores: Scores) -> Scores:
-        return jnp.where(unpack_bits(self.bits[None], scores.shape[1]), scores, -jnp.inf)
+        return jnp.where(unpack_bits(self.bits, scores.shape[1]), scores, -jnp.inf)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -19,7 +19,7 @@ from jaxllm.batch.slot_pool import SlotPool
 from jaxllm.batch.slot_strategies import Logprobs
 from jaxllm.batch.slots import Sizes, place
 from jaxllm.common.errors import JaxLLMError
-from jaxllm.generation.processors import LogitsProcessorList
+from jaxllm.generation.processors.base import RowProcessors
 from jaxllm.generation.processors.host import WORD_BITS
 from jaxllm.generation.strategies.strategy import NEVER, nonfinite_error
 from jaxllm.models.decoder import Decoder
@@ -203,7 +203,7 @@ class LiveRun:
             return jax.tree.map(lambda old: self._placed_as(masks, old), processor)
 
         slots = self._pool.slots
-        processors = LogitsProcessorList(map(replaced, slots.settings.processors))
+        processors = RowProcessors(map(replaced, slots.settings.processors))
         settings = dataclasses.replace(slots.settings, processors=processors)
         self._pool.slots = dataclasses.replace(slots, settings=settings)
 

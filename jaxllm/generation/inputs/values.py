@@ -80,6 +80,11 @@ def float_leaf(owner: str, name: str, value: Number, interval: str) -> Float[Arr
     return np.float32(number)  # pyright: ignore[reportReturnType]  (a leaf like any other)
 
 
+def float_rows(owner: str, name: str, value: Number, interval: str) -> Float[Array, " 1"]:
+    """:func:`float_leaf` with a row axis: one number for all rows."""
+    return float_leaf(owner, name, value, interval)[None]
+
+
 def int_leaf(owner: str, name: str, value: object, *, least: int = 0) -> Int[Array, " ..."]:
     """Converts ``value`` to int32: a scalar, or one number per row of the batch (shape ``[B]``).
 
@@ -102,6 +107,12 @@ def int_leaf(owner: str, name: str, value: object, *, least: int = 0) -> Int[Arr
     return np.asarray(numbers, np.int32)  # pyright: ignore[reportReturnType]
 
 
+def int_rows(owner: str, name: str, value: object, *, least: int = 0) -> Int[Array, " R"]:
+    """:func:`int_leaf` with a row axis: one number for all rows, or one per row."""
+    leaf = int_leaf(owner, name, value, least=least)
+    return leaf if leaf.ndim else leaf[None]
+
+
 def id_list(value: TokenIds) -> list[int] | Array:
     """Flattens one id or several to a list; a traced value becomes a 1-d array."""
     if is_traced(value):
@@ -109,8 +120,9 @@ def id_list(value: TokenIds) -> list[int] | Array:
     return [to_scalar(item) for item in np.ravel(np.asarray(value, dtype=object))]
 
 
-def id_table(owner: str, name: str, value: TokenIds) -> Int[Array, " E"]:
-    """Converts token ids to int32, padded with ``NO_TOKEN`` to 8, 16, 32, ... entries.
+def id_table(owner: str, name: str, value: TokenIds) -> Int[Array, "1 E"]:
+    """Converts token ids to int32, padded with ``NO_TOKEN`` to 8, 16, 32, ... entries. The table
+    has a row axis: it is that of all rows.
 
     The bucket avoids compiling again when the number of ids changes slightly.
 
@@ -122,11 +134,11 @@ def id_table(owner: str, name: str, value: TokenIds) -> Int[Array, " E"]:
         for item in ids:
             if not is_integer(item) or not 0 <= item <= np.iinfo(np.int32).max:
                 raise InputError(f"{owner}: `{name}` must hold token ids, but holds {quoted(item)}")
-        table = np.full(bucket(len(ids), _SMALLEST_ID_TABLE), NO_TOKEN, np.int32)
-        table[: len(ids)] = ids
+        table = np.full((1, bucket(len(ids), _SMALLEST_ID_TABLE)), NO_TOKEN, np.int32)
+        table[0, : len(ids)] = ids
         return table  # pyright: ignore[reportReturnType]
     missing = bucket(ids.size, _SMALLEST_ID_TABLE) - ids.size
-    return jnp.pad(ids.astype(jnp.int32), (0, missing), constant_values=NO_TOKEN)
+    return jnp.pad(ids.astype(jnp.int32), (0, missing), constant_values=NO_TOKEN)[None]
 
 
 def bucket(size: int, smallest: int) -> int:

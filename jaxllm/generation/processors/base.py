@@ -1,20 +1,18 @@
-"""Logits processors: base class, list, the token history that they read, and lists whose parameters
-differ from row to row.
+"""Logits processors: base class, lists, and the token history that they read.
 
 A processor is a pytree. Its parameters are leaves with fixed dtypes, so a jitted function that
 takes a processor as an argument compiles once for every temperature, penalty or list of ids.
 
-Rows of one batch program may have different temperatures, penalties and so on. The list of
-processors of each row is built as for a call of one row; then the lists are stacked: each leaf gets
-a row axis.
+The leaves of the built-in processors have a leading row axis R, since rows of one batch program may
+have different temperatures, penalties and so on. R is 1 for parameters that all rows share.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self, TypeAlias, TypeVar
 
 import jax
@@ -26,7 +24,7 @@ from jaxllm.common.errors import InputError
 
 Scores = Float[Array, "B V"]
 CurLen: TypeAlias = Int[Array, " ..."] | int | None
-"""Number of columns in use: one number, or one per row ``[B]``; None: all columns."""
+"""Number of columns in use: one number, or one per row ``[R]``; None: all columns."""
 C = TypeVar("C", bound=type)
 T = TypeVar("T")
 
@@ -82,7 +80,17 @@ class History(NamedTuple):
 
 def column_count(input_ids: Int[Array, "B L"], cur_len: CurLen) -> Int[Array, " ..."]:
     """``cur_len`` as int32, ``[]`` or ``[B]``: the columns of ``input_ids`` if it is None."""
-    return jnp.asarray(input_ids.shape[1] if cur_len is None else cur_len, jnp.int32)
+    columns = jnp.asarray(input_ids.shape[1] if cur_len is None else cur_len, jnp.int32)
+    return for_sequences(columns, input_ids.shape[0]) if columns.ndim else columns
+
+
+def for_sequences(values: T, count: int) -> T:
+    """Repeats the values of R rows for their adjacent sequences: ``[R, ...]`` to ``[count, ...]``.
+
+    >>> for_sequences(jnp.array([3, 4]), 4).tolist()
+    [3, 3, 4, 4]
+    """
+    return jax.tree.map(lambda x: jnp.repeat(x, count // len(x), axis=0), values)
 
 
 def align_left(
@@ -108,9 +116,8 @@ class LogitsProcessor:
     Subclasses define :meth:`process`, or ``__call__`` itself.
     """
 
-    takes_rows: ClassVar[bool] = False
-    """True if its parameters may be arrays with one value per row, so that it needs no `vmap`.
-    Under `vmap`, a filter would run both branches of each `lax.cond`."""
+    has_rows: ClassVar[bool] = False
+    """True if its leaves have a leading row axis; see :func:`logits_processor`."""
 
     def __call__(
         self,
@@ -150,9 +157,9 @@ class LogitsProcessor:
         """Applies the rule to float32 scores."""
         raise NotImplementedError(f"{type(self).__name__} defines neither process nor __call__")
 
-    def is_neutral(self) -> Bool[Array, ""] | None:
-        """True if the parameters change no scores; batch slots then skip the processor. None: the
-        parameters do not say."""
+    def is_neutral(self) -> Bool[Array, " R"] | None:
+        """True for the rows whose parameters change no scores; batch slots skip a processor while
+        all are. None: the parameters do not say, or have no row axis."""
         return None
 
 
@@ -170,15 +177,21 @@ class ScoresProcessor(LogitsProcessor):
         return self.process(History.of(jnp.zeros((scores.shape[0], 0), jnp.int32)), scores)
 
 
-def logits_processor(*, static: tuple[str, ...] = ()) -> Callable[[C], C]:
+def logits_processor(*, static: tuple[str, ...] = (), rows: bool = False) -> Callable[[C], C]:
     """Makes a class a frozen dataclass and a pytree; all fields but ``static`` are leaves.
 
     The class writes its own ``__init__``, which checks its arguments and stores arrays with
     `store`; rebuilding from leaves does not call it.
+
+    Args:
+        rows: the leaves have a leading row axis, so that batch slots call the processor once for
+            all rows, and not under `vmap` for each: a filter would run both branches of a
+            `lax.cond` there.
     """
 
     def decorate(cls: C) -> C:
         cls = dataclass(frozen=True, init=False, eq=False)(cls)
+        cls.has_rows = rows
         leaves = tuple(field.name for field in fields(cls) if field.name not in static)
 
         def flatten(processor: object) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
@@ -255,6 +268,58 @@ class LogitsProcessorList(tuple[Callable[..., Scores], ...]):
         return scores
 
 
+@tuple_of_callables
+class RowProcessors(LogitsProcessorList):
+    """Processors of rows with different parameters, each applied to the row's adjacent sequences.
+
+    A processor is skipped at run time while it is neutral for all rows. One whose leaves have no
+    row axis gets one sequence at a time.
+
+    >>> from jaxllm.generation.processors import TemperatureLogitsWarper
+    >>> lists = [LogitsProcessorList([TemperatureLogitsWarper(t)]) for t in (0.5, 2.0)]
+    >>> RowProcessors.of(lists)(jnp.zeros((2, 1), int), jnp.ones((2, 1)), jnp.ones(2, int)).tolist()
+    [[2.0], [0.5]]
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, lists: Sequence[LogitsProcessorList]) -> Self:
+        """Joins the lists of rows, which have equal `signature`, on the host."""
+
+        def join(*processors: Any) -> Any:
+            joined = np.concatenate if getattr(processors[0], "has_rows", False) else np.stack
+            return jax.tree.map(lambda *leaves: joined(leaves), *processors)
+
+        return cls(map(join, *lists))
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B L"] | None,
+        scores: Scores,
+        cur_len: CurLen = None,
+        **kwargs: Any,
+    ) -> Scores:
+        scores = jnp.asarray(scores, jnp.float32)
+        repeated: Any = for_sequences((self, cur_len), len(scores))
+        processors, lengths = repeated
+        for processor in processors:
+            if getattr(processor, "has_rows", False):
+                apply = partial(processor, input_ids, scores, lengths, **kwargs)
+                neutral = processor.is_neutral()
+            else:
+                apply = partial(jax.vmap(_one_sequence), processor, input_ids, scores, lengths)
+                neutral = None
+            same = partial(jnp.asarray, scores)
+            out = apply() if neutral is None else jax.lax.cond(neutral.all(), same, apply)
+            scores = checked_scores(processor, out, scores.shape)
+        return scores
+
+
+def _one_sequence(processor: Any, input_ids: Any, scores: Array, cur_len: Array) -> Array:
+    return processor(input_ids[None], scores[None], cur_len)[0]
+
+
 def accepted_arguments(
     field: str, function: Callable[..., Any], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
@@ -309,25 +374,33 @@ def token_set(
     return empty.at[rows, jnp.where(in_vocabulary, ids, vocab_size)].set(True, mode="drop")
 
 
-def id_mask(ids: Int[Array, " E"], vocab_size: int) -> Bool[Array, " V"]:
-    """Mask of the tokens in a table of ids (see ``values.id_table``)."""
-    return token_set(ids[None], jnp.ones((1, ids.shape[0]), bool), vocab_size)[0]
+def id_mask(ids: Int[Array, "#B E"], vocab_size: int) -> Bool[Array, "#B V"]:
+    """Mask of the tokens in tables of ids (see ``values.id_table``)."""
+    return token_set(ids, jnp.ones(ids.shape, bool), vocab_size)
+
+
+def add_at(scores: Scores, tokens: Int[Array, "#B N"], values: Float[Array, "#B N"]) -> Scores:
+    """Adds values to the scores of tokens; ids beyond the vocabulary are left out."""
+    if len(tokens) == 1:  # whole columns at once
+        return scores.at[:, tokens[0]].add(values, mode="drop")
+    rows = jnp.arange(scores.shape[0])[:, None]
+    return scores.at[rows, tokens].add(values, mode="drop")
 
 
 def forbid(
-    scores: Scores, ids: Int[Array, " E"], where: Bool[Array, "#B 1"] | bool = True
+    scores: Scores, ids: Int[Array, "#B E"], where: Bool[Array, "#B 1"] | bool = True
 ) -> Scores:
     """Sets the scores of a table of ids to -inf, in the rows where ``where`` is True."""
-    return jnp.where(where & id_mask(ids, scores.shape[1])[None], -jnp.inf, scores)
+    return jnp.where(where & id_mask(ids, scores.shape[1]), -jnp.inf, scores)
 
 
-def force(scores: Scores, ids: Int[Array, " E"], where: Bool[Array, "#B 1"]) -> Scores:
+def force(scores: Scores, ids: Int[Array, "#B E"], where: Bool[Array, "#B 1"]) -> Scores:
     """Sets the scores of a table of ids to 0 and all others to -inf, where ``where`` is True."""
     forced = jnp.where(id_mask(ids, scores.shape[1]), 0.0, -jnp.inf)
     return jnp.where(where, forced, scores)
 
 
-def prompt_length(processor: Any, from_call: Int[Array, ""] | int | None) -> Int[Array, ""] | int:
+def prompt_length(processor: Any, from_call: CurLen) -> Int[Array, " ..."] | int:
     """Number of columns before the first new token: from the call, else from the processor.
 
     Raises:
@@ -343,65 +416,6 @@ def prompt_length(processor: Any, from_call: Int[Array, ""] | int | None) -> Int
 
 
 def signature(processors: LogitsProcessorList) -> Hashable:
-    """Types and leaf shapes of a list, hashable; lists with equal signatures can be stacked."""
+    """Types and leaf shapes of a list, hashable; `RowProcessors` joins lists with equal ones."""
     leaves, structure = jax.tree.flatten(processors)
     return structure, tuple((np.shape(leaf), np.result_type(leaf).name) for leaf in leaves)
-
-
-def stack_lists(lists: Sequence[LogitsProcessorList]) -> LogitsProcessorList:
-    """Stacks the leaves of lists with equal `signature` along a first row axis, on the host.
-
-    >>> from jaxllm.generation.processors import TemperatureLogitsWarper
-    >>> a, b = (LogitsProcessorList([TemperatureLogitsWarper(t)]) for t in (0.5, 2.0))
-    >>> stack_lists([a, b])[0].temperature.tolist()
-    [0.5, 2.0]
-    """
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *lists)
-
-
-def row_by_row(processors: LogitsProcessorList) -> LogitsProcessorList:
-    """Wraps the result of `stack_lists` so that each row uses its own parameters when called."""
-    return LogitsProcessorList(map(RowProcessor, processors))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RowProcessor:
-    """Processor with one set of parameters per row; not computed while all rows are neutral."""
-
-    stacked: Any
-
-    def __call__(
-        self,
-        input_ids: Int[Array, "BM L"],
-        scores: Scores,
-        cur_len: Int[Array, " R"],
-        **_: object,
-    ) -> Scores:
-        """Scores [B * M, V]: M sequences per row, equally long and starting at column 0."""
-        processor, lengths = per_sequence(input_ids, cur_len, self.stacked)
-        if isinstance(processor, LogitsProcessor) and processor.takes_rows:
-            return processor(input_ids, scores, lengths)
-
-        def apply() -> Scores:
-            return jax.vmap(_one_row)(processor, input_ids, scores, lengths)
-
-        # The size is given because some processors have no parameters.
-        neutral = jax.vmap(_is_neutral, axis_size=len(cur_len))(self.stacked)
-        return apply() if neutral is None else jax.lax.cond(neutral.all(), lambda: scores, apply)
-
-
-def per_sequence(
-    input_ids: Int[Array, "BM L"], cur_len: Int[Array, " R"], parameters: T
-) -> tuple[T, Int[Array, " BM"]]:
-    """Repeats the parameters and length of each row for each of its M sequences."""
-    count = input_ids.shape[0] // cur_len.shape[0]
-    return jax.tree.map(lambda x: jnp.repeat(x, count, axis=0), (parameters, cur_len))
-
-
-def _is_neutral(processor: object) -> Bool[Array, ""] | None:
-    return processor.is_neutral() if isinstance(processor, LogitsProcessor) else None
-
-
-def _one_row(processor: Any, input_ids: Array, scores: Array, cur_len: Array) -> Array:
-    return processor(input_ids[None], scores[None], cur_len)[0]

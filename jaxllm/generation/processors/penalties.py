@@ -15,13 +15,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.common.errors import InputError, quoted
-from jaxllm.generation.inputs.values import Number, float_leaf, int_leaf, is_integer
+from jaxllm.generation.inputs.values import Number, float_rows, int_rows, is_integer
 from jaxllm.generation.processors.base import (
     CurLen,
     History,
     LogitsProcessor,
     Scores,
     align_left,
+    for_sequences,
     logits_processor,
     prompt_length,
     store,
@@ -30,10 +31,10 @@ from jaxllm.generation.processors.base import (
 
 
 class EncoderTokens(NamedTuple):
-    """The encoder's input ids (or the prompt's) ``[B, S]``, and their padding mask."""
+    """The encoder's input ids (or the prompt's) ``[R, S]``, and their padding mask."""
 
-    ids: Int[Array, "B S"]
-    real: Bool[Array, "B S"]
+    ids: Int[Array, "R S"]
+    real: Bool[Array, "R S"]
 
     @classmethod
     def of(cls, owner: str, ids: Int[Array, "B S"], mask: Bool[Array, "B S"] | None) -> Self:
@@ -56,15 +57,16 @@ class EncoderTokens(NamedTuple):
         batch = self.ids.shape[0]
         if count % batch:
             raise InputError(f"{count} rows of scores do not divide among {batch} encoder inputs")
-        return jnp.repeat(self.ids, count // batch, 0), jnp.repeat(self.real, count // batch, 0)
+        return for_sequences((self.ids, self.real), count)
 
 
-def _penalized(scores: Scores, tokens: Bool[Array, "B V"], penalty: Float[Array, ""]) -> Scores:
+def _penalized(scores: Scores, tokens: Bool[Array, "#B V"], penalty: Float[Array, "#B"]) -> Scores:
     """Applies CTRL's penalty (Keskar et al. 2019): multiplies negative scores, divides others."""
+    penalty = penalty[:, None]
     return jnp.where(tokens, jnp.where(scores < 0, scores * penalty, scores / penalty), scores)
 
 
-@logits_processor()
+@logits_processor(rows=True)
 class RepetitionPenaltyLogitsProcessor(LogitsProcessor):
     """Penalises every token of the sequence so far, prompt included, once each.
 
@@ -78,8 +80,8 @@ class RepetitionPenaltyLogitsProcessor(LogitsProcessor):
     [[1.5, 3.0, -6.0]]
     """
 
-    penalty: Float[Array, ""]
-    prompt_ignore_length: Int[Array, " ..."] | None
+    penalty: Float[Array, " R"]
+    prompt_ignore_length: Int[Array, " R"] | None
 
     def __init__(
         self, penalty: Number, prompt_ignore_length: int | Int[Array, " B"] | None = None
@@ -87,22 +89,21 @@ class RepetitionPenaltyLogitsProcessor(LogitsProcessor):
         owner = type(self).__name__
         ignored = prompt_ignore_length
         if ignored is not None:
-            ignored = int_leaf(owner, "prompt_ignore_length", ignored)
-        leaf = float_leaf(owner, "penalty", penalty, "(0, inf)")
+            ignored = int_rows(owner, "prompt_ignore_length", ignored)
+        leaf = float_rows(owner, "penalty", penalty, "(0, inf)")
         store(self, penalty=leaf, prompt_ignore_length=ignored)
 
-    def is_neutral(self) -> Bool[Array, ""]:
+    def is_neutral(self) -> Bool[Array, " R"]:
         return self.penalty == 1
 
     def process(self, history: History, scores: Scores) -> Scores:
         counted = history.real
         if self.prompt_ignore_length is not None:
-            first = jnp.reshape(self.prompt_ignore_length, (-1, 1))
-            counted &= jnp.arange(counted.shape[1])[None] >= first
+            counted &= jnp.arange(counted.shape[1])[None] >= self.prompt_ignore_length[:, None]
         return _penalized(scores, token_set(history.ids, counted, scores.shape[1]), self.penalty)
 
 
-@logits_processor()
+@logits_processor(rows=True)
 class EncoderRepetitionPenaltyLogitsProcessor(LogitsProcessor):
     """Favours the tokens of the encoder's input (of the prompt, for decoder-only models).
 
@@ -110,7 +111,7 @@ class EncoderRepetitionPenaltyLogitsProcessor(LogitsProcessor):
     padding does not count (in transformers it does).
     """
 
-    penalty: Float[Array, ""]
+    penalty: Float[Array, " R"]
     encoder: EncoderTokens
 
     def __init__(
@@ -120,7 +121,7 @@ class EncoderRepetitionPenaltyLogitsProcessor(LogitsProcessor):
         encoder_mask: Bool[Array, "B S"] | None = None,
     ) -> None:
         owner = type(self).__name__
-        leaf = float_leaf(owner, "penalty", penalty, "(0, inf)")
+        leaf = float_rows(owner, "penalty", penalty, "(0, inf)")
         encoder = EncoderTokens.of(owner, encoder_input_ids, encoder_mask)
         store(self, penalty=leaf, encoder=encoder)
 
@@ -129,7 +130,7 @@ class EncoderRepetitionPenaltyLogitsProcessor(LogitsProcessor):
         return _penalized(scores, token_set(ids, real, scores.shape[1]), 1 / self.penalty)
 
 
-@logits_processor(static=("num_beams", "num_beam_groups"))
+@logits_processor(static=("num_beams", "num_beam_groups"), rows=True)
 class HammingDiversityLogitsProcessor(LogitsProcessor):
     """Lowers the scores of tokens that earlier beam groups of the same prompt chose in this step.
 
@@ -137,7 +138,7 @@ class HammingDiversityLogitsProcessor(LogitsProcessor):
     ``scores -= diversity_penalty * times chosen``.
     """
 
-    diversity_penalty: Float[Array, ""]
+    diversity_penalty: Float[Array, " R"]
     num_beams: int
     num_beam_groups: int
 
@@ -153,7 +154,7 @@ class HammingDiversityLogitsProcessor(LogitsProcessor):
                 f"{owner}: `num_beam_groups` ({num_beam_groups}) must be at most `num_beams` "
                 f"({num_beams})"
             )
-        leaf = float_leaf(owner, "diversity_penalty", diversity_penalty, "[0, inf)")
+        leaf = float_rows(owner, "diversity_penalty", diversity_penalty, "[0, inf)")
         store(self, diversity_penalty=leaf, num_beams=num_beams, num_beam_groups=num_beam_groups)
 
     def __call__(
@@ -184,23 +185,23 @@ class HammingDiversityLogitsProcessor(LogitsProcessor):
         counts = jnp.zeros((tokens.shape[0], scores.shape[1]), jnp.float32)
         counts = counts.at[items, tokens].add(earlier.astype(jnp.float32), mode="drop")
         group_size = scores.shape[0] // tokens.shape[0]
-        return scores - self.diversity_penalty * jnp.repeat(counts, group_size, axis=0)
+        return scores - self.diversity_penalty[:, None] * jnp.repeat(counts, group_size, axis=0)
 
 
 @dataclass(frozen=True, init=False, eq=False)
 class _NewTokenPenalty(LogitsProcessor):
     """Base class of penalties on tokens that were generated before; the prompt does not count."""
 
-    penalty: Float[Array, ""]
-    prompt_len: Int[Array, ""] | None
+    penalty: Float[Array, " R"]
+    prompt_len: Int[Array, " R"] | None
 
     def __init__(self, penalty: Number, prompt_len: int | Array | None = None) -> None:
         owner = type(self).__name__
-        length = None if prompt_len is None else int_leaf(owner, "prompt_len", prompt_len)
-        leaf = float_leaf(owner, "penalty", penalty, "(-inf, inf)")
+        length = None if prompt_len is None else int_rows(owner, "prompt_len", prompt_len)
+        leaf = float_rows(owner, "penalty", penalty, "(-inf, inf)")
         store(self, penalty=leaf, prompt_len=length)
 
-    def is_neutral(self) -> Bool[Array, ""]:
+    def is_neutral(self) -> Bool[Array, " R"]:
         return self.penalty == 0
 
     def __call__(
@@ -210,24 +211,24 @@ class _NewTokenPenalty(LogitsProcessor):
         cur_len: CurLen = None,
         *,
         mask: Bool[Array, "B L"] | None = None,
-        prompt_len: Int[Array, ""] | int | None = None,
+        prompt_len: Int[Array, " ..."] | int | None = None,
         **_: Any,
     ) -> Scores:
         """float32 ``[B, V]``; new tokens begin at column ``prompt_len``."""
         scores = jnp.asarray(scores, jnp.float32)
-        first = jnp.asarray(prompt_length(self, prompt_len))
+        first = jnp.reshape(prompt_length(self, prompt_len), (-1, 1))
+        first = for_sequences(first, len(scores))
         history = History.of(input_ids, cur_len, mask)
         is_new = history.real & (jnp.arange(history.ids.shape[1])[None] >= first)
-        return scores - self.penalty * self.weight(
-            _token_counts(history.ids, is_new, scores.shape[1])
-        )
+        counts = _token_counts(history.ids, is_new, scores.shape[1])
+        return scores - self.penalty[:, None] * self.weight(counts)
 
     def weight(self, counts: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Factor of the penalty, from the number of times that each token was generated."""
         raise NotImplementedError
 
 
-@logits_processor()
+@logits_processor(rows=True)
 class PresencePenaltyLogitsProcessor(_NewTokenPenalty):
     """Subtracts ``penalty`` from the scores of tokens that were generated before.
 
@@ -240,7 +241,7 @@ class PresencePenaltyLogitsProcessor(_NewTokenPenalty):
         return (counts > 0).astype(jnp.float32)
 
 
-@logits_processor()
+@logits_processor(rows=True)
 class FrequencyPenaltyLogitsProcessor(_NewTokenPenalty):
     """Subtracts ``penalty`` once for each time that a token was generated before.
 
@@ -261,7 +262,7 @@ def _token_counts(
     return counts.at[rows, jnp.where(counted, ids, vocab_size)].add(1.0, mode="drop")
 
 
-@logits_processor()
+@logits_processor(rows=True)
 class NoRepeatNGramLogitsProcessor(LogitsProcessor):
     """Forbids tokens that would complete an n-gram of the sequence so far, prompt included.
 
@@ -274,12 +275,12 @@ class NoRepeatNGramLogitsProcessor(LogitsProcessor):
     [[0.0, -inf, 0.0]]
     """
 
-    ngram_size: Int[Array, ""]
+    ngram_size: Int[Array, " R"]
 
     def __init__(self, ngram_size: int | Array) -> None:
-        store(self, ngram_size=int_leaf(type(self).__name__, "ngram_size", ngram_size))
+        store(self, ngram_size=int_rows(type(self).__name__, "ngram_size", ngram_size))
 
-    def is_neutral(self) -> Bool[Array, ""]:
+    def is_neutral(self) -> Bool[Array, " R"]:
         return self.ngram_size == 0
 
     def process(self, history: History, scores: Scores) -> Scores:
@@ -287,7 +288,7 @@ class NoRepeatNGramLogitsProcessor(LogitsProcessor):
         return jnp.where(token_set(history.tokens, last, scores.shape[1]), -jnp.inf, scores)
 
 
-@logits_processor()
+@logits_processor(rows=True)
 class EncoderNoRepeatNGramLogitsProcessor(LogitsProcessor):
     """Forbids tokens that would complete an n-gram of the encoder's input (or of the prompt).
 
@@ -295,7 +296,7 @@ class EncoderNoRepeatNGramLogitsProcessor(LogitsProcessor):
     (transformers counts it as tokens). ``encoder_ngram_size`` 0 is off.
     """
 
-    ngram_size: Int[Array, ""]
+    ngram_size: Int[Array, " R"]
     encoder: EncoderTokens
 
     def __init__(
@@ -305,7 +306,7 @@ class EncoderNoRepeatNGramLogitsProcessor(LogitsProcessor):
         encoder_mask: Bool[Array, "B S"] | None = None,
     ) -> None:
         owner = type(self).__name__
-        size = int_leaf(owner, "encoder_ngram_size", encoder_ngram_size)
+        size = int_rows(owner, "encoder_ngram_size", encoder_ngram_size)
         encoder = EncoderTokens.of(owner, encoder_input_ids, encoder_mask)
         store(self, ngram_size=size, encoder=encoder)
 
@@ -316,19 +317,19 @@ class EncoderNoRepeatNGramLogitsProcessor(LogitsProcessor):
 
 
 def _completing(
-    history: History, tokens: Int[Array, "B S"], size: Int[Array, "#B 1"], n: Int[Array, ""]
+    history: History, tokens: Int[Array, "B S"], size: Int[Array, "#B 1"], n: Int[Array, "#B"]
 ) -> Bool[Array, "B S"]:
     """Mask of the columns of ``tokens`` that end an n-gram starting with the newest n-1 tokens.
 
-    Makes one pass over ``tokens`` for each of the n-1 tokens to match.
+    Makes one pass over ``tokens`` for each of the n-1 tokens to match, of the largest n.
     """
-    columns = jnp.arange(tokens.shape[1])[None]
+    columns, n = jnp.arange(tokens.shape[1])[None], n[:, None]
 
     def agree(steps: Int[Array, ""], match: Bool[Array, "B S"]) -> Bool[Array, "B S"]:
         newest, exists = history.back(steps)
         before = jnp.roll(tokens, steps, axis=1)
-        return match & exists & (columns >= steps) & (before == newest)
+        return match & ((steps >= n) | (exists & (columns >= steps) & (before == newest)))
 
     everywhere = jnp.broadcast_to((columns < size) & (n > 0), tokens.shape)
-    longest = jnp.minimum(n, tokens.shape[1] + 1)  # no longer n-gram fits
+    longest = jnp.minimum(jnp.max(n), tokens.shape[1] + 1)  # no longer n-gram fits
     return lax.fori_loop(1, longest, agree, everywhere)

@@ -19,15 +19,16 @@ from jaxllm.generation.inputs.values import (
     NO_TOKEN,
     TokenIds,
     bucket,
-    float_leaf,
+    float_rows,
     id_table,
-    int_leaf,
+    int_rows,
 )
 from jaxllm.generation.processors.base import (
     History,
     LogitsProcessor,
     Scores,
     ScoresProcessor,
+    add_at,
     forbid,
     force,
     id_mask,
@@ -46,7 +47,7 @@ from jaxllm.generation.settings.field_checks import (
 _HUGE = 1e30
 
 
-@logits_processor()
+@logits_processor(rows=True)
 class ForcedBOSTokenLogitsProcessor(LogitsProcessor):
     """Makes ``bos_token_id`` the only choice while the row holds a single token.
 
@@ -56,7 +57,7 @@ class ForcedBOSTokenLogitsProcessor(LogitsProcessor):
     [[-inf, -inf, 0.0]]
     """
 
-    bos_token_id: Int[Array, " E"]
+    bos_token_id: Int[Array, "R E"]
 
     def __init__(self, bos_token_id: int | Array) -> None:
         store(self, bos_token_id=id_table(type(self).__name__, "bos_token_id", bos_token_id))
@@ -65,31 +66,31 @@ class ForcedBOSTokenLogitsProcessor(LogitsProcessor):
         return force(scores, self.bos_token_id, history.length == 1)
 
 
-@logits_processor()
+@logits_processor(rows=True)
 class ForcedEOSTokenLogitsProcessor(LogitsProcessor):
     """Makes ``eos_token_id`` (one or several) the only choice at position ``max_length - 1``."""
 
-    max_length: Int[Array, " ..."]
-    eos_token_id: Int[Array, " E"]
+    max_length: Int[Array, " R"]
+    eos_token_id: Int[Array, "R E"]
 
     def __init__(self, max_length: int | Array, eos_token_id: TokenIds) -> None:
         owner = type(self).__name__
         store(
             self,
-            max_length=int_leaf(owner, "max_length", max_length),
+            max_length=int_rows(owner, "max_length", max_length),
             eos_token_id=id_table(owner, "eos_token_id", eos_token_id),
         )
 
     def process(self, history: History, scores: Scores) -> Scores:
-        is_last = history.length == jnp.reshape(self.max_length, (-1, 1)) - 1
+        is_last = history.length == self.max_length[:, None] - 1
         return force(scores, self.eos_token_id, is_last)
 
 
-@logits_processor()
+@logits_processor(rows=True)
 class SuppressTokensLogitsProcessor(ScoresProcessor):
     """Forbids the given tokens."""
 
-    suppress_tokens: Int[Array, " E"]
+    suppress_tokens: Int[Array, "R E"]
 
     def __init__(self, suppress_tokens: TokenIds) -> None:
         table = id_table(type(self).__name__, "suppress_tokens", suppress_tokens)
@@ -99,27 +100,27 @@ class SuppressTokensLogitsProcessor(ScoresProcessor):
         return forbid(scores, self.suppress_tokens)
 
 
-@logits_processor()
+@logits_processor(rows=True)
 class SuppressTokensAtBeginLogitsProcessor(LogitsProcessor):
     """Forbids the given tokens at length ``begin_index`` only: as the first new token."""
 
-    begin_suppress_tokens: Int[Array, " E"]
-    begin_index: Int[Array, " ..."]
+    begin_suppress_tokens: Int[Array, "R E"]
+    begin_index: Int[Array, " R"]
 
     def __init__(self, begin_suppress_tokens: TokenIds, begin_index: int | Array) -> None:
         owner = type(self).__name__
         store(
             self,
             begin_suppress_tokens=id_table(owner, "begin_suppress_tokens", begin_suppress_tokens),
-            begin_index=int_leaf(owner, "begin_index", begin_index),
+            begin_index=int_rows(owner, "begin_index", begin_index),
         )
 
     def process(self, history: History, scores: Scores) -> Scores:
-        at_begin = history.length == jnp.reshape(self.begin_index, (-1, 1))
+        at_begin = history.length == self.begin_index[:, None]
         return forbid(scores, self.begin_suppress_tokens, at_begin)
 
 
-@logits_processor()
+@logits_processor(rows=True)
 class InfNanRemoveLogitsProcessor(ScoresProcessor):
     """Replaces NaN by 0 and infinities by the largest finite numbers of their sign."""
 
@@ -130,7 +131,7 @@ class InfNanRemoveLogitsProcessor(ScoresProcessor):
         return jnp.nan_to_num(scores, nan=0.0)
 
 
-@logits_processor()
+@logits_processor(rows=True)
 class LogitNormalization(ScoresProcessor):
     """Normalises the scores to log-probabilities (log-softmax)."""
 
@@ -141,7 +142,7 @@ class LogitNormalization(ScoresProcessor):
         return jax.nn.log_softmax(scores, axis=-1)
 
 
-@logits_processor()
+@logits_processor(rows=True)
 class SequenceBiasLogitsProcessor(LogitsProcessor):
     """Adds a bias to the token that would complete a given sequence.
 
@@ -155,30 +156,30 @@ class SequenceBiasLogitsProcessor(LogitsProcessor):
     [[0.0, 5.0, 1.0]]
     """
 
-    words: Int[Array, "N M"]
-    bias: Float[Array, " N"]
+    words: Int[Array, "R N M"]
+    bias: Float[Array, "R N"]
 
     def __init__(self, sequence_bias: Mapping[tuple[int, ...], float] | Sequence[Any]) -> None:
         owner = type(self).__name__
         pairs = checked_by(owner, "sequence_bias", biases, sequence_bias)
         table = word_table([word for word, _ in pairs])
-        bias = np.zeros(table.shape[0], np.float32)
-        bias[: len(pairs)] = [value for _, value in pairs]
+        bias = np.zeros(table.shape[:2], np.float32)
+        bias[0, : len(pairs)] = [value for _, value in pairs]
         store(self, words=table, bias=bias)
 
     def process(self, history: History, scores: Scores) -> Scores:
         return _biased(history, scores, self.words, self.bias)
 
 
-@logits_processor()
+@logits_processor(rows=True)
 class NoBadWordsLogitsProcessor(LogitsProcessor):
     """Forbids the given token sequences, a list of lists of ids.
 
     A sequence of a single end-of-sequence token is ignored, as in transformers.
     """
 
-    words: Int[Array, "N M"]
-    eos_token_id: Int[Array, " E"]
+    words: Int[Array, "R N M"]
+    eos_token_id: Int[Array, "R E"]
 
     def __init__(
         self, bad_words_ids: Sequence[Sequence[int]], eos_token_id: TokenIds | None = None
@@ -192,12 +193,12 @@ class NoBadWordsLogitsProcessor(LogitsProcessor):
         )
 
     def process(self, history: History, scores: Scores) -> Scores:
-        single = jnp.all(self.words[:, :-1] == NO_TOKEN, axis=1)
-        is_eos = single & jnp.isin(self.words[:, -1], self.eos_token_id)
+        single = jnp.all(self.words[..., :-1] == NO_TOKEN, axis=-1)
+        is_eos = single & jnp.any(self.words[..., -1:] == self.eos_token_id[:, None], axis=-1)
         return _biased(history, scores, self.words, jnp.where(is_eos, 0.0, -jnp.inf))
 
 
-@logits_processor()
+@logits_processor(rows=True)
 class LogitBiasLogitsProcessor(LogitsProcessor):
     """Adds a bias to the scores of single tokens, at most `MAX_BIASED_TOKENS`.
 
@@ -208,51 +209,49 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
     [[0.0, 0.0, 1.5]]
     """
 
-    tokens: Int[Array, " N"]
-    bias: Float[Array, " N"]
+    tokens: Int[Array, "R N"]
+    bias: Float[Array, "R N"]
 
     def __init__(self, logit_bias: Mapping[int, float] | Sequence[tuple[int, float]]) -> None:
         pairs = checked_by(type(self).__name__, "logit_bias", token_biases, logit_bias)
-        tokens = np.zeros(MAX_BIASED_TOKENS, np.int32)
-        bias = np.zeros(MAX_BIASED_TOKENS, np.float32)
-        tokens[: len(pairs)] = [token for token, _ in pairs]
-        bias[: len(pairs)] = [value for _, value in pairs]
+        tokens = np.zeros((1, MAX_BIASED_TOKENS), np.int32)
+        bias = np.zeros((1, MAX_BIASED_TOKENS), np.float32)
+        tokens[0, : len(pairs)] = [token for token, _ in pairs]
+        bias[0, : len(pairs)] = [value for _, value in pairs]
         store(self, tokens=tokens, bias=bias)
 
-    def is_neutral(self) -> Bool[Array, ""]:
-        return jnp.all(self.bias == 0)
+    def is_neutral(self) -> Bool[Array, " R"]:
+        return jnp.all(self.bias == 0, axis=1)
 
     def process(self, history: History, scores: Scores) -> Scores:
-        return scores.at[:, self.tokens].add(self.bias, mode="drop")
+        return add_at(scores, self.tokens, self.bias)
 
 
-def word_table(words: Sequence[tuple[int, ...]]) -> Int[Array, "N M"]:
+def word_table(words: Sequence[tuple[int, ...]]) -> Int[Array, "1 N M"]:
     """Packs sequences of ids into int32 rows, right-aligned and padded with ``NO_TOKEN``.
 
-    Both dimensions are padded to powers of two, so that adding a few sequences or tokens does not
+    N and M are padded to powers of two, so that adding a few sequences or tokens does not
     compile again.
     """
-    shape = bucket(len(words), 8), bucket(max(map(len, words)), 4)
+    shape = 1, bucket(len(words), 8), bucket(max(map(len, words)), 4)
     table = np.full(shape, NO_TOKEN, np.int32)
-    for row, word in zip(table, words, strict=False):
+    for row, word in zip(table[0], words, strict=False):
         row[-len(word) :] = word
     return table  # pyright: ignore[reportReturnType]
 
 
 def _biased(
-    history: History, scores: Scores, words: Int[Array, "N M"], bias: Float[Array, " N"]
+    history: History, scores: Scores, words: Int[Array, "#B N M"], bias: Float[Array, "#B N"]
 ) -> Scores:
-    vocab_size = scores.shape[1]
-    prefix, last = words[:, :-1], words[:, -1]
-    recent, exists = history.last(prefix.shape[1])
-    agrees = exists[:, None] & (recent[:, None] == prefix[None])
-    completes: Bool[Array, "B N"] = jnp.all(agrees | (prefix == NO_TOKEN)[None], axis=-1)
-    last = jnp.where(last == NO_TOKEN, vocab_size, last)
-    added = jnp.zeros_like(scores).at[:, last].add(jnp.where(completes, bias, 0.0), mode="drop")
-    return scores + added
+    prefix, last = words[..., :-1], words[..., -1]
+    recent, exists = history.last(prefix.shape[2])
+    agrees = exists[:, None] & (recent[:, None] == prefix)
+    completes: Bool[Array, "B N"] = jnp.all(agrees | (prefix == NO_TOKEN), axis=-1)
+    last = jnp.where(last == NO_TOKEN, scores.shape[1], last)
+    return scores + add_at(jnp.zeros_like(scores), last, jnp.where(completes, bias, 0.0))
 
 
-@logits_processor()
+@logits_processor(rows=True)
 class MinLengthLogitsProcessor(LogitsProcessor):
     """Forbids every end-of-sequence token below ``min_length`` tokens, prompt included.
 
@@ -263,29 +262,29 @@ class MinLengthLogitsProcessor(LogitsProcessor):
     ([[0.0, -inf]], [[0.0, 0.0]])
     """
 
-    min_length: Int[Array, " ..."]
-    eos_token_id: Int[Array, " E"]
+    min_length: Int[Array, " R"]
+    eos_token_id: Int[Array, "R E"]
 
     def __init__(self, min_length: int | Array, eos_token_id: TokenIds) -> None:
         owner = type(self).__name__
         store(
             self,
-            min_length=int_leaf(owner, "min_length", min_length),
+            min_length=int_rows(owner, "min_length", min_length),
             eos_token_id=id_table(owner, "eos_token_id", eos_token_id),
         )
 
     def process(self, history: History, scores: Scores) -> Scores:
-        early = history.length < jnp.reshape(self.min_length, (-1, 1))
+        early = history.length < self.min_length[:, None]
         return forbid(scores, self.eos_token_id, early)
 
 
-@logits_processor()
+@logits_processor(rows=True)
 class MinNewTokensLengthLogitsProcessor(LogitsProcessor):
     """Forbids every end-of-sequence token until ``min_new_tokens`` tokens follow the prompt."""
 
-    prompt_length_to_skip: Int[Array, " ..."]
-    min_new_tokens: Int[Array, " ..."]
-    eos_token_id: Int[Array, " E"]
+    prompt_length_to_skip: Int[Array, " R"]
+    min_new_tokens: Int[Array, " R"]
+    eos_token_id: Int[Array, "R E"]
 
     def __init__(
         self,
@@ -296,21 +295,21 @@ class MinNewTokensLengthLogitsProcessor(LogitsProcessor):
         owner = type(self).__name__
         store(
             self,
-            prompt_length_to_skip=int_leaf(owner, "prompt_length_to_skip", prompt_length_to_skip),
-            min_new_tokens=int_leaf(owner, "min_new_tokens", min_new_tokens),
+            prompt_length_to_skip=int_rows(owner, "prompt_length_to_skip", prompt_length_to_skip),
+            min_new_tokens=int_rows(owner, "min_new_tokens", min_new_tokens),
             eos_token_id=id_table(owner, "eos_token_id", eos_token_id),
         )
 
-    def is_neutral(self) -> Bool[Array, ""]:
+    def is_neutral(self) -> Bool[Array, " R"]:
         return self.min_new_tokens == 0
 
     def process(self, history: History, scores: Scores) -> Scores:
-        new = history.length - jnp.reshape(self.prompt_length_to_skip, (-1, 1))
-        early = new < jnp.reshape(self.min_new_tokens, (-1, 1))
+        new = history.length - self.prompt_length_to_skip[:, None]
+        early = new < self.min_new_tokens[:, None]
         return forbid(scores, self.eos_token_id, early)
 
 
-@logits_processor()
+@logits_processor(rows=True)
 class ExponentialDecayLengthPenalty(LogitsProcessor):
     """Raises the end-of-sequence scores exponentially after ``start`` new tokens.
 
@@ -319,9 +318,9 @@ class ExponentialDecayLengthPenalty(LogitsProcessor):
     in transformers it can become infinite.
     """
 
-    regulation_start: Int[Array, " ..."]
-    regulation_factor: Float[Array, ""]
-    eos_token_id: Int[Array, " E"]
+    regulation_start: Int[Array, " R"]
+    regulation_factor: Float[Array, " R"]
+    eos_token_id: Int[Array, "R E"]
 
     def __init__(
         self,
@@ -331,18 +330,18 @@ class ExponentialDecayLengthPenalty(LogitsProcessor):
     ) -> None:
         owner, name = type(self).__name__, "exponential_decay_length_penalty"
         start, factor = checked_by(owner, name, decay, exponential_decay_length_penalty)
-        prompt = int_leaf(owner, "input_ids_seq_length", input_ids_seq_length)
+        prompt = int_rows(owner, "input_ids_seq_length", input_ids_seq_length)
         store(
             self,
-            regulation_start=int_leaf(owner, name, start) + prompt,
-            regulation_factor=float_leaf(owner, name, factor, "(0, inf)"),
+            regulation_start=int_rows(owner, name, start) + prompt,
+            regulation_factor=float_rows(owner, name, factor, "(0, inf)"),
             eos_token_id=id_table(owner, "eos_token_id", eos_token_id),
         )
 
     def process(self, history: History, scores: Scores) -> Scores:
-        excess = history.length - jnp.reshape(self.regulation_start, (-1, 1))
-        growth = jnp.power(self.regulation_factor, excess.astype(jnp.float32)) - 1
+        excess = history.length - self.regulation_start[:, None]
+        growth = jnp.power(self.regulation_factor[:, None], excess.astype(jnp.float32)) - 1
         raised = scores + jnp.abs(scores) * jnp.minimum(growth, _HUGE)
-        is_end = id_mask(self.eos_token_id, scores.shape[1])[None]
+        is_end = id_mask(self.eos_token_id, scores.shape[1])
         applies = (excess > 0) & is_end & jnp.isfinite(scores)
         return jnp.where(applies, jnp.minimum(raised, _HUGE), scores)

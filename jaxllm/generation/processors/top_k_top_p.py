@@ -79,11 +79,6 @@ def _bisect(
     return lax.fori_loop(0, bits, fix_bit, jnp.zeros(target.shape, jnp.uint32))
 
 
-def as_column(x: Array) -> Array:
-    """Reshapes a scalar to [1, 1], or one value per row to [B, 1], to broadcast with [B, V]."""
-    return jnp.reshape(x, (-1, 1))
-
-
 def kth_largest(x: Float[Array, "B V"], k: Int[Array, "*B"]) -> Float[Array, " B"]:
     """The ``k``-th largest value of each row, counting ties; ``k`` is traced, 1 to V."""
     width, row_k = min(CANDIDATES, x.shape[1]), jnp.broadcast_to(k, x.shape[:1])
@@ -188,7 +183,7 @@ def entropy_mask(x: Float[Array, "B V"], fraction: Float[Array, "*B"]) -> Bool[A
     top, columns = top_k(x, min(100, x.shape[1]))
     p = jax.nn.softmax(top, axis=-1)
     terms = jnp.where(p > 0, -p * jnp.log(jnp.where(p > 0, p, 1.0)), 0.0)
-    budget = as_column(fraction) * jnp.sum(terms, axis=-1, keepdims=True)
+    budget = jnp.reshape(fraction, (-1, 1)) * jnp.sum(terms, axis=-1, keepdims=True)
     keep = (jnp.cumsum(terms, axis=-1) <= budget) & (p > 0)
     return _mask_of(jnp.where(keep.at[:, 0].set(True), columns, x.shape[1]), x.shape[1])
 

@@ -6,8 +6,6 @@ A filter sets the scores of dropped tokens to ``filter_value`` (-inf) and keeps 
 ``min_tokens_to_keep`` tokens. Behaviour, names and arguments are those of transformers 5.23,
 except that a neutral value (``top_k=0``, ``top_p=1``, ``mass=1``, ``epsilon=0``) is accepted and
 costs nothing at run time, so that a disabled filter may stay in the program.
-
-A parameter is a scalar, or an array with one value per row (``processors.base.stack_lists``).
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.common.errors import InputError, quoted
-from jaxllm.generation.inputs.values import Number, float_leaf, int_leaf, is_integer, is_number
+from jaxllm.generation.inputs.values import Number, float_rows, int_rows, is_integer, is_number
 from jaxllm.generation.processors.base import (
     CurLen,
     History,
@@ -31,7 +29,6 @@ from jaxllm.generation.processors.base import (
     store,
 )
 from jaxllm.generation.processors.top_k_top_p import (
-    as_column,
     entropy_mask,
     nearest_mask,
     top_k_mask,
@@ -43,7 +40,7 @@ from jaxllm.generation.processors.top_k_top_p import (
 NEG_INF = -float("inf")
 
 
-@logits_processor()
+@logits_processor(rows=True)
 class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
     """Moves log-probabilities away from those of the unconditional context.
 
@@ -63,10 +60,10 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
     [0.3125, 1.25]
     """
 
-    guidance_scale: Float[Array, ""]
+    guidance_scale: Float[Array, " R"]
 
     def __init__(self, guidance_scale: Number) -> None:
-        scale = float_leaf(type(self).__name__, "guidance_scale", guidance_scale, "(-inf, inf)")
+        scale = float_rows(type(self).__name__, "guidance_scale", guidance_scale, "(-inf, inf)")
         store(self, guidance_scale=scale)
 
     def __call__(
@@ -94,12 +91,13 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
         scores = jnp.asarray(scores, jnp.float32)
         c = jax.nn.log_softmax(scores, axis=-1)
         u = jax.nn.log_softmax(jnp.asarray(unconditional_logits, jnp.float32), axis=-1)
-        guided = jnp.where(jnp.isneginf(c), -jnp.inf, self.guidance_scale * (c - u) + u)
+        scale = self.guidance_scale[:, None]
+        guided = jnp.where(jnp.isneginf(c), -jnp.inf, scale * (c - u) + u)
         # A scale of 1 returns raw logits, not log-probabilities, as in transformers.
-        return jnp.where(self.guidance_scale == 1, scores, guided)
+        return jnp.where(scale == 1, scores, guided)
 
 
-@logits_processor()
+@logits_processor(rows=True)
 class TemperatureLogitsWarper(ScoresProcessor):
     """Divides the scores by ``temperature``, a number above 0.
 
@@ -109,8 +107,7 @@ class TemperatureLogitsWarper(ScoresProcessor):
     [[2.0, 6.0]]
     """
 
-    temperature: Float[Array, "*B"]
-    takes_rows = True
+    temperature: Float[Array, " R"]
 
     def __init__(self, temperature: Number) -> None:
         if is_number(temperature) and temperature == 0:
@@ -118,11 +115,11 @@ class TemperatureLogitsWarper(ScoresProcessor):
                 "TemperatureLogitsWarper: `temperature` must be above 0, but is 0; "
                 "for greedy decoding set do_sample=False"
             )
-        leaf = float_leaf(type(self).__name__, "temperature", temperature, "(0, inf)")
+        leaf = float_rows(type(self).__name__, "temperature", temperature, "(0, inf)")
         store(self, temperature=leaf)
 
     def process(self, history: History, scores: Scores) -> Scores:
-        return scores / as_column(self.temperature)
+        return scores / self.temperature[:, None]
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -132,9 +129,8 @@ class Filter(ScoresProcessor):
     :meth:`keep` is not computed at run time if :meth:`off` is True for every row.
     """
 
-    filter_value: Float[Array, "*B"]
+    filter_value: Float[Array, " R"]
     min_tokens_to_keep: int
-    takes_rows = True
 
     def __init__(self, filter_value: Number, min_tokens_to_keep: int, **values: Array) -> None:
         owner = type(self).__name__
@@ -143,38 +139,38 @@ class Filter(ScoresProcessor):
                 f"{owner}: `min_tokens_to_keep` must be an integer of at least 1, "
                 f"but is {quoted(min_tokens_to_keep)}"
             )
-        value = float_leaf(owner, "filter_value", filter_value, "[-inf, inf]")
+        value = float_rows(owner, "filter_value", filter_value, "[-inf, inf]")
         store(self, filter_value=value, min_tokens_to_keep=int(min_tokens_to_keep), **values)
 
     def process(self, history: History, scores: Scores) -> Scores:
         off = self.off(scores)
 
         def apply() -> Scores:
-            mask = self.keep(scores) | as_column(off)
-            return jnp.where(mask, scores, as_column(self.filter_value))
+            mask = self.keep(scores) | off[:, None]
+            return jnp.where(mask, scores, self.filter_value[:, None])
 
         return lax.cond(jnp.all(off), lambda: scores, apply)
 
-    def off(self, scores: Scores) -> Bool[Array, "*B"]:
+    def off(self, scores: Scores) -> Bool[Array, " R"]:
         raise NotImplementedError
 
     def keep(self, scores: Scores) -> Bool[Array, "B V"]:
         raise NotImplementedError
 
 
-@logits_processor(static=("min_tokens_to_keep",))
+@logits_processor(static=("min_tokens_to_keep",), rows=True)
 class TopKLogitsWarper(Filter):
     """Keeps the ``top_k`` largest scores and ties with the k-th; 0 keeps all."""
 
-    top_k: Int[Array, "*B"]
+    top_k: Int[Array, " R"]
 
     def __init__(
         self, top_k: int | Array, filter_value: Number = NEG_INF, min_tokens_to_keep: int = 1
     ) -> None:
-        leaf = int_leaf(type(self).__name__, "top_k", top_k)
+        leaf = int_rows(type(self).__name__, "top_k", top_k)
         super().__init__(filter_value, min_tokens_to_keep, top_k=leaf)
 
-    def off(self, scores: Scores) -> Bool[Array, "*B"]:
+    def off(self, scores: Scores) -> Bool[Array, " R"]:
         return (self.top_k <= 0) | (self.top_k >= scores.shape[1])
 
     def keep(self, scores: Scores) -> Bool[Array, "B V"]:
@@ -184,22 +180,22 @@ class TopKLogitsWarper(Filter):
         return top_k_mask(scores, jnp.maximum(k, least))
 
 
-@logits_processor(static=("min_tokens_to_keep",))
+@logits_processor(static=("min_tokens_to_keep",), rows=True)
 class TopPLogitsWarper(Filter):
     """Keeps the fewest most probable tokens whose probabilities add up to ``top_p`` or more.
 
     Nucleus sampling (Holtzman et al. 2020). 0 keeps the best token, 1 keeps all.
     """
 
-    top_p: Float[Array, "*B"]
+    top_p: Float[Array, " R"]
 
     def __init__(
         self, top_p: Number, filter_value: Number = NEG_INF, min_tokens_to_keep: int = 1
     ) -> None:
-        leaf = float_leaf(type(self).__name__, "top_p", top_p, "[0, 1]")
+        leaf = float_rows(type(self).__name__, "top_p", top_p, "[0, 1]")
         super().__init__(filter_value, min_tokens_to_keep, top_p=leaf)
 
-    def off(self, scores: Scores) -> Bool[Array, "*B"]:
+    def off(self, scores: Scores) -> Bool[Array, " R"]:
         return self.top_p >= 1.0
 
     def keep(self, scores: Scores) -> Bool[Array, "B V"]:
@@ -207,62 +203,62 @@ class TopPLogitsWarper(Filter):
         return top_p_mask(scores, p, self.min_tokens_to_keep)
 
 
-@logits_processor(static=("min_tokens_to_keep",))
+@logits_processor(static=("min_tokens_to_keep",), rows=True)
 class MinPLogitsWarper(Filter):
     """Drops tokens less probable than ``min_p`` times the most probable one; 0 keeps all."""
 
-    min_p: Float[Array, "*B"]
+    min_p: Float[Array, " R"]
 
     def __init__(
         self, min_p: Number, filter_value: Number = NEG_INF, min_tokens_to_keep: int = 1
     ) -> None:
-        leaf = float_leaf(type(self).__name__, "min_p", min_p, "[0, 1]")
+        leaf = float_rows(type(self).__name__, "min_p", min_p, "[0, 1]")
         super().__init__(filter_value, min_tokens_to_keep, min_p=leaf)
 
-    def off(self, scores: Scores) -> Bool[Array, "*B"]:
+    def off(self, scores: Scores) -> Bool[Array, " R"]:
         return self.min_p <= 0.0
 
     def keep(self, scores: Scores) -> Bool[Array, "B V"]:
-        likely = unnormalised(scores) >= as_column(self.min_p)
+        likely = unnormalised(scores) >= self.min_p[:, None]
         return likely | top_mask(scores, self.min_tokens_to_keep)
 
 
-@logits_processor(static=("min_tokens_to_keep",))
+@logits_processor(static=("min_tokens_to_keep",), rows=True)
 class TopHLogitsWarper(Filter):
     """Keeps the most probable tokens while their share of the entropy is at most ``top_h``.
 
     Considers the 100 most probable tokens only, so ``top_h=1`` drops the rest too.
     """
 
-    top_h: Float[Array, "*B"]
+    top_h: Float[Array, " R"]
 
     def __init__(self, top_h: Number, filter_value: Number = NEG_INF) -> None:
-        leaf = float_leaf(type(self).__name__, "top_h", top_h, "(0, 1]")
+        leaf = float_rows(type(self).__name__, "top_h", top_h, "(0, 1]")
         super().__init__(filter_value, 1, top_h=leaf)
 
-    def off(self, scores: Scores) -> Bool[Array, "*B"]:
+    def off(self, scores: Scores) -> Bool[Array, " R"]:
         return jnp.zeros_like(self.top_h, bool)
 
     def keep(self, scores: Scores) -> Bool[Array, "B V"]:
         return entropy_mask(scores, self.top_h)
 
 
-@logits_processor(static=("min_tokens_to_keep",))
+@logits_processor(static=("min_tokens_to_keep",), rows=True)
 class TypicalLogitsWarper(Filter):
     """Keeps the tokens whose -log p is nearest to the entropy, up to total probability ``mass``.
 
     Locally typical sampling (Meister et al. 2022); 1 keeps all.
     """
 
-    mass: Float[Array, "*B"]
+    mass: Float[Array, " R"]
 
     def __init__(
         self, mass: Number = 0.9, filter_value: Number = NEG_INF, min_tokens_to_keep: int = 1
     ) -> None:
-        leaf = float_leaf(type(self).__name__, "mass", mass, "(0, 1]")
+        leaf = float_rows(type(self).__name__, "mass", mass, "(0, 1]")
         super().__init__(filter_value, min_tokens_to_keep, mass=leaf)
 
-    def off(self, scores: Scores) -> Bool[Array, "*B"]:
+    def off(self, scores: Scores) -> Bool[Array, " R"]:
         return self.mass >= 1.0
 
     def keep(self, scores: Scores) -> Bool[Array, "B V"]:
@@ -273,27 +269,27 @@ class TypicalLogitsWarper(Filter):
         return nearest_mask(distance, weights, mass, self.min_tokens_to_keep)
 
 
-@logits_processor(static=("min_tokens_to_keep",))
+@logits_processor(static=("min_tokens_to_keep",), rows=True)
 class EpsilonLogitsWarper(Filter):
     """Drops tokens of probability below ``epsilon`` (Hewitt et al. 2022); 0 keeps all."""
 
-    epsilon: Float[Array, "*B"]
+    epsilon: Float[Array, " R"]
 
     def __init__(
         self, epsilon: Number, filter_value: Number = NEG_INF, min_tokens_to_keep: int = 1
     ) -> None:
-        leaf = float_leaf(type(self).__name__, "epsilon", epsilon, "[0, 1)")
+        leaf = float_rows(type(self).__name__, "epsilon", epsilon, "[0, 1)")
         super().__init__(filter_value, min_tokens_to_keep, epsilon=leaf)
 
-    def off(self, scores: Scores) -> Bool[Array, "*B"]:
+    def off(self, scores: Scores) -> Bool[Array, " R"]:
         return self.epsilon <= 0.0
 
     def keep(self, scores: Scores) -> Bool[Array, "B V"]:
-        likely = jax.nn.softmax(scores, axis=-1) >= as_column(self.epsilon)
+        likely = jax.nn.softmax(scores, axis=-1) >= self.epsilon[:, None]
         return likely | top_mask(scores, self.min_tokens_to_keep)
 
 
-@logits_processor(static=("min_tokens_to_keep",))
+@logits_processor(static=("min_tokens_to_keep",), rows=True)
 class EtaLogitsWarper(EpsilonLogitsWarper):
     """Drops tokens of probability below min(epsilon, sqrt(epsilon) exp(-entropy)); 0 keeps all.
 
@@ -301,7 +297,7 @@ class EtaLogitsWarper(EpsilonLogitsWarper):
     """
 
     def keep(self, scores: Scores) -> Bool[Array, "B V"]:
-        epsilon = as_column(self.epsilon)
+        epsilon = self.epsilon[:, None]
         eta = jnp.sqrt(epsilon) * jnp.exp(-_entropy(scores)[:, None])
         likely = jax.nn.softmax(scores, axis=-1) >= jnp.minimum(epsilon, eta)
         return likely | top_mask(scores, self.min_tokens_to_keep)

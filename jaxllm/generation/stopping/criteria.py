@@ -6,11 +6,11 @@ compiled loop. After each new token, a criterion returns a mask of the rows that
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jaxllm.generation.inputs.values import (
     any_traced,
     bucket,
     id_table,
-    int_leaf,
+    int_rows,
     is_number,
     to_scalar,
 )
@@ -36,9 +36,9 @@ from jaxllm.generation.processors.base import (
     accepted_arguments,
     column_count,
     describe_array,
+    for_sequences,
     logits_processor,
     name_of,
-    per_sequence,
     store,
     tuple_of_callables,
 )
@@ -141,33 +141,6 @@ def checked_done(criterion: Any, out: Any, shape: tuple[int, ...]) -> Done:
     return jnp.broadcast_to(jnp.asarray(out), shape)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RowCriterion:
-    """Stopping criterion for some rows of a batch."""
-
-    criterion: Any
-    rows: Bool[Array, " R"]
-
-    def __call__(
-        self,
-        input_ids: Int[Array, "BM L"],
-        scores: Scores | None,
-        cur_len: Int[Array, " R"],
-        **_: Any,
-    ) -> Done:
-        """Mask [B * M] of the ending sequences: M per row, equally long, starting at column 0."""
-        rows, cur_len = per_sequence(input_ids, cur_len, self.rows)
-        return self.criterion(input_ids, scores, cur_len) & rows
-
-
-def for_rows(criteria: StoppingCriteriaList, rows: Bool[Array, "R C"]) -> StoppingCriteriaList:
-    """Restricts each of C criteria to the rows that are True in its column of ``rows``."""
-    return StoppingCriteriaList(
-        RowCriterion(criterion, rows[:, number]) for number, criterion in enumerate(criteria)
-    )
-
-
 @stopping_criterion()
 class MaxLengthCriteria(StoppingCriteria):
     """Ends a row of ``max_length`` tokens, prompt included.
@@ -176,11 +149,11 @@ class MaxLengthCriteria(StoppingCriteria):
     a warning there; ``generate`` raises if the model has too few positions.
     """
 
-    max_length: Int[Array, " ..."]
+    max_length: Int[Array, " R"]
 
     def __init__(self, max_length: int) -> None:
         owner = type(self).__name__
-        store(self, max_length=int_leaf(owner, "max_length", max_length, least=1))
+        store(self, max_length=int_rows(owner, "max_length", max_length, least=1))
 
     def reached(self, history: History, scores: Scores | None) -> Done:
         reached = history.length[:, 0] >= self.max_length
@@ -191,7 +164,7 @@ class MaxLengthCriteria(StoppingCriteria):
 class EosTokenCriteria(StoppingCriteria):
     """Ends a row whose newest token is one of ``eos_token_id`` (one or several)."""
 
-    eos_token_id: Int[Array, " E"]
+    eos_token_id: Int[Array, "R E"]
 
     def __init__(self, eos_token_id: TokenIds) -> None:
         store(self, eos_token_id=id_table(type(self).__name__, "eos_token_id", eos_token_id))
@@ -207,7 +180,7 @@ class EosTokenCriteria(StoppingCriteria):
         column = column_count(ids, cur_len).reshape(-1, 1) - 1
         column = jnp.broadcast_to(column, (ids.shape[0], 1))
         newest = jnp.take_along_axis(ids, jnp.maximum(column, 0), axis=1)
-        return ((column >= 0) & jnp.isin(newest, self.eos_token_id))[:, 0]
+        return (column[:, 0] >= 0) & jnp.any(newest == self.eos_token_id, axis=1)
 
 
 @stopping_criterion(static=("fn",))
@@ -274,6 +247,8 @@ class StopStringCriteria(StoppingCriteria):
 
     classes: Int[Array, " E"]
     table: Int[Array, "S C"]
+    rows: Bool[Array, " R"]
+    """True for the rows that it may end: by default all."""
     window: int
 
     def __init__(self, tokenizer: Tokenizer, stop_strings: str | Sequence[str]) -> None:
@@ -288,7 +263,13 @@ class StopStringCriteria(StoppingCriteria):
                 "their last characters are not in it"
             )
         window = bucket(max(map(len, patterns)), SMALLEST_WINDOW)
-        store(self, classes=classes, table=table, window=window)
+        store(self, classes=classes, table=table, rows=np.ones(1, bool), window=window)
+
+    def for_rows(self, rows: Bool[Array, " R"]) -> Self:
+        """The criterion for the rows that are True."""
+        criterion = copy.copy(self)
+        store(criterion, rows=rows)
+        return criterion
 
     def reached(self, history: History, scores: Scores | None) -> Done:
         ids, exists = history.last(self.window)
@@ -302,7 +283,7 @@ class StopStringCriteria(StoppingCriteria):
 
         # Not unrolled: XLA would fuse the chain of lookups, at exponential cost.
         code, _ = jax.lax.scan(read, jnp.zeros_like(classes[:, 0]), classes.T)
-        return code % 2 == 1
+        return (code % 2 == 1) & for_sequences(self.rows, len(code))
 
 
 class MaxTimeCriteria:

@@ -341,7 +341,7 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
             sequences.sequences.reshape(batch * count, -1),
             take_per_row(scores, candidates.beam).reshape(batch * count, -1),
             state.cur_len + 1,
-            mask=jnp.repeat(extended_mask(state), count, axis=0),
+            mask=jnp.repeat(extended_mask(state), count, axis=0) if settings.padded else None,
         ).reshape(batch, count)
 
     def pool_after(

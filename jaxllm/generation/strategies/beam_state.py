@@ -298,7 +298,7 @@ def beam_scores(
         running.sequences.reshape(batch * beams, -1),
         jax.nn.log_softmax(logits),
         state.cur_len,
-        mask=jnp.repeat(state.mask, beams, axis=0),
+        mask=jnp.repeat(state.mask, beams, axis=0) if settings.padded else None,
         prompt_len=state.start_len,
         unconditional_logits=unconditional,
         **group,

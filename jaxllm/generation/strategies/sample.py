@@ -215,7 +215,7 @@ def processed_scores(
         state.sequences,
         logits,
         state.cur_len,
-        mask=state.mask,
+        mask=state.mask if settings.padded else None,
         prompt_len=state.cur_len - state.step,
         unconditional_logits=unconditional,
     )
@@ -282,7 +282,8 @@ def append(
     state = record_step(state, unfinished, logits, scores, settings)
     sequences = write_columns(state.sequences, token[:, None], state.cur_len)
     mask = write_columns(state.mask, unfinished[:, None], state.cur_len)
-    stopped = settings.stops(sequences, scores, state.cur_len + 1, mask=mask)
+    real = mask if settings.padded else None
+    stopped = settings.stops(sequences, scores, state.cur_len + 1, mask=real)
     return state.replace(
         sequences=sequences,
         mask=mask,

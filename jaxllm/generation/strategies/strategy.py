@@ -79,6 +79,9 @@ class DecodeSettings:
     allow_nonfinite: bool = dataclasses.field(metadata={"static": True})
     """`remove_invalid_values`: a processor replaces NaN and infinite logits, so they are not
     reported."""
+    padded: bool = dataclasses.field(default=True, metadata={"static": True})
+    """False if all rows start at column 0, as in batch slots: processors and criteria then need no
+    mask."""
     keep_scores: bool = dataclasses.field(default=False, metadata={"static": True})
     """`output_scores`."""
     keep_logits: bool = dataclasses.field(default=False, metadata={"static": True})

@@ -12,6 +12,7 @@ from paths import DATA
 
 from jaxllm.common.errors import InputError
 from jaxllm.generation import processors as P
+from jaxllm.generation.processors.base import RowProcessors
 
 CASES = [
     case
@@ -259,6 +260,35 @@ def test_other_numbers_do_not_trace_again(name, settings):
             results.append(np.asarray(step(processor, ids, scores, np.int32(cur_len), call)))
     assert len(traces) == 1
     assert any(not np.array_equal(results[0], other) for other in results[1:])
+
+
+# Encoder inputs are rows of their own, and diversity is a rule about the beams of a row.
+OWN_ROWS = [pair for pair in CHANGES if "Encoder" not in pair[0] and "Hamming" not in pair[0]]
+
+
+@pytest.mark.by_default("LogitBiasLogitsProcessor", "NoRepeatNGramLogitsProcessor")
+@pytest.mark.parametrize(("name", "settings"), OWN_ROWS, ids=[name for name, _ in OWN_ROWS])
+def test_rows_of_different_parameters_give_what_each_gives_alone(name, settings):
+    ids = np.random.default_rng(1).integers(0, 4, (2 * len(settings), 6)).astype(np.int32)
+    scores = np.random.default_rng(0).normal(size=(len(ids), 23)).astype(np.float32)
+    lengths = np.arange(len(settings), dtype=np.int32) % 3 + 3
+    lists = [P.LogitsProcessorList([getattr(P, name)(**chosen)]) for chosen in settings]
+    together = run(RowProcessors.of(lists), ids, scores, lengths, {})
+    for row, (alone, length) in enumerate(zip(lists, lengths, strict=True)):
+        both = slice(2 * row, 2 * row + 2)
+        expected = run(alone, ids[both], scores[both], length, {})
+        np.testing.assert_array_equal(together[both], expected)
+
+
+def test_only_rows_of_their_own_parameters_look_for_neutral_ones():
+    """A call has only processors with an effect, so it does not pay for the test."""
+    ids, scores, lengths = np.ones((2, 3), np.int32), np.ones((2, 5)), np.full(2, 3)
+    alone = P.LogitsProcessorList([P.RepetitionPenaltyLogitsProcessor(2.0)])
+    conditions = [
+        run.lower(processors, ids, scores, lengths, {}).as_text().count("stablehlo.case")
+        for processors in (alone, RowProcessors.of([alone, alone]))
+    ]
+    assert conditions == [0, 1]
 
 
 def test_every_processor_is_covered_here():
