@@ -257,7 +257,7 @@ def draws(keys: jax.Array, step: int, scores: jax.Array, count: int) -> jax.Arra
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, step)
     if count == 1:
         return choose_sample(keys, scores)[:, None]
-    return draw_without_replacement(keys, scores, count, jnp.int32(count), worst=-1e9)[1]
+    return draw_without_replacement(keys, scores, count, jnp.array([count]), worst=-1e9)[1]
 
 
 def likely(name: str, rows: list[list[int]]) -> list[int]:

@@ -242,7 +242,7 @@ def decode_settings(request: Request) -> tuple[DecodeSettings, tuple[MaxTimeCrit
             prefix_allowed_tokens_fn=request.arguments.prefix_allowed_tokens_fn,
             extra=processor_list(request.arguments.logits_processor),
         ),
-        eos=id_table("generate()", "eos_token_id", list(request.eos))[0],
+        eos=id_table("generate()", "eos_token_id", list(request.eos)),
         pad=jnp.asarray(np.int32(request.pad)),
         max_length=jnp.asarray(np.int32(request.max_length)),
         stops=stops,

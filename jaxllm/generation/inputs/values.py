@@ -80,11 +80,6 @@ def float_leaf(owner: str, name: str, value: Number, interval: str) -> Float[Arr
     return np.float32(number)  # pyright: ignore[reportReturnType]  (a leaf like any other)
 
 
-def float_rows(owner: str, name: str, value: Number, interval: str) -> Float[Array, " 1"]:
-    """:func:`float_leaf` with a row axis: one number for all rows."""
-    return float_leaf(owner, name, value, interval)[None]
-
-
 def int_leaf(owner: str, name: str, value: object, *, least: int = 0) -> Int[Array, " ..."]:
     """Converts ``value`` to int32: a scalar, or one number per row of the batch (shape ``[B]``).
 

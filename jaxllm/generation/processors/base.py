@@ -304,12 +304,11 @@ class RowProcessors(LogitsProcessorList):
         repeated: Any = for_sequences((self, cur_len), len(scores))
         processors, lengths = repeated
         for processor in processors:
+            neutral = None
+            apply = partial(jax.vmap(_one_sequence), processor, input_ids, scores, lengths)
             if getattr(processor, "has_rows", False):
-                apply = partial(processor, input_ids, scores, lengths, **kwargs)
                 neutral = processor.is_neutral()
-            else:
-                apply = partial(jax.vmap(_one_sequence), processor, input_ids, scores, lengths)
-                neutral = None
+                apply = partial(processor, input_ids, scores, lengths, **kwargs)
             same = partial(jnp.asarray, scores)
             out = apply() if neutral is None else jax.lax.cond(neutral.all(), same, apply)
             scores = checked_scores(processor, out, scores.shape)

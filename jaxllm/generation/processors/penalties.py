@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.common.errors import InputError, quoted
-from jaxllm.generation.inputs.values import Number, float_rows, int_rows, is_integer
+from jaxllm.generation.inputs.values import Number, float_leaf, int_rows, is_integer
 from jaxllm.generation.processors.base import (
     CurLen,
     History,
@@ -90,7 +90,7 @@ class RepetitionPenaltyLogitsProcessor(LogitsProcessor):
         ignored = prompt_ignore_length
         if ignored is not None:
             ignored = int_rows(owner, "prompt_ignore_length", ignored)
-        leaf = float_rows(owner, "penalty", penalty, "(0, inf)")
+        leaf = float_leaf(owner, "penalty", penalty, "(0, inf)")[None]
         store(self, penalty=leaf, prompt_ignore_length=ignored)
 
     def is_neutral(self) -> Bool[Array, " R"]:
@@ -121,7 +121,7 @@ class EncoderRepetitionPenaltyLogitsProcessor(LogitsProcessor):
         encoder_mask: Bool[Array, "B S"] | None = None,
     ) -> None:
         owner = type(self).__name__
-        leaf = float_rows(owner, "penalty", penalty, "(0, inf)")
+        leaf = float_leaf(owner, "penalty", penalty, "(0, inf)")[None]
         encoder = EncoderTokens.of(owner, encoder_input_ids, encoder_mask)
         store(self, penalty=leaf, encoder=encoder)
 
@@ -154,7 +154,7 @@ class HammingDiversityLogitsProcessor(LogitsProcessor):
                 f"{owner}: `num_beam_groups` ({num_beam_groups}) must be at most `num_beams` "
                 f"({num_beams})"
             )
-        leaf = float_rows(owner, "diversity_penalty", diversity_penalty, "[0, inf)")
+        leaf = float_leaf(owner, "diversity_penalty", diversity_penalty, "[0, inf)")[None]
         store(self, diversity_penalty=leaf, num_beams=num_beams, num_beam_groups=num_beam_groups)
 
     def __call__(
@@ -198,7 +198,7 @@ class _NewTokenPenalty(LogitsProcessor):
     def __init__(self, penalty: Number, prompt_len: int | Array | None = None) -> None:
         owner = type(self).__name__
         length = None if prompt_len is None else int_rows(owner, "prompt_len", prompt_len)
-        leaf = float_rows(owner, "penalty", penalty, "(-inf, inf)")
+        leaf = float_leaf(owner, "penalty", penalty, "(-inf, inf)")[None]
         store(self, penalty=leaf, prompt_len=length)
 
     def is_neutral(self) -> Bool[Array, " R"]:

@@ -19,7 +19,7 @@ from jaxllm.generation.inputs.values import (
     NO_TOKEN,
     TokenIds,
     bucket,
-    float_rows,
+    float_leaf,
     id_table,
     int_rows,
 )
@@ -334,7 +334,7 @@ class ExponentialDecayLengthPenalty(LogitsProcessor):
         store(
             self,
             regulation_start=int_rows(owner, name, start) + prompt,
-            regulation_factor=float_rows(owner, name, factor, "(0, inf)"),
+            regulation_factor=float_leaf(owner, name, factor, "(0, inf)")[None],
             eos_token_id=id_table(owner, "eos_token_id", eos_token_id),
         )
 

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.common.errors import InputError, quoted
-from jaxllm.generation.inputs.values import Number, float_rows, int_rows, is_integer, is_number
+from jaxllm.generation.inputs.values import Number, float_leaf, int_rows, is_integer, is_number
 from jaxllm.generation.processors.base import (
     CurLen,
     History,
@@ -63,8 +63,8 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
     guidance_scale: Float[Array, " R"]
 
     def __init__(self, guidance_scale: Number) -> None:
-        scale = float_rows(type(self).__name__, "guidance_scale", guidance_scale, "(-inf, inf)")
-        store(self, guidance_scale=scale)
+        scale = float_leaf(type(self).__name__, "guidance_scale", guidance_scale, "(-inf, inf)")
+        store(self, guidance_scale=scale[None])
 
     def __call__(
         self,
@@ -115,7 +115,7 @@ class TemperatureLogitsWarper(ScoresProcessor):
                 "TemperatureLogitsWarper: `temperature` must be above 0, but is 0; "
                 "for greedy decoding set do_sample=False"
             )
-        leaf = float_rows(type(self).__name__, "temperature", temperature, "(0, inf)")
+        leaf = float_leaf(type(self).__name__, "temperature", temperature, "(0, inf)")[None]
         store(self, temperature=leaf)
 
     def process(self, history: History, scores: Scores) -> Scores:
@@ -139,7 +139,7 @@ class Filter(ScoresProcessor):
                 f"{owner}: `min_tokens_to_keep` must be an integer of at least 1, "
                 f"but is {quoted(min_tokens_to_keep)}"
             )
-        value = float_rows(owner, "filter_value", filter_value, "[-inf, inf]")
+        value = float_leaf(owner, "filter_value", filter_value, "[-inf, inf]")[None]
         store(self, filter_value=value, min_tokens_to_keep=int(min_tokens_to_keep), **values)
 
     def process(self, history: History, scores: Scores) -> Scores:
@@ -192,7 +192,7 @@ class TopPLogitsWarper(Filter):
     def __init__(
         self, top_p: Number, filter_value: Number = NEG_INF, min_tokens_to_keep: int = 1
     ) -> None:
-        leaf = float_rows(type(self).__name__, "top_p", top_p, "[0, 1]")
+        leaf = float_leaf(type(self).__name__, "top_p", top_p, "[0, 1]")[None]
         super().__init__(filter_value, min_tokens_to_keep, top_p=leaf)
 
     def off(self, scores: Scores) -> Bool[Array, " R"]:
@@ -212,7 +212,7 @@ class MinPLogitsWarper(Filter):
     def __init__(
         self, min_p: Number, filter_value: Number = NEG_INF, min_tokens_to_keep: int = 1
     ) -> None:
-        leaf = float_rows(type(self).__name__, "min_p", min_p, "[0, 1]")
+        leaf = float_leaf(type(self).__name__, "min_p", min_p, "[0, 1]")[None]
         super().__init__(filter_value, min_tokens_to_keep, min_p=leaf)
 
     def off(self, scores: Scores) -> Bool[Array, " R"]:
@@ -233,7 +233,7 @@ class TopHLogitsWarper(Filter):
     top_h: Float[Array, " R"]
 
     def __init__(self, top_h: Number, filter_value: Number = NEG_INF) -> None:
-        leaf = float_rows(type(self).__name__, "top_h", top_h, "(0, 1]")
+        leaf = float_leaf(type(self).__name__, "top_h", top_h, "(0, 1]")[None]
         super().__init__(filter_value, 1, top_h=leaf)
 
     def off(self, scores: Scores) -> Bool[Array, " R"]:
@@ -255,7 +255,7 @@ class TypicalLogitsWarper(Filter):
     def __init__(
         self, mass: Number = 0.9, filter_value: Number = NEG_INF, min_tokens_to_keep: int = 1
     ) -> None:
-        leaf = float_rows(type(self).__name__, "mass", mass, "(0, 1]")
+        leaf = float_leaf(type(self).__name__, "mass", mass, "(0, 1]")[None]
         super().__init__(filter_value, min_tokens_to_keep, mass=leaf)
 
     def off(self, scores: Scores) -> Bool[Array, " R"]:
@@ -278,7 +278,7 @@ class EpsilonLogitsWarper(Filter):
     def __init__(
         self, epsilon: Number, filter_value: Number = NEG_INF, min_tokens_to_keep: int = 1
     ) -> None:
-        leaf = float_rows(type(self).__name__, "epsilon", epsilon, "[0, 1)")
+        leaf = float_leaf(type(self).__name__, "epsilon", epsilon, "[0, 1)")[None]
         super().__init__(filter_value, min_tokens_to_keep, epsilon=leaf)
 
     def off(self, scores: Scores) -> Bool[Array, " R"]:

@@ -364,7 +364,7 @@ def best_candidates(
     batch, beams, vocab = total.shape
     flat = total.reshape(batch, -1)
     count = min(max(2, 1 + settings.eos.shape[-1]), vocab) * beams
-    needed = jnp.maximum(2, 1 + jnp.sum(settings.eos >= 0, axis=-1)) * beams
+    needed = jnp.maximum(2, 1 + jnp.sum(settings.eos >= 0, axis=1)) * beams
     if sampling:
         step = jnp.broadcast_to(state.step, state.keys.shape)
         keys = jax.vmap(jax.random.fold_in)(state.keys, step)
@@ -377,5 +377,5 @@ def best_candidates(
         beam=index // vocab,
         token=token,
         finishes=is_eos(token, settings.eos),
-        unused=jnp.arange(count)[None] >= needed.reshape(-1, 1),
+        unused=jnp.arange(count)[None] >= needed[:, None],
     )

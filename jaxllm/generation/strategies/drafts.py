@@ -411,7 +411,7 @@ def draft_from(
     size: Int[Array, "B 1"],
     column: Int[Array, " B"],
     limit: Int[Array, " B"],
-    eos: Int[Array, " E"],
+    eos: Int[Array, "R E"],
     max_draft: int,
 ) -> DraftTokens:
     """Drafts up to `limit` tokens of each row from `column` on, and stops before an end token."""

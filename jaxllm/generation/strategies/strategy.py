@@ -68,8 +68,8 @@ class DecodeSettings:
     compile nothing."""
 
     processors: LogitsProcessorList
-    eos: Int[Array, " E"] | Int[Array, "B E"]
-    """int32. End tokens, padded with -1, which no token equals; one set per row in batch slots."""
+    eos: Int[Array, "R E"]
+    """int32. End tokens, padded with -1, which no token equals; R is 1, or rows of batch slots."""
     pad: Int[Array, ""]
     """int32. Token written to finished rows."""
     max_length: Int[Array, ""] | Int[Array, " B"]
@@ -338,12 +338,11 @@ def nonfinite_error(step: int, row: int | None = None) -> NonFiniteError:
 
 def is_eos(
     tokens: Int[Array, " B *rest"],
-    eos: Int[Array, " E"] | Int[Array, "B E"],
+    eos: Int[Array, "R E"],
     finished: Bool[Array, " B *rest"] | bool = False,
 ) -> Bool[Array, " B *rest"]:
-    """True at end tokens, and where `finished` is; `eos` has one set of them for all rows, or one
-    for each."""
-    sets = eos.reshape(*eos.shape[:-1], *[1] * (tokens.ndim + 1 - eos.ndim), -1)
+    """True at end tokens, of which `eos` has a set for all rows or for each, and at `finished`."""
+    sets = eos.reshape(len(eos), *[1] * (tokens.ndim - 1), -1)
     return jnp.any(
         (tokens[..., None] == sets) | jnp.broadcast_to(finished, tokens.shape)[..., None], axis=-1
     )

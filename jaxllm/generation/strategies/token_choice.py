@@ -56,13 +56,13 @@ def draw_without_replacement(
     keys: Key[Array, " B"],
     scores: Float[Array, "B V"],
     places: int,
-    count: Int[Array, ""] | Int[Array, " B"],
+    count: Int[Array, " R"],
     *,
     worst: float,
 ) -> tuple[Float[Array, "B P"], Int[Array, "B P"]]:
     """Draws `count` different items of softmax(scores), one by one: their scores and indices.
 
-    `count` is one number, or one per row. Equal in distribution to
+    `count` is one number for all rows, or one for each. Equal in distribution to
     `torch.multinomial(..., replacement=False)`. Entries beyond `count`, or beyond the items of
     positive probability, have the score `worst`.
     """

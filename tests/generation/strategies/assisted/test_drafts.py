@@ -80,7 +80,7 @@ def test_lookup_finds_what_the_plain_search_finds():
     def find(text, lengths, allowed, limit, longest):
         index, actual = earlier_match(text, lengths[:, None], allowed, longest)
         limit = jnp.where(actual, limit, 0)
-        return draft_from(text, lengths[:, None], index, limit, jnp.array([4, -1]), most)
+        return draft_from(text, lengths[:, None], index, limit, jnp.array([[4, -1]]), most)
 
     for longest in (1, 2, 4):
         drafted = find(text, lengths, allowed, limit, longest)
