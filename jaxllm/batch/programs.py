@@ -105,7 +105,7 @@ def empty_arrays(shapes: T) -> T:
 
 
 def empty_slots(shapes: Slots, settings: RowSettings) -> Slots:
-    """Slots without rows, made without compiling a program.
+    """Slots without rows, made without compiling a program. The `reason` 0 is not `RUNNING`.
 
     Args:
         settings: settings of one row, [1], which free slots get. (With zeros a filter would take
@@ -117,7 +117,6 @@ def empty_slots(shapes: Slots, settings: RowSettings) -> Slots:
 
     return Slots(
         state=empty_arrays(shapes.state),
-        unfinished=empty_arrays(shapes.unfinished),
         settings=jax.tree.map(repeated, shapes.settings, settings),
     )
 
@@ -252,5 +251,5 @@ def prefill_rest(
     rows = strategy.prefill(model, batch, truncated(cache, start), stops, sizes, width)
     cache = rows.state.cache.replace(length=jnp.asarray(batch.prompt_length)[0])
     state = rows.state.replace(cache=slots.state.cache.rows_of(rows.state.cache))
-    slots = write_rows(slots, Slots(state, rows.unfinished, rows.settings), slot_ids)
+    slots = write_rows(slots, Slots(state, rows.settings), slot_ids)
     return slots, constrain_fields(cache, batch=1)

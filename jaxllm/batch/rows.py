@@ -60,12 +60,6 @@ class BatchRow:
         """Columns of the longest sequence."""
         return len(self.decoder_prompt) + self.max_new_tokens
 
-    def finish_reason(self, found: str, count: int) -> str:
-        """Why a sequence of `count` new tokens ended: "length" where an end token that is found was
-        forced at the limit (`forced_eos_token_id`, as in BART's configs)."""
-        forced = self.config.forced_eos_token_id is not None and count == self.max_new_tokens
-        return "length" if forced and found == "eos" else found
-
 
 @dataclasses.dataclass(frozen=True)
 class BatchOutput:

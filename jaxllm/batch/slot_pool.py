@@ -224,7 +224,8 @@ class SlotPool:
         self._decode(self._all_slots(), 1, 0)
 
     def _decode(self, slots: Slots, free_slots: int, max_steps: int) -> DecodeProgress:
-        platform, sizes = platform_of_arrays(slots.unfinished), self._sizes.with_slots(slots.count)
+        platform = platform_of_arrays(slots.state.reason)
+        sizes = self._sizes.with_slots(slots.count)
         self._counts.doing = f"decoding {slots.count} rows at once"
         with use_mesh(self._mesh):
             self.slots, progress = decode_slots(

@@ -20,14 +20,14 @@ from jaxllm.batch.slots import PrefillBatch, RowSettings, Sizes, SlotOutputs, Sl
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.generation.loop import first_state
 from jaxllm.generation.stopping import StoppingCriteriaList, StopStringCriteria
-from jaxllm.generation.strategies.beam_search import BeamSearch, BeamSearchState
+from jaxllm.generation.strategies.beam_search import BeamSearch
+from jaxllm.generation.strategies.beam_state import BeamState
 from jaxllm.generation.strategies.sample import NextTokenLogits, Sample, SampleState
 from jaxllm.generation.strategies.strategy import (
-    NEVER,
+    RUNNING,
     AnyStrategy,
     DecodeSettings,
     PrefillInputs,
-    unfinished_rows,
 )
 from jaxllm.models.decoder import Decoder
 from jaxllm.parallel.field_axes import Axes, map_with_axes
@@ -62,7 +62,7 @@ class SlotStrategy:
         """Slots of rows whose prompts are in the cache, before the first token is chosen."""
         settings, inputs = batch.settings, _prefill_inputs(batch, sizes)
         state = self.strategy(settings).initial_state(inputs, cache, sizes.new_token_bucket)
-        return self._slots(state, settings, jnp.ones(batch.prompt_length.shape, bool))
+        return self._slots(state, settings)
 
     def prefill(
         self,
@@ -82,7 +82,7 @@ class SlotStrategy:
         settings, inputs = batch.settings, _prefill_inputs(batch, sizes)
         if rest_width is not None:
             inputs = _rest_of(inputs, cache, rest_width)
-        state: SampleState | BeamSearchState = first_state(
+        state: SampleState | BeamState = first_state(
             cast(AnyStrategy, self.strategy(settings)),
             model,
             inputs,
@@ -90,16 +90,14 @@ class SlotStrategy:
             self._decode_settings(settings, stops),
             new_token_bucket=sizes.new_token_bucket,
         )
-        return self._slots(state, settings, jnp.ones(batch.prompt_length.shape, bool))
+        return self._slots(state, settings)
 
     def step(self, model: Decoder, slots: Slots, stops: StoppingCriteriaList) -> Slots:
         """One more token for every unfinished row."""
         settings = slots.settings
         old = slots.state.replace(keys=jax.random.wrap_key_data(slots.state.keys))
         new = self.strategy(settings).step(model, old, self._decode_settings(settings, stops))
-        return self._slots(
-            _where_unfinished(slots.unfinished, new, old), settings, slots.unfinished
-        )
+        return self._slots(_where_unfinished(slots.unfinished, new, old), settings)
 
     def _decode_settings(
         self, settings: RowSettings, stops: StoppingCriteriaList
@@ -116,25 +114,18 @@ class SlotStrategy:
             padded=False,
         )
 
-    def _slots(
-        self,
-        state: SampleState | BeamSearchState,
-        settings: RowSettings,
-        unfinished: Bool[Array, " B"],
-    ) -> Slots:
-        """Slots of a state; rows that have ended become finished."""
-        unfinished &= unfinished_rows(state, settings.max_length)
-        unfinished &= state.first_nonfinite_step == NEVER
+    def _slots(self, state: SampleState | BeamState, settings: RowSettings) -> Slots:
+        """Slots of a state."""
 
         def shorten_free_slots(x: object) -> object:
             """Sets the cache length of free slots to 0, so that attention reads no further than
             unfinished rows need."""
             if not isinstance(x, Cache):
                 return x
-            return x.replace(length=jnp.where(unfinished, x.length, 0))
+            return x.replace(length=jnp.where(state.reason == RUNNING, x.length, 0))
 
-        state = jax.tree.map(shorten_free_slots, state, is_leaf=lambda x: isinstance(x, Cache))
-        return Slots(state.replace(keys=jax.random.key_data(state.keys)), unfinished, settings)
+        shortened = jax.tree.map(shorten_free_slots, state, is_leaf=lambda x: isinstance(x, Cache))
+        return Slots(shortened.replace(keys=jax.random.key_data(state.keys)), settings)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,9 +140,8 @@ class SampleSlotStrategy(SlotStrategy):
         return SlotOutputs(
             tokens=state.sequences[:, None],
             prompt_length=state.cur_len - state.step,
-            length=state.cur_len[:, None],
-            stopped=state.is_finished[:, None],
-            first_nonfinite_step=state.first_nonfinite_step,
+            counts=state.count[:, None],
+            reasons=state.reason[:, None],
         )
 
 
@@ -175,14 +165,8 @@ class BeamSlotStrategy(SlotStrategy):
         )
 
     def outputs(self, slots: Slots) -> SlotOutputs:
-        state: BeamSearchState = slots.state
-        return SlotOutputs(
-            tokens=state.finished.sequences,
-            prompt_length=state.start_len,
-            length=state.start_len[:, None] + state.finished.lengths,
-            stopped=state.is_stopped,
-            first_nonfinite_step=state.first_nonfinite_step,
-        )
+        best = self.strategy(slots.settings).best(slots.state)
+        return SlotOutputs(best.sequences, slots.state.start_len, best.count, best.reason)
 
 
 def _prefill_inputs(batch: PrefillBatch, sizes: Sizes) -> PrefillInputs:
@@ -267,12 +251,10 @@ class NewTokens(NamedTuple):
 
     tokens: Int[Array, "B W"]
     """A row with fewer new tokens has no meaning in its first columns."""
-    total: Int[Array, " B"]
+    counts: Int[Array, " B"]
     """Number of new tokens so far."""
-    stopped: Bool[Array, " B"]
-    """True if EOS ended the sequence."""
-    first_nonfinite_step: Int[Array, " B"]
-    """Number of the new token at which the logits were not finite, or -1."""
+    reasons: Int[Array, " B"]
+    """`RUNNING`, or why the row has ended; an index of `FINISH_REASONS`."""
     logprobs: Logprobs
     """In the order of `tokens`."""
 
@@ -316,7 +298,7 @@ class StreamedSample(Sample):
                 top=earlier.top.at[row, column].set(top),
             )
 
-        reports = jnp.any(self.reports_logprobs & ~state.is_finished)
+        reports = jnp.any(self.reports_logprobs & (state.reason == RUNNING))
         # Over the whole vocabulary, so only while a row asks for it.
         return new.replace(logprobs=jax.lax.cond(reports, record, lambda: earlier))
 
@@ -344,7 +326,7 @@ class StreamedSlotStrategy(SlotStrategy):
     def outputs(self, slots: Slots) -> NewTokens:
         state: StreamedState = slots.state
         assert state.logprobs is not None
-        numbers = state.step[:, None] - self.window + jnp.arange(self.window)[None]
+        numbers = state.count[:, None] - self.window + jnp.arange(self.window)[None]
         columns = (state.cur_len - state.step)[:, None] + numbers
 
         def take(x: Array, index: Array) -> Array:
@@ -353,8 +335,7 @@ class StreamedSlotStrategy(SlotStrategy):
 
         return NewTokens(
             tokens=take(state.sequences, jnp.maximum(columns, 0)),
-            total=state.step,
-            stopped=state.is_finished,
-            first_nonfinite_step=state.first_nonfinite_step,
+            counts=state.count,
+            reasons=state.reason,
             logprobs=jax.tree.map(lambda x: take(x, numbers % self.window), state.logprobs),
         )

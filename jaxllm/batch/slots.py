@@ -23,6 +23,7 @@ from jaxllm.cache.kv_cache import Cache, per_head
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.generation.processors.base import RowProcessors
+from jaxllm.generation.strategies.strategy import RUNNING
 from jaxllm.parallel.field_axes import Axes, field_shardings, map_with_axes
 from jaxllm.parallel.sharding import ROWS, context_mesh, partition_spec
 
@@ -246,15 +247,13 @@ class SlotOutputs(NamedTuple):
     """The M sequences of each slot, finished or not."""
 
     tokens: Int[Array, "B M L"]
-    """Prompt and new tokens; columns beyond `length` have no meaning."""
+    """Prompt and new tokens; columns beyond `counts` new ones have no meaning."""
     prompt_length: Int[Array, " B"]
     """Length of the decoder prompt."""
-    length: Int[Array, "B M"]
-    """Length of each sequence, prompt included."""
-    stopped: Bool[Array, "B M"]
-    """True if EOS or a stop string ended the sequence."""
-    first_nonfinite_step: Int[Array, " B"]
-    """Number of the new token at which the logits were not finite, or -1."""
+    counts: Int[Array, "B M"]
+    """New tokens of each sequence, the end token included."""
+    reasons: Int[Array, "B M"]
+    """`RUNNING`, or why the sequence has ended; an index of `FINISH_REASONS`."""
 
 
 @jax.tree_util.register_dataclass
@@ -264,13 +263,16 @@ class Slots:
 
     state: Any
     """The strategy's state, one row per slot. Random keys are stored as raw key data."""
-    unfinished: Bool[Array, " B"]
-    """True while the slot's row is not finished."""
     settings: RowSettings
 
     @property
+    def unfinished(self) -> Bool[Array, " B"]:
+        """True while the slot's row has not ended; False for free slots."""
+        return self.state.reason == RUNNING
+
+    @property
     def count(self) -> int:
-        return self.unfinished.shape[0]
+        return self.state.reason.shape[0]
 
 
 def with_shardings(shapes: T, mesh: Mesh | AbstractMesh | None, count: int) -> T:

@@ -17,7 +17,7 @@ from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.row_groups import FinishedSequence, Group, Task, prefill_batch
 from jaxllm.batch.slot_pool import SlotPool
 from jaxllm.batch.slots import PrefillBatch, Sizes, SlotOutputs
-from jaxllm.generation.strategies.strategy import NEVER, nonfinite_error
+from jaxllm.generation.strategies.strategy import FINISH_REASONS, NONFINITE, nonfinite_error
 from jaxllm.models.decoder import Decoder
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
@@ -131,15 +131,17 @@ class TaskRun:
 
 def _sequences(task: Task, outputs: SlotOutputs, slot: int) -> list[FinishedSequence]:
     """The finished sequences of a slot."""
-    step = int(outputs.first_nonfinite_step[slot])
-    if step != NEVER:
-        return FinishedSequence.failed(task, nonfinite_error(step))
+    start, counts, reasons = (
+        outputs.prompt_length[slot],
+        outputs.counts[slot],
+        outputs.reasons[slot],
+    )
+    if reasons[0] == NONFINITE:
+        return FinishedSequence.failed(task, nonfinite_error(int(counts[0])))
     sequences = []
-    for number, sample in enumerate(task.samples):
-        new = slice(outputs.prompt_length[slot], outputs.length[slot, number])
-        tokens = outputs.tokens[slot, number, new].tolist()
-        reason = "stop" if outputs.stopped[slot, number] else "length"
-        if tokens and tokens[-1] in task.row.eos:
-            reason = task.row.finish_reason("eos", len(tokens))
-        sequences.append(FinishedSequence(sample, tokens, reason))
+    for sample, row, count, reason in zip(
+        task.samples, outputs.tokens[slot], counts, reasons, strict=False
+    ):
+        tokens = row[start : start + count].tolist()
+        sequences.append(FinishedSequence(sample, tokens, FINISH_REASONS[reason]))
     return sequences

@@ -47,7 +47,7 @@ from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.strategies.beam_search import end_beams
 from jaxllm.generation.strategies.guidance import Guided
 from jaxllm.generation.strategies.records import check_record_size
-from jaxllm.generation.strategies.strategy import DecodeState, Result
+from jaxllm.generation.strategies.strategy import RUNNING, STOP, DecodeState, Result
 from jaxllm.models.decoder import Decoder, GenerativeModel
 from jaxllm.models.decoder_only import with_rope_length
 from jaxllm.parallel.sharding import use_mesh
@@ -268,7 +268,7 @@ def run(model: GenerativeModel, call: PreparedCall, streamer: Streamer | None) -
         with reraise_failures():
             state = run_prefill(decoder, call, prefill_program)
             state = run_decode(strategy, decoder, state, settings, max_length)
-            result = fetch_result(finish_program(strategy, state, settings))
+            result = fetch_result(call, finish_program(strategy, state, settings))
     past = past_key_values(model, call, state)
     return generate_output(call, result, past, int(result.length), int(result.steps))
 
@@ -297,7 +297,7 @@ def run_by_token(
         streamer.end()
     assert last is not None
     result, state = last
-    return fetch_result(result), state
+    return fetch_result(call, result), state
 
 
 def partial_results(
@@ -317,18 +317,22 @@ def partial_results(
                 state = run_prefill(model, call, prefill_program)
             else:
                 state = run_decode(strategy, model, state, settings, next_length)
-            result = fetch_progress(finish_program(strategy, state, settings))
+            result = fetch_progress(call, finish_program(strategy, state, settings))
         expired = any(limit.expired() for limit in call.time_limits)
         if expired and not beams:
             longest = result.length if result.longest is None else result.longest
             steps = longest - call.request.start_len
+            reasons = result.finish_reasons
             result = dataclasses.replace(
-                result, all_finished=np.bool_(True), length=longest, steps=steps
+                result,
+                finish_reasons=np.where(reasons == RUNNING, STOP, reasons),
+                length=longest,
+                steps=steps,
             )
         elif expired:
             with use_mesh(call.mesh), reraise_failures():
                 state = end_beams(strategy, state)
-                result = fetch_progress(finish_program(strategy, state, settings))
+                result = fetch_progress(call, finish_program(strategy, state, settings))
         yield result, state
         if result.all_finished:
             return

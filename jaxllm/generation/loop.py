@@ -6,7 +6,6 @@ of `stream()`.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, cast
 
 import jax
@@ -16,14 +15,13 @@ from jaxtyping import Array, Bool, Int
 
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.generation.strategies.strategy import (
+    RUNNING,
     AnyStrategy,
     DecodeSettings,
     PrefillInputs,
     Result,
     S,
     Strategy,
-    finish_reasons,
-    unfinished_rows,
 )
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.encoder_decoder import EncoderDecoderLM
@@ -178,7 +176,7 @@ def decode(
     max_length: Int[Array, ""],
     steps: int = 1,
 ) -> S:
-    """Runs decode steps until every row is finished or `max_length` columns are in use.
+    """Runs decode steps until every row has ended or has `max_length` columns.
 
     Args:
         steps: how many of them run between two checks, see `steps_of`. The state is the same for
@@ -186,7 +184,7 @@ def decode(
     """
 
     def unfinished(state: S) -> Bool[Array, ""]:
-        return jnp.any(unfinished_rows(state, max_length))
+        return jnp.any((state.reason == RUNNING) & (state.cur_len < max_length))
 
     def step(state: S) -> S:
         return strategy.step(model, state, settings)
@@ -220,15 +218,8 @@ def with_fixed_sharding(state: S) -> S:
 
 def finish(strategy: Strategy[S], state: S, settings: DecodeSettings) -> Result:
     """Builds the result of the last state, or of an intermediate one (streaming)."""
-    all_finished = ~jnp.any(unfinished_rows(state, settings.max_length))
-    result, ends = strategy.finish(state, settings), strategy.ends(state)
-    reasons = finish_reasons(result.sequences, ends, settings)
     # Replicated on a mesh: each process reads the whole result.
-    return constrain(
-        dataclasses.replace(
-            result, all_finished=all_finished, lengths=ends.lengths, finish_reasons=reasons
-        )
-    )
+    return constrain(strategy.finish(state, settings))
 
 
 prefill_program = jax.jit(prefill, static_argnames=("capacity", "new_token_bucket", "chunk_size"))
@@ -248,7 +239,7 @@ def decode_arguments(
     strategy: Strategy[S], model: Decoder, state: S, settings: DecodeSettings, max_length: int
 ) -> tuple[Any, ...]:
     """Arguments of `decode_program`."""
-    steps = steps_of(strategy, settings, platform_of_arrays(state.is_finished))
+    steps = steps_of(strategy, settings, platform_of_arrays(state.reason))
     return strategy, model, state, settings, np.int32(max_length), steps
 
 

@@ -16,12 +16,18 @@ from jaxtyping import UInt32
 from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.programs import DecodeProgress
 from jaxllm.batch.slot_pool import SlotPool
-from jaxllm.batch.slot_strategies import Logprobs
+from jaxllm.batch.slot_strategies import Logprobs, NewTokens
 from jaxllm.batch.slots import Sizes, place
 from jaxllm.common.errors import JaxLLMError
 from jaxllm.generation.processors.base import RowProcessors
 from jaxllm.generation.processors.host import WORD_BITS
-from jaxllm.generation.strategies.strategy import NEVER, nonfinite_error
+from jaxllm.generation.strategies.strategy import (
+    FINISH_REASONS,
+    NONFINITE,
+    RUNNING,
+    STOP,
+    nonfinite_error,
+)
 from jaxllm.models.decoder import Decoder
 from jaxllm.serve.admission import Admission, PrefillOptions, PrefixCounts
 from jaxllm.serve.live_rows import (
@@ -212,12 +218,12 @@ class LiveRun:
         if not slots:
             return
         arrays = self._pool.slots
-        unfinished = np.array(arrays.unfinished)
-        unfinished[slots] = False
+        reason = np.array(arrays.state.reason)
+        reason[slots] = STOP
         for slot in slots:
             self._pool.tasks[slot] = None
-        placed = self._placed_as(unfinished, arrays.unfinished)
-        self._pool.slots = dataclasses.replace(arrays, unfinished=placed)
+        state = arrays.state.replace(reason=self._placed_as(reason, arrays.state.reason))
+        self._pool.slots = dataclasses.replace(arrays, state=state)
 
     def _placed_as(self, new: np.ndarray, old: jax.Array) -> jax.Array:
         """A host array on the devices of the array that it replaces."""
@@ -230,7 +236,7 @@ class LiveRun:
         for slot, task in enumerate(tasks):
             if task is None:
                 continue
-            chunk = _chunk(task, progress, slot, finished=slot in finished)
+            chunk = _chunk(task, progress.outputs, slot)
             task.tokens.extend(chunk.tokens)
             if chunk.is_last and slot not in finished:
                 stopped.append(slot)
@@ -240,20 +246,17 @@ class LiveRun:
         return results
 
 
-def _chunk(task: LiveTask, progress: DecodeProgress, slot: int, *, finished: bool) -> Chunk:
+def _chunk(task: LiveTask, outputs: NewTokens, slot: int) -> Chunk:
     """The new tokens of a slot since the last report."""
-    outputs = progress.outputs
-    step = int(outputs.first_nonfinite_step[slot])
-    if step != NEVER:
-        return Chunk(task.sample, (), error=nonfinite_error(step))
-    count = int(outputs.total[slot]) - len(task.tokens)
+    total, code = int(outputs.counts[slot]), int(outputs.reasons[slot])
+    if code == NONFINITE:
+        return Chunk(task.sample, (), error=nonfinite_error(total))
+    count = total - len(task.tokens)
     columns = range(outputs.tokens.shape[1] - count, outputs.tokens.shape[1])
     tokens = [int(outputs.tokens[slot, column]) for column in columns]
-    reason = "length" if finished else None
+    reason = None if code == RUNNING else FINISH_REASONS[code]
     end = None if task.stops is None else task.stops.first_end(tokens)
-    if finished and outputs.stopped[slot] and end in (None, len(tokens)):
-        reason = task.row.finish_reason("eos", int(outputs.total[slot]))
-    elif end is not None:
+    if end is not None and (end < len(tokens) or reason != "eos"):
         tokens, reason = tokens[:end], "stop"
     logprobs = None
     if task.row.logprobs:

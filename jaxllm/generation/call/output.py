@@ -16,6 +16,7 @@ from jaxllm.generation.call.prepare import PreparedCall
 from jaxllm.generation.strategies.records import RecordColumns, as_tuples
 from jaxllm.generation.strategies.strategy import (
     FINISH_REASONS,
+    NONFINITE,
     AssistedCounts,
     DecodeState,
     Result,
@@ -27,14 +28,7 @@ from jaxllm.models.outputs import ModelOutput, PerLayer
 T = TypeVar("T")
 PerStep = tuple[PerLayer, ...] | None
 """Tuple over the steps of tuples over the layers, or None."""
-PROGRESS_FIELDS = (
-    "sequences",
-    "length",
-    "steps",
-    "longest",
-    "first_nonfinite_step",
-    "all_finished",
-)
+PROGRESS_FIELDS = ("sequences", "length", "steps", "longest", "lengths", "finish_reasons")
 """Fields of a `Result` that are fetched while generation is running."""
 
 
@@ -107,7 +101,8 @@ class GenerateOutput(ModelOutput):
         """The names of `finish_reasons`. Runs on the host, so it cannot be called inside `jax.jit`.
 
         "eos" is an end token. "length" is the limit, also where `forced_eos_token_id` wrote an end
-        token at it. "stop" is a stop string, a stopping criterion or `max_time`.
+        token at it. "stop" is a stop string, a stopping criterion or `max_time`. "nonfinite" stands
+        for NaN or infinite logits inside `jax.jit`, where they raise no error.
         """
         return np.array(FINISH_REASONS)[np.asarray(self.finish_reasons)].tolist()
 
@@ -124,8 +119,6 @@ def generate_output(
     records = {}
     if result.records is not None:
         records = as_tuples(result.records, record_columns(call), steps=steps)
-    assert result.lengths is not None  # set in `loop.finish`
-    assert result.finish_reasons is not None
     new_tokens = length - call.request.start_len
     beam_indices = result.beam_indices
     return GenerateOutput(
@@ -194,29 +187,31 @@ def on_every_process(tree: T, mesh: Mesh | None) -> T:
     return jax.tree.map(lambda x: jax.device_put(x, everywhere), tree)
 
 
-def fetch_progress(result: Result) -> Result:
+def fetch_progress(call: PreparedCall, result: Result) -> Result:
     """Fetches the `PROGRESS_FIELDS` of an unfinished result; others, such as the scores of all
     steps, stay on the device. Raises as `fetch_result`."""
     progress = {name: getattr(result, name) for name in PROGRESS_FIELDS}
     result = dataclasses.replace(result, **jax.device_get(progress))
-    check_finite(result)
+    check_finite(call, result)
     return result
 
 
-def fetch_result(result: Result) -> Result:
+def fetch_result(call: PreparedCall, result: Result) -> Result:
     """Fetches a result from the device.
 
     Raises:
         NonFiniteError: a step had no finite logits; the message names the step and the row.
     """
     result = jax.device_get(result)
-    check_finite(result)
+    check_finite(call, result)
     return result
 
 
-def check_finite(result: Result) -> None:
+def check_finite(call: PreparedCall, result: Result) -> None:
     """Raises NonFiniteError with the step and the row if a step had no finite logits."""
-    step = result.first_nonfinite_step
-    if (step >= 0).any():
-        row = int(np.argmax(step >= 0))
-        raise nonfinite_error(int(step[row]), row)
+    is_bad = result.finish_reasons == NONFINITE
+    if is_bad.any():
+        sequence, rows = int(np.argmax(is_bad)), len(call.inputs.keys)
+        # All sequences of a row of beams end with it; samples are rows of their own.
+        row = sequence * rows // len(is_bad)
+        raise nonfinite_error(int(result.lengths[sequence]), row)

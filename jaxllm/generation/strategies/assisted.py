@@ -35,16 +35,15 @@ from jaxllm.generation.strategies.drafts import (
 )
 from jaxllm.generation.strategies.records import Records, initial_records
 from jaxllm.generation.strategies.strategy import (
-    NEVER,
+    NONFINITE,
+    RUNNING,
     AssistedCounts,
     DecodeSettings,
     PrefillInputs,
     Result,
-    SequenceEnds,
     Strategy,
-    is_eos,
+    end_reasons,
     nonfinite,
-    unfinished_rows,
 )
 from jaxllm.generation.strategies.token_choice import choose_greedy, choose_sample
 from jaxllm.models.decoder import Decoder
@@ -165,18 +164,16 @@ class AssistedState:
     """Prompt and new tokens, pad beyond `cur_len`."""
     mask: Bool[Array, "B L"]
     """True at real tokens of `sequences`."""
-    cur_len: Int[Array, " B"]
-    """Columns in use, prompt included."""
     start_len: Int[Array, ""]
     """Columns of the prompt."""
-    is_finished: Bool[Array, " B"]
-    """True if the row is finished."""
+    count: Int[Array, " B"]
+    """New tokens of each row, the end token included."""
+    reason: Int[Array, " B"]
+    """`RUNNING`, or why the row has ended."""
     keys: Key[Array, " B"]
     """One random key per row; draws depend only on it and on the position of the token."""
     step: Int[Array, ""]
     """Rounds so far (not new tokens: rows accept different numbers of drafts)."""
-    first_nonfinite_step: Int[Array, " B"]
-    """The first new token without finite logits, or -1."""
     cache: Cache
     """The model's cache: all tokens of each row but the newest."""
     draft: DraftState
@@ -191,6 +188,11 @@ class AssistedState:
 
     def replace(self, **changes: Any) -> Self:
         return dataclasses.replace(self, **changes)
+
+    @property
+    def cur_len(self) -> Int[Array, " B"]:
+        """Columns in use, prompt included."""
+        return self.start_len + self.count
 
     @property
     def buffer(self) -> TokenBuffer:
@@ -255,7 +257,8 @@ def append_columns(
     scores: Float[Array, "B T V"],
     settings: DecodeSettings,
 ) -> tuple[AssistedState, Int[Array, " B"]]:
-    """Writes each row's first `usable` tokens, up to an end token, and pads over the others.
+    """Writes each row's first `usable` tokens, up to the one that ends the row, and pads over the
+    others.
 
     Args:
         usable: accepted drafted tokens, and the model's own after them; 0 in finished rows.
@@ -266,32 +269,30 @@ def append_columns(
     columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     is_usable = columns < usable[:, None]
     buffer = state.buffer.put(tokens, is_usable)
-    finishes = is_eos(tokens, settings.eos) | stopped_columns(buffer, scores, settings)
-    finishes &= is_usable
-    row_finishes = finishes.any(axis=1)
-    new = jnp.where(row_finishes, jnp.argmax(finishes, axis=1).astype(jnp.int32) + 1, usable)
-    is_new = columns < new[:, None]
-    position = state.cur_len - state.start_len
-    first_nonfinite_step = state.first_nonfinite_step
+    is_full = state.cur_len[:, None] + columns + 1 >= settings.max_length
+    is_stopped = stopped_columns(buffer, scores, settings)
+    reasons = end_reasons(tokens, is_full, is_stopped, settings)
     if not settings.allow_nonfinite:
-        is_bad = nonfinite(logits, scores) & is_new
-        bad_step = position + jnp.argmax(is_bad, axis=1).astype(jnp.int32)
-        first_nonfinite_step = jnp.where(
-            is_bad.any(axis=1) & (first_nonfinite_step == NEVER), bad_step, first_nonfinite_step
-        )
+        reasons = jnp.where(nonfinite(logits, scores), NONFINITE, reasons)
+    ends = (reasons != RUNNING) & is_usable
+    row_ends, end = ends.any(axis=1), jnp.argmax(ends, axis=1)[:, None]
+    reason = jnp.take_along_axis(reasons, end, axis=1)[:, 0]
+    # Without finite logits there is no token.
+    up_to_end = end[:, 0].astype(jnp.int32) + (reason != NONFINITE)
+    new = jnp.where(row_ends, up_to_end, usable)
+    is_new = columns < new[:, None]
 
     def write(steps: Array | None, values: Array) -> Array | None:
         if steps is None:
             return None
-        return write_columns(steps, jnp.where(is_new[..., None], values, 0.0), position)
+        return write_columns(steps, jnp.where(is_new[..., None], values, 0.0), state.count)
 
     buffer = state.buffer.put(jnp.where(is_new, tokens, settings.pad), is_new)
     after = state.replace(
         sequences=buffer.sequences,
         mask=buffer.mask,
-        cur_len=state.cur_len + new,
-        is_finished=state.is_finished | row_finishes,
-        first_nonfinite_step=first_nonfinite_step,
+        count=state.count + new,
+        reason=jnp.where(row_ends, reason, state.reason),
         scores=write(state.scores, scores),
         logits=write(state.logits, logits),
     )
@@ -343,12 +344,11 @@ class Assisted(Strategy[AssistedState]):
         state = AssistedState(
             sequences=jnp.pad(sequences, padding, constant_values=settings.pad),
             mask=jnp.pad(mask, padding),
-            cur_len=jnp.full((batch,), inputs.start_len, jnp.int32),
             start_len=inputs.start_len,
-            is_finished=jnp.zeros((batch,), bool),
+            count=jnp.zeros((batch,), jnp.int32),
+            reason=jnp.full((batch,), RUNNING, jnp.int32),
             keys=inputs.keys,
             step=jnp.zeros((), jnp.int32),
-            first_nonfinite_step=jnp.full((batch,), NEVER, jnp.int32),
             cache=cache.replace(length=repeat_for_samples(inputs.cache_len, batch)),
             draft=self.draft.init(model, inputs, cache.capacity, self.num_return_sequences),
             counts=AssistedCounts(
@@ -369,7 +369,7 @@ class Assisted(Strategy[AssistedState]):
         return append_columns(state, token, one, logits, scores, settings)[0]
 
     def step(self, model: Decoder, state: AssistedState, settings: DecodeSettings) -> AssistedState:
-        unfinished = unfinished_rows(state, settings.max_length)
+        unfinished = state.reason == RUNNING
         proposal = self.propose(model, state, unfinished, settings)
         drafted, buffer = proposal.drafted, proposal.buffer
         newest = jnp.take_along_axis(state.sequences, state.cur_len[:, None] - 1, axis=1)
@@ -381,8 +381,7 @@ class Assisted(Strategy[AssistedState]):
             **settings.decode_options,
         )
         if state.records is not None:
-            steps = state.cur_len - state.start_len
-            state = state.replace(records=state.records.write_columns(out, steps))
+            state = state.replace(records=state.records.write_columns(out, state.count))
         scores = process_columns(
             buffer, out.logits, out.unconditional_logits, state.start_len, settings
         )
@@ -433,8 +432,9 @@ class Assisted(Strategy[AssistedState]):
     ) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
         """The tokens of a round, and the number of accepted drafted ones among them."""
         if self.is_speculative:
-            positions = state.cur_len - state.start_len
-            return accept_speculative(state.keys, positions, drafted, scores, self.ensemble_weight)
+            return accept_speculative(
+                state.keys, state.count, drafted, scores, self.ensemble_weight
+            )
         if self.ensemble_weight is not None:
             scores = mix_with_draft(scores, drafted, self.ensemble_weight)
         return accept_matching(self.select(state, scores), drafted)
@@ -451,7 +451,7 @@ class Assisted(Strategy[AssistedState]):
         flat = scores.reshape(batch * width, -1)
         if not self.sampling:
             return choose_greedy(flat).reshape(batch, width)
-        positions = (state.cur_len - state.start_len)[:, None] + jnp.arange(width)[None]
+        positions = state.count[:, None] + jnp.arange(width)[None]
         keys = position_keys(jnp.repeat(state.keys, width, axis=0), positions.reshape(-1))
         return choose_sample(keys, flat).reshape(batch, width)
 
@@ -484,13 +484,9 @@ class Assisted(Strategy[AssistedState]):
             num_assistant_tokens=jnp.where(unfinished & self.grows, next_size, size),
         )
 
-    def ends(self, state: AssistedState) -> SequenceEnds:
-        return SequenceEnds(state.start_len, state.cur_len - state.start_len, state.is_finished)
-
     def finish(self, state: AssistedState, settings: DecodeSettings) -> Result:
-        unfinished = unfinished_rows(state, settings.max_length)
         longest = jnp.max(state.cur_len)
-        length = jnp.min(jnp.where(unfinished, state.cur_len, longest))
+        length = jnp.min(jnp.where(state.reason == RUNNING, state.cur_len, longest))
 
         def by_step(record: Array | None) -> Array | None:
             return None if record is None else record.swapaxes(0, 1)
@@ -501,7 +497,8 @@ class Assisted(Strategy[AssistedState]):
             longest=longest,
             length=length,
             steps=length - state.start_len,
-            first_nonfinite_step=state.first_nonfinite_step,
+            lengths=state.count,
+            finish_reasons=state.reason,
             scores=by_step(state.scores),
             logits=by_step(state.logits),
             records=state.records,

@@ -25,8 +25,10 @@ from jaxllm.generation.strategies.beam_state import (
     Hypotheses,
     S,
     advance,
+    beam_reasons,
     beam_scores,
     best_candidates,
+    end_rows,
     extended_mask,
     length_normalized,
     read_column,
@@ -35,12 +37,14 @@ from jaxllm.generation.strategies.beam_state import (
 from jaxllm.generation.strategies.records import initial_records
 from jaxllm.generation.strategies.sample import record_step, with_score_buffers
 from jaxllm.generation.strategies.strategy import (
-    NEVER,
+    LENGTH,
+    NONFINITE,
+    RUNNING,
+    STOP,
     DecodeSettings,
     PrefillInputs,
     Result,
     ReturnedCache,
-    SequenceEnds,
     Strategy,
 )
 from jaxllm.models.decoder import Decoder
@@ -108,9 +112,9 @@ class BeamStrategy(Strategy[S]):
             "start_len": jnp.asarray(inputs.start_len),
             "cur_len": jnp.asarray(inputs.start_len),
             "step": jnp.zeros_like(inputs.start_len, jnp.int32),
-            "is_finished": jnp.zeros((batch,), bool),
+            "count": jnp.zeros((batch,), jnp.int32),
+            "reason": jnp.full((batch,), RUNNING, jnp.int32),
             "keys": inputs.keys,
-            "first_nonfinite_step": jnp.full((batch,), NEVER, jnp.int32),
             "beam_cache": BeamCache.init(cache, batch, self.num_beams),
         }
 
@@ -165,15 +169,16 @@ class BeamStrategy(Strategy[S]):
         """
         length, size = state.cur_len + 1 - state.start_len, enters.shape[1]
         scores = length_normalized(candidates.value[:, :size], length, self.length_penalty)
+        token = candidates.token[:, :size]
         new = running.extend(
             candidates.beam[:, :size],
-            candidates.token[:, :size],
+            token,
             jnp.where(enters, scores, WORST),
-            state.cur_len,
-            state.step,
+            state,
+            beam_reasons(token, state, settings),
             offset,
         )
-        pool, _ = pool.join(new).best(size)
+        pool = pool.join(new).best(size)
         worst = pool.scores[:, -1]
         is_full = worst > WORST
         if self.early_stopping is True:
@@ -199,13 +204,15 @@ class BeamStrategy(Strategy[S]):
         return state.finished
 
     def best(self, state: S) -> Hypotheses:
-        """The sequences that are returned."""
-        return self.ranked(state).beams(slice(self.num_return_sequences))
-
-    def ends(self, state: S) -> SequenceEnds:
-        # Only beam search takes stopping criteria.
-        lengths = self.best(state).lengths.reshape(-1)
-        return SequenceEnds(state.start_len, lengths, jnp.zeros_like(lengths, bool))
+        """The sequences that are returned, which end no sooner than their row."""
+        best = self.ranked(state).beams(slice(self.num_return_sequences))
+        count, reason = state.count[:, None], state.reason[:, None]
+        has_ended = (reason == LENGTH) & (best.reason != RUNNING)
+        return dataclasses.replace(
+            best,
+            count=jnp.where(reason == NONFINITE, count, best.count),
+            reason=jnp.where(has_ended, best.reason, reason),
+        )
 
     def finish(self, state: S, settings: DecodeSettings) -> Result:
         best = self.best(state)
@@ -219,9 +226,10 @@ class BeamStrategy(Strategy[S]):
 
         return Result(
             sequences=best.sequences.reshape(-1, best.sequences.shape[2]),
-            length=state.start_len + jnp.max(best.lengths),
+            length=state.start_len + jnp.max(best.count),
             steps=state.step,
-            first_nonfinite_step=state.first_nonfinite_step,
+            lengths=best.count.reshape(-1),
+            finish_reasons=best.reason.reshape(-1),
             scores=state.scores,
             logits=state.logits,
             sequences_scores=best.scores.reshape(-1),
@@ -236,7 +244,7 @@ class BeamStrategy(Strategy[S]):
 @jax.jit
 def _returned_cache(strategy: BeamStrategy[Any], state: BeamState) -> ReturnedCache:
     best = strategy.best(state)
-    lengths = state.start_len + best.lengths
+    lengths = state.start_len + best.count
     written = jnp.arange(state.mask.shape[1])[None, None] < lengths[..., None]
     mask = (state.mask[:, None] & written).reshape(-1, state.mask.shape[1])
     sequences = best.sequences.reshape(mask.shape)
@@ -256,76 +264,53 @@ def whole_rows(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BeamSearchState(BeamState):
-    """State of beam search."""
-
-    is_sent_finished: Bool[Array, "B N"]
-    """Entries of the pool that hold a finished sequence."""
-    is_stopped: Bool[Array, "B N"]
-    """Entries of the pool that a stopping criterion ended."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BeamSearch(BeamStrategy[BeamSearchState]):
+class BeamSearch(BeamStrategy[BeamState]):
     """Beam search; with `sampling`, beam sampling."""
 
     sampling: bool = dataclasses.field(metadata={"static": True})
 
     def initial_state(
         self, inputs: PrefillInputs, cache: Cache, new_token_bucket: int
-    ) -> BeamSearchState:
-        batch = inputs.mask.shape[0]
-        return BeamSearchState(
-            **self.initial_fields(inputs, cache, new_token_bucket, jnp.arange(self.num_beams) == 0),
-            is_sent_finished=jnp.zeros((batch, self.num_beams), bool),
-            is_stopped=jnp.zeros((batch, self.num_beams), bool),
-        )
+    ) -> BeamState:
+        starts = jnp.arange(self.num_beams) == 0
+        return BeamState(**self.initial_fields(inputs, cache, new_token_bucket, starts))
 
-    def ended(self, state: BeamSearchState) -> BeamSearchState:
+    def ended(self, state: BeamState) -> BeamState:
         """The state if a stopping criterion had met all running beams at their newest token."""
         length = (state.cur_len - state.start_len)[..., None]
         scores = length_normalized(state.running.scores, length, self.length_penalty[..., None])
-        scores = scores + jnp.where(state.is_finished[:, None], WORST, 0.0)
-        new = dataclasses.replace(state.running, scores=scores)
-        finished, index = state.finished.join(new).best(self.num_beams)
-        now = jnp.ones_like(state.is_stopped)
-        is_stopped = take_per_row(jnp.concatenate([state.is_stopped, now], axis=1), index)
-        every_row = jnp.ones_like(state.is_finished)
-        return state.replace(finished=finished, is_stopped=is_stopped, is_finished=every_row)
-
-    def ends(self, state: BeamSearchState) -> SequenceEnds:
-        is_stopped = state.is_stopped[:, : self.num_return_sequences].reshape(-1)
-        return dataclasses.replace(super().ends(state), is_stopped=is_stopped)
+        scores = scores + jnp.where(state.reason != RUNNING, WORST, 0.0)[:, None]
+        reason = jnp.full_like(state.running.reason, STOP)
+        new = dataclasses.replace(state.running, scores=scores, reason=reason)
+        finished = state.finished.join(new).best(self.num_beams)
+        return state.replace(finished=finished, reason=jnp.full_like(state.reason, LENGTH))
 
     def choose(
         self,
-        state: BeamSearchState,
+        state: BeamState,
         logits: Float[Array, "BN V"],
         unconditional: Float[Array, "BN V"] | None,
         settings: DecodeSettings,
-    ) -> BeamSearchState:
+    ) -> BeamState:
         scores = beam_scores(state, state.running, logits, unconditional, settings)
-        state = record_step(state, ~state.is_finished, logits, scores, settings)
+        state = record_step(state, logits, scores, settings)
         scores = scores.reshape(*state.running.scores.shape, -1)
         total = scores + state.running.scores[..., None]
         candidates = best_candidates(total, state, settings, sampling=self.sampling)
-        full = (state.cur_len + 1 >= settings.max_length)[..., None]
-        stopped = self.stopped(state, candidates, scores, settings)
-        finishes = candidates.finishes | full.reshape(-1, 1) | stopped
-        candidates = dataclasses.replace(candidates, finishes=finishes)
+        is_stopped = self.stopped(state, candidates, scores, settings)
+        reason = beam_reasons(candidates.token, state, settings, is_stopped)
+        candidates = dataclasses.replace(candidates, finishes=reason != RUNNING)
 
         value, parents, token = candidates.next_beams(self.num_beams)
-        running = state.running.extend(parents, token, value, state.cur_len, state.step)
-        state = advance(state, running, parents, **self.pool_after(state, candidates, stopped))
+        running = state.running.extend(parents, token, value, state)
+        pool = self.pool_after(state, candidates, reason)
+        state = advance(state, running, parents, finished=pool)
         no_candidate_left = (candidates.finishes | candidates.unused).all(axis=1)
-        return state.replace(
-            is_finished=state.is_finished | no_candidate_left | self.pool_is_final(state, settings)
-        )
+        return end_rows(state, no_candidate_left | self.pool_is_final(state, settings), settings)
 
     def stopped(
         self,
-        state: BeamSearchState,
+        state: BeamState,
         candidates: Candidates,
         scores: Float[Array, "B N V"],
         settings: DecodeSettings,
@@ -334,9 +319,7 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
         batch, count = candidates.token.shape
         if not settings.stops:
             return jnp.zeros((batch, count), bool)
-        sequences = state.running.extend(
-            candidates.beam, candidates.token, candidates.value, state.cur_len, state.step
-        )
+        sequences = state.running.extend(candidates.beam, candidates.token, candidates.value, state)
         return settings.stops(
             sequences.sequences.reshape(batch * count, -1),
             take_per_row(scores, candidates.beam).reshape(batch * count, -1),
@@ -345,46 +328,35 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
         ).reshape(batch, count)
 
     def pool_after(
-        self, state: BeamSearchState, candidates: Candidates, stopped: Bool[Array, "B K"]
-    ) -> dict[str, Any]:
+        self, state: BeamState, candidates: Candidates, reason: Int[Array, "B K"]
+    ) -> Hypotheses:
         """The pool with the candidates that finish now; only the N best candidates may enter.
 
         Args:
-            stopped: candidates that a stopping criterion finishes.
-
-        Returns:
-            The fields of the state that describe the pool.
+            reason: why each candidate finishes, or `RUNNING`.
         """
-        best = (candidates.value, candidates.beam, candidates.token, candidates.finishes, stopped)
-        value, beam, token, finishes, stopped = (x[:, : self.num_beams] for x in best)
+        best = (candidates.value, candidates.beam, candidates.token, reason)
+        value, beam, token, reason = (x[:, : self.num_beams] for x in best)
         length = (state.cur_len + 1 - state.start_len)[..., None]
         score = length_normalized(value, length, self.length_penalty[..., None])
-        row_is_finished = state.is_finished[:, None]
-        score = score + jnp.where(row_is_finished, WORST, 0.0) + jnp.where(finishes, 0.0, WORST)
-        new = state.running.extend(beam, token, score, state.cur_len, state.step)
-        finished, index = state.finished.join(new).best(self.num_beams)
+        row_has_ended = (state.reason != RUNNING)[:, None]
+        score = score + jnp.where(row_has_ended, WORST, 0.0)
+        score = score + jnp.where(reason != RUNNING, 0.0, WORST)
+        new = state.running.extend(beam, token, score, state, reason)
+        return state.finished.join(new).best(self.num_beams)
 
-        def of_pool(before: Bool[Array, "B N"], now: Bool[Array, "B N"]) -> Bool[Array, "B N"]:
-            return take_per_row(jnp.concatenate([before, now], axis=1), index)
-
-        return {
-            "finished": finished,
-            "is_sent_finished": of_pool(state.is_sent_finished, finishes),
-            "is_stopped": of_pool(state.is_stopped, stopped),
-        }
-
-    def pool_is_final(self, state: BeamSearchState, settings: DecodeSettings) -> Bool[Array, " B"]:
+    def pool_is_final(self, state: BeamState, settings: DecodeSettings) -> Bool[Array, " B"]:
         """True for rows that are finished: their pool is full, and no running beam can enter it.
         With `early_stopping=True` every full pool is final."""
         length = state.cur_len - state.start_len
         best = self.best_possible(state, state.running.scores[:, 0], length, settings)
-        is_full = state.is_sent_finished.all(axis=1)
+        is_full = (state.finished.reason != RUNNING).all(axis=1)
         worst = jnp.where(is_full, jnp.min(state.finished.scores, axis=1), WORST)
         can_enter = best > worst
         return is_full | ~can_enter if self.early_stopping is True else ~can_enter
 
 
 @jax.jit
-def end_beams(strategy: BeamSearch, state: BeamSearchState) -> BeamSearchState:
+def end_beams(strategy: BeamSearch, state: BeamState) -> BeamState:
     """`BeamSearch.ended`, compiled: for a time limit, which the host checks."""
     return strategy.ended(state)

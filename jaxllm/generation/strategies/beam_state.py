@@ -14,12 +14,19 @@ from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxllm.cache.attention_view import Branches
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.generation.strategies.records import Records
-from jaxllm.generation.strategies.strategy import DecodeSettings, PrefillInputs, is_eos
+from jaxllm.generation.strategies.strategy import (
+    LENGTH,
+    RUNNING,
+    DecodeSettings,
+    PrefillInputs,
+    end_reasons,
+    is_eos,
+)
 from jaxllm.generation.strategies.token_choice import draw_without_replacement
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.outputs import DecodeOutput
@@ -43,11 +50,11 @@ class Hypotheses:
     """int32. The beam from which each new token was chosen; -1 after the end."""
     scores: Float[Array, "B N"]
     """float32. Sums of log-probabilities; in the pool with the length penalty applied."""
-
-    @property
-    def lengths(self) -> Int[Array, "B N"]:
-        """Number of new tokens of each sequence."""
-        return jnp.sum(self.beam_indices >= 0, axis=2, dtype=jnp.int32)
+    count: Int[Array, "B N"]
+    """int32. New tokens of each sequence, the end token included."""
+    reason: Int[Array, "B N"]
+    """int32. Why the sequence ends with its newest token, or `RUNNING`, as in places of the pool
+    that hold no sequence."""
 
     def take(self, index: Int[Array, "B M"]) -> Hypotheses:
         return jax.tree.map(lambda x: take_per_row(x, index), self)
@@ -61,30 +68,32 @@ class Hypotheses:
         beam: Int[Array, "B M"],
         token: Int[Array, "B M"],
         scores: Float[Array, "B M"],
-        cur_len: Count,
-        step: Count,
+        state: BeamState,
+        reason: Int[Array, "B M"] | int = RUNNING,
         offset: int = 0,
     ) -> Hypotheses:
-        """M continuations, each of one beam with one token in column `cur_len`.
+        """M continuations, each of one beam with one token in the next column of the state.
 
         Args:
-            step: new tokens before this one.
+            reason: why each of them ends with its token, or `RUNNING`.
             offset: index of the first of these beams among all beams of a row (groups).
         """
+        parents = self.take(beam)
         return Hypotheses(
-            sequences=write_column(take_per_row(self.sequences, beam), token, cur_len),
-            beam_indices=write_column(take_per_row(self.beam_indices, beam), beam + offset, step),
+            sequences=write_column(parents.sequences, token, state.cur_len),
+            beam_indices=write_column(parents.beam_indices, beam + offset, state.step),
             scores=scores,
+            count=parents.count + 1,
+            reason=jnp.broadcast_to(jnp.asarray(reason, jnp.int32), beam.shape),
         )
 
     def join(self, *others: Hypotheses) -> Hypotheses:
         """The sequences of all, one after the other."""
         return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), self, *others)
 
-    def best(self, count: int) -> tuple[Hypotheses, Int[Array, "B count"]]:
-        """The `count` sequences of the highest scores, in order, and their indices."""
-        _, index = largest(self.scores, count)
-        return self.take(index), index
+    def best(self, count: int) -> Hypotheses:
+        """The `count` sequences of the highest scores, in order."""
+        return self.take(largest(self.scores, count)[1])
 
     @staticmethod
     def init(
@@ -97,6 +106,8 @@ class Hypotheses:
             sequences=jnp.broadcast_to(sequences, (batch, beams, length)),
             beam_indices=jnp.full((batch, beams, new_token_bucket), -1, jnp.int32),
             scores=jnp.broadcast_to(scores, (batch, beams)),
+            count=jnp.zeros((batch, beams), jnp.int32),
+            reason=jnp.full((batch, beams), RUNNING, jnp.int32),
         )
 
 
@@ -248,13 +259,14 @@ class BeamState:
     cur_len: Count
     """Columns in use, prompt included."""
     step: Count
-    """Number of new tokens so far."""
-    is_finished: Bool[Array, " B"]
-    """True if no running beam of the row can enter the pool any more."""
-    keys: Key[Array, " B"]
-    """One random key per row; step t draws with fold_in(key, t)."""
-    first_nonfinite_step: Int[Array, " B"]
-    """The first step without finite logits, or -1."""
+    """Steps so far: new tokens of each running beam."""
+    count: Int[Array, " B"]
+    """Steps of each row until it ended."""
+    reason: Int[Array, " B"]
+    """`RUNNING` while beams of the row may enter the pool; then `LENGTH`, whatever its sequences
+    end with, or `NONFINITE`."""
+    keys: Key[Array, " B"] | UInt32[Array, "B 2"]
+    """One key per row, as raw data in batch slots. Step t draws with fold_in(key, t)."""
     beam_cache: BeamCache
     """Keys and values of the prompt and of every beam."""
     scores: Float[Array, "T BN V"] | None = dataclasses.field(
@@ -313,8 +325,26 @@ def advance(state: S, running: Hypotheses, parents: Int[Array, "B N"], **changes
         mask=extended_mask(state),
         cur_len=state.cur_len + 1,
         step=state.step + 1,
+        count=state.count + (state.reason == RUNNING),
         **changes,
     )
+
+
+def end_rows(state: S, is_final: Bool[Array, " B"], settings: DecodeSettings) -> S:
+    """Ends the rows whose pool is final, and those that have reached the limit."""
+    ends = (state.reason == RUNNING) & (is_final | (state.cur_len >= settings.max_length))
+    return state.replace(reason=jnp.where(ends, LENGTH, state.reason))
+
+
+def beam_reasons(
+    tokens: Int[Array, "B M"],
+    state: BeamState,
+    settings: DecodeSettings,
+    is_stopped: Bool[Array, "B M"] | bool = False,
+) -> Int[Array, "B M"]:
+    """Why sequences of the rows end with these tokens in the next column, or `RUNNING`."""
+    is_full = (state.cur_len + 1 >= settings.max_length).reshape(-1, 1)
+    return end_reasons(tokens, is_full, is_stopped, settings)
 
 
 def extended_mask(state: BeamState) -> Bool[Array, "B L"]:

@@ -37,8 +37,10 @@ from jaxllm.generation.strategies.beam_state import (
     BeamState,
     Hypotheses,
     advance,
+    beam_reasons,
     beam_scores,
     best_candidates,
+    end_rows,
     largest,
     length_normalized,
     take_per_row,
@@ -279,6 +281,8 @@ class ConstrainedState(BeamState):
 
     progress: ConstraintProgress
     """Progress of every running beam in its constraints, [B, N, ...]."""
+    pool_is_final: Bool[Array, " B"]
+    """True if no running beam can enter the pool any more; none of them is returned then."""
 
 
 @jax.tree_util.register_dataclass
@@ -309,6 +313,7 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         return ConstrainedState(
             **self.initial_fields(inputs, cache, new_token_bucket, jnp.arange(self.num_beams) == 0),
             progress=self.prompt_progress(inputs),
+            pool_is_final=jnp.zeros((inputs.mask.shape[0],), bool),
         )
 
     def prompt_progress(self, inputs: PrefillInputs) -> ConstraintProgress:
@@ -338,15 +343,14 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         # As in transformers, output_scores of constrained beams include the beams' sums.
         total = scores.reshape(*state.running.scores.shape, -1) + state.running.scores[..., None]
         sums = total.reshape(logits.shape)
-        state = record_step(state, ~state.is_finished, logits, sums, settings)
+        state = record_step(state, logits, sums, settings)
         # A constraint may leave only forbidden tokens, if `forced_eos_token_id` ends a sequence
         # before it is fulfilled. They are chosen then, as in transformers.
         total = jnp.maximum(total, FORBIDDEN)
         candidates = best_candidates(total, state, settings)
         # Only sequences that fulfil all constraints enter the pool.
-        complete = (
-            take_per_row(state.progress.complete, candidates.beam) & ~state.is_finished[:, None]
-        )
+        complete = take_per_row(state.progress.complete, candidates.beam)
+        complete &= ~state.pool_is_final[:, None]
         enters = (candidates.finishes & complete)[:, : self.num_beams]
         finished, final = self.extend_pool(
             state, state.running, state.finished, candidates, enters, settings
@@ -355,15 +359,18 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         running = dataclasses.replace(candidates, value=value).next_beams(self.num_beams)
         best = NextBeams(*running, progress=state.progress)
         best = self.merge_by_bank(state, total, best)
-        running = state.running.extend(best.beam, best.token, best.value, state.cur_len, state.step)
-        return advance(
+        reason = beam_reasons(best.token, state, settings)
+        running = state.running.extend(best.beam, best.token, best.value, state, reason)
+        final |= state.pool_is_final
+        state = advance(
             state,
             running,
             best.beam,
             finished=finished,
             progress=best.progress,
-            is_finished=state.is_finished | final,
+            pool_is_final=final,
         )
+        return end_rows(state, final, settings)
 
     def merge_by_bank(
         self, state: ConstrainedState, total: Float[Array, "B N V"], best: NextBeams
@@ -440,7 +447,7 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         """
         complete = state.progress.complete
         too_few = jnp.sum(complete, axis=1, keepdims=True) < self.num_return_sequences
-        is_returned = (complete | too_few) & ~state.is_finished[:, None]
+        is_returned = (complete | too_few) & ~state.pool_is_final[:, None]
         length = state.cur_len - state.start_len
         scores = length_normalized(state.running.scores, length, self.length_penalty)
         every = state.finished.join(dataclasses.replace(state.running, scores=scores))

@@ -22,6 +22,7 @@ from jaxllm.generation.strategies.sample import (
     with_score_buffers,
 )
 from jaxllm.generation.strategies.strategy import (
+    RUNNING,
     DecodeSettings,
     PrefillInputs,
     Result,
@@ -148,7 +149,7 @@ class Contrastive(Strategy[ContrastiveState]):
         context = state.cache
         out = model.decode(
             tokens,
-            jnp.broadcast_to(~state.is_finished[:, None], tokens.shape),
+            jnp.broadcast_to((state.reason == RUNNING)[:, None], tokens.shape),
             context,
             branches=alternatives(context, *tokens.shape),
             **options,
@@ -181,7 +182,7 @@ class Contrastive(Strategy[ContrastiveState]):
         options: dict[str, Any],
     ) -> tuple[BestCandidate, Cache]:
         """Same as `choose_in_parallel`, but runs the candidates one by one in one slot."""
-        context, unfinished = state.cache, ~state.is_finished[:, None]
+        context, unfinished = state.cache, (state.reason == RUNNING)[:, None]
 
         def candidate(i: Int[Array, ""], layers: tuple[KV, ...]) -> tuple[BestCandidate, Cache]:
             token, p = (jax.lax.dynamic_slice_in_dim(x, i, 1, 1) for x in (tokens, probability))

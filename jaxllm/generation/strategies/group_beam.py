@@ -21,8 +21,10 @@ from jaxllm.generation.strategies.beam_state import (
     BeamState,
     Hypotheses,
     advance,
+    beam_reasons,
     beam_scores,
     best_candidates,
+    end_rows,
     length_normalized,
 )
 from jaxllm.generation.strategies.sample import record_step
@@ -65,7 +67,7 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
         unconditional: Float[Array, "BN V"] | None,
         settings: DecodeSettings,
     ) -> GroupBeamState:
-        batch = state.is_finished.shape[0]
+        batch = state.reason.shape[0]
         logits, unconditional = jax.tree.map(
             lambda x: x.reshape(batch, self.num_beams, -1), (logits, unconditional)
         )
@@ -80,15 +82,15 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
         logits, scores = (
             x.reshape(batch * self.num_beams, -1) for x in (logits, all_groups.scores)
         )
-        state = record_step(state, ~state.is_finished, logits, scores, settings)
-        return advance(
+        state = record_step(state, logits, scores, settings)
+        state = advance(
             state,
             all_groups.running,
             all_groups.parents,
             finished=all_groups.finished,
-            is_finished=all_groups.is_finished.all(axis=1),
             group_is_finished=all_groups.is_finished,
         )
+        return end_rows(state, all_groups.is_finished.all(axis=1), settings)
 
     def group_slice(self, group: int) -> slice:
         return slice(group * self.group_size, (group + 1) * self.group_size)
@@ -141,8 +143,9 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
         value, beam, token = candidates.next_beams(self.group_size)
         value = jnp.where(is_finished, 0.0, value)
         token = jnp.where(is_finished, settings.pad, token)
+        reason = beam_reasons(token, state, settings)
         return GroupChoice(
-            running=running.extend(beam, token, value, state.cur_len, state.step, beams.start),
+            running=running.extend(beam, token, value, state, reason, beams.start),
             finished=finished,
             parents=beam + beams.start,
             tokens=token,
@@ -161,9 +164,9 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
         pools = []
         for beams in map(self.group_slice, range(self.num_groups)):
             pool = state.finished.beams(beams).join(unfinished.beams(beams))
-            pools.append(pool.best(self.group_size)[0])
+            pools.append(pool.best(self.group_size))
         everything = pools[0].join(*pools[1:])
-        return everything.best(self.num_beams)[0]
+        return everything.best(self.num_beams)
 
 
 @jax.tree_util.register_dataclass

@@ -12,13 +12,14 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 from jaxllm.cache.kv_cache import Cache, write_columns
 from jaxllm.generation.strategies.records import Records, initial_records
 from jaxllm.generation.strategies.strategy import (
-    NEVER,
+    NONFINITE,
+    RUNNING,
     DecodeSettings,
     PrefillInputs,
     Result,
     S,
     Strategy,
-    is_eos,
+    end_reasons,
     nonfinite,
     unconditional,
 )
@@ -45,15 +46,15 @@ class SampleState:
     """Columns in use, prompt included."""
     token: Int[Array, " B"]
     """The newest token of each row; not in the cache yet."""
-    is_finished: Bool[Array, " B"]
-    """True if the row is finished, by an end token or a stopping criterion."""
+    count: Int[Array, " B"]
+    """New tokens of each row, the end token included."""
+    reason: Int[Array, " B"]
+    """`RUNNING`, or why the row has ended."""
     keys: Key[Array, " B"] | UInt32[Array, "B 2"]
     """One key per row, as raw data in batch slots. Step t draws with fold_in(key, t), so a row's
     draws do not depend on the batch."""
     step: Int[Array, ""] | Int[Array, " B"]
-    """Number of new tokens so far."""
-    first_nonfinite_step: Int[Array, " B"]
-    """The first step without finite logits, or -1."""
+    """Steps so far: new tokens of each row that has not ended."""
     cache: Cache
     scores: Float[Array, "N B V"] | None = dataclasses.field(
         default=None, metadata=axes(None, "rows")
@@ -131,7 +132,7 @@ class Sample(Strategy[SampleState]):
         )
 
     def step(self, model: Decoder, state: SampleState, settings: DecodeSettings) -> SampleState:
-        unfinished = ~state.is_finished
+        unfinished = state.reason == RUNNING
         options = {**settings.decode_options, **self.extra_decode_options}
         out = model.decode(state.token[:, None], unfinished[:, None], state.cache, **options)
         if state.records is not None:
@@ -185,10 +186,10 @@ def initial_sample_state(inputs: PrefillInputs, cache: Cache, samples: int) -> S
         mask=jnp.repeat(inputs.mask, samples, axis=0),
         cur_len=jnp.asarray(inputs.start_len),
         token=jnp.zeros((batch,), jnp.int32),
-        is_finished=jnp.zeros((batch,), bool),
+        count=jnp.zeros((batch,), jnp.int32),
+        reason=jnp.full((batch,), RUNNING, jnp.int32),
         keys=inputs.keys,
         step=jnp.zeros_like(inputs.start_len, jnp.int32),
-        first_nonfinite_step=jnp.full((batch,), NEVER, jnp.int32),
         cache=cache,
     )
 
@@ -222,26 +223,21 @@ def processed_scores(
 
 
 def record_step(
-    state: S,
-    unfinished: Bool[Array, " B"],
-    logits: Float[Array, "R V"],
-    scores: Float[Array, "R V"],
-    settings: DecodeSettings,
+    state: S, logits: Float[Array, "R V"], scores: Float[Array, "R V"], settings: DecodeSettings
 ) -> S:
-    """Records scores and logits of this step, and `first_nonfinite_step`.
+    """Records scores and logits of this step, and ends rows whose logits are not finite.
 
     R: rows of a step; with beams those are all beams of the B rows.
     """
-    first_nonfinite_step = state.first_nonfinite_step
+    reason = state.reason
     if not settings.allow_nonfinite:
-        rows = (unfinished.shape[0], -1)
+        rows = (reason.shape[0], -1)
         is_bad = nonfinite(logits.reshape(rows), scores.reshape(rows))
-        is_first = is_bad & unfinished & (first_nonfinite_step == NEVER)
-        first_nonfinite_step = jnp.where(is_first, state.step, first_nonfinite_step)
+        reason = jnp.where(is_bad & (reason == RUNNING), NONFINITE, reason)
     return state.replace(
         scores=write_step(state.scores, scores, state.step),
         logits=write_step(state.logits, logits, state.step),
-        first_nonfinite_step=first_nonfinite_step,
+        reason=reason,
     )
 
 
@@ -262,7 +258,8 @@ def sample_result(state: SampleState) -> Result:
         sequences=state.sequences,
         length=state.cur_len,
         steps=state.step,
-        first_nonfinite_step=state.first_nonfinite_step,
+        lengths=state.count,
+        finish_reasons=state.reason,
         scores=state.scores,
         logits=state.logits,
         records=state.records,
@@ -276,19 +273,22 @@ def append(
     scores: Float[Array, "B V"],
     settings: DecodeSettings,
 ) -> AnyState:
-    """Writes a token to each unfinished row and a pad to the others; finds rows that finish."""
-    unfinished = ~state.is_finished
-    token = jnp.where(unfinished, token, settings.pad)
-    state = record_step(state, unfinished, logits, scores, settings)
+    """Writes a token to each running row and a pad to the others; counts it, and ends the rows that
+    it ends."""
+    state = record_step(state, logits, scores, settings)
+    running = state.reason == RUNNING
+    token = jnp.where(running, token, settings.pad)
     sequences = write_columns(state.sequences, token[:, None], state.cur_len)
-    mask = write_columns(state.mask, unfinished[:, None], state.cur_len)
-    real = mask if settings.padded else None
-    stopped = settings.stops(sequences, scores, state.cur_len + 1, mask=real)
+    mask = write_columns(state.mask, running[:, None], state.cur_len)
+    cur_len = state.cur_len + 1
+    is_stopped = settings.stops(sequences, scores, cur_len, mask=mask if settings.padded else None)
+    reason = end_reasons(token, cur_len >= settings.max_length, is_stopped, settings)
     return state.replace(
         sequences=sequences,
         mask=mask,
-        cur_len=state.cur_len + 1,
+        cur_len=cur_len,
         token=token,
-        is_finished=is_eos(token, settings.eos, state.is_finished | stopped),
+        count=state.count + running,
+        reason=jnp.where(running, reason, state.reason),
         step=state.step + 1,
     )

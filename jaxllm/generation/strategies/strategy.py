@@ -2,7 +2,8 @@
 
 A strategy is a frozen dataclass and a pytree. Fields that shape its program (the number of beams)
 are static; numbers (a length penalty) are leaves, so that another number compiles nothing.
-`generation/loop.py` runs `init` once, `step` in a while loop, and `finish` at the end.
+`generation/loop.py` runs `init` once, `step` in a while loop, and `finish` at the end. The state
+says how many new tokens each row has, and whether and why it has ended (`count` and `reason`).
 
 B: batch size. T: columns of the prompt. L: columns of the sequence buffers. Bn: samples of all
 rows.
@@ -27,8 +28,12 @@ from jaxllm.generation.strategies.records import Records
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.outputs import DecodeOutput
 
-NEVER = -1
-"""Value of `first_nonfinite_step` while a row's logits have been finite."""
+EOS, LENGTH, STOP, NONFINITE, RUNNING = range(5)
+FINISH_REASONS = ("eos", "length", "stop", "nonfinite", "running")
+"""Names of the codes above, in this order. "eos": an end token. "length": the limit, also where
+`forced_eos_token_id` wrote an end token at it. "stop": a stop string, a stopping criterion or
+`max_time`. "nonfinite": the logits were NaN or infinite, or every token was forbidden, so that no
+token could be chosen. "running": the sequence has not ended."""
 
 
 @jax.tree_util.register_dataclass
@@ -98,6 +103,11 @@ class DecodeSettings:
         return self.keep_scores or self.keep_logits or hidden
 
     @property
+    def forces_eos(self) -> bool:
+        """True if a processor writes an end token at the limit."""
+        return any(isinstance(p, ForcedEOSTokenLogitsProcessor) for p in self.processors)
+
+    @property
     def decode_options(self) -> dict[str, Any]:
         """Arguments of `Decoder.decode` at every step."""
         return {
@@ -121,27 +131,6 @@ class AssistedCounts:
     """int32. Last value of the schedule; passed to the next call, it continues the schedule."""
 
 
-EOS, LENGTH, STOP = range(3)
-FINISH_REASONS = ("eos", "length", "stop")
-"""Names of the codes `EOS`, `LENGTH` and `STOP`, in this order. "eos": an end token. "length": the
-limit, also where `forced_eos_token_id` wrote an end token at it. "stop": a stop string, a stopping
-criterion or `max_time`."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class SequenceEnds:
-    """Ends of R returned sequences."""
-
-    start_len: Int[Array, ""]
-    """int32. Columns of the prompt."""
-    lengths: Int[Array, " R"]
-    """int32. New tokens of each sequence, the end token included."""
-    is_stopped: Bool[Array, " R"]
-    """True for sequences that a stopping criterion ended. A sequence that ends with an end token
-    may have either value."""
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
@@ -153,16 +142,12 @@ class Result:
     """Columns of the longest row; in a partial result, columns that are final in every row."""
     steps: Int[Array, ""]
     """New tokens of the longest row: entries in `scores`, `logits` and `records`."""
-    first_nonfinite_step: Int[Array, " B"]
-    """The first step at which an unfinished row had no finite logits or no token left, or -1."""
+    lengths: Int[Array, " R"]
+    """int32. New tokens of each row, the end token included."""
+    finish_reasons: Int[Array, " R"]
+    """int32. Indices of `FINISH_REASONS`; `RUNNING` in a partial result."""
     longest: Int[Array, ""] | None = None
     """Maximum number of columns over rows, in strategies whose rows do not advance together."""
-    all_finished: Bool[Array, ""] | None = None
-    """True if every row is finished or has `max_length` columns. Set in `loop.finish`."""
-    lengths: Int[Array, " R"] | None = None
-    """New tokens of each row, from `Strategy.ends`. Set in `loop.finish`."""
-    finish_reasons: Int[Array, " R"] | None = None
-    """Indices of `FINISH_REASONS`. Set in `loop.finish`."""
     scores: Float[Array, "N Bn V"] | None = None
     """Processed scores of every step (`output_scores`)."""
     logits: Float[Array, "N Bn V"] | None = None
@@ -176,6 +161,11 @@ class Result:
     """Hidden states and attentions."""
     assisted: AssistedCounts | None = None
     """Counts of assisted generation."""
+
+    @property
+    def all_finished(self) -> bool:
+        """True if every row has ended. Of a result on the host."""
+        return not (self.finish_reasons == RUNNING).any()
 
 
 @jax.tree_util.register_dataclass
@@ -203,18 +193,18 @@ class DecodeState(Protocol):
         ...
 
     @property
-    def is_finished(self) -> Bool[Array, " B"]:
-        """Rows that get no more tokens, whatever their length."""
+    def count(self) -> Int[Array, " B"]:
+        """int32. New tokens of each row, the end token included."""
+        ...
+
+    @property
+    def reason(self) -> Int[Array, " B"]:
+        """int32. `RUNNING`, or why the row gets no more tokens; an index of `FINISH_REASONS`."""
         ...
 
     @property
     def mask(self) -> Bool[Array, "B L"]:
         """True at real tokens of the sequences."""
-        ...
-
-    @property
-    def first_nonfinite_step(self) -> Int[Array, " B"]:
-        """The first step without finite logits, or -1."""
         ...
 
     @property
@@ -287,17 +277,6 @@ class Strategy(Generic[S]):
         """The result of a state, which need not be the last."""
         raise NotImplementedError
 
-    def ends(self, state: S) -> SequenceEnds:
-        """The ends of the sequences that `finish` returns.
-
-        A strategy overrides it unless its state has one row for each returned sequence and all rows
-        get a token in every step.
-        """
-        start_len = state.cur_len - state.step
-        is_new = state.mask & (jnp.arange(state.mask.shape[1])[None] >= start_len)
-        lengths = jnp.sum(is_new, axis=1, dtype=jnp.int32)
-        return SequenceEnds(start_len, lengths, state.is_finished)
-
     def returned_cache(self, state: Any) -> ReturnedCache:
         """Cache of the returned rows, from which a later call continues."""
         # With guidance the last rows are unconditional contexts, which belong to this call only.
@@ -307,14 +286,6 @@ class Strategy(Generic[S]):
 
 AnyStrategy: TypeAlias = Strategy[Any]
 """A strategy, whatever its state."""
-
-
-def unfinished_rows(
-    state: DecodeState, max_length: Int[Array, ""] | Int[Array, " B"]
-) -> Bool[Array, " B"]:
-    """True for rows of a strategy's state that get more tokens: not finished, and shorter than
-    `max_length` columns. The decode loop runs while there is one."""
-    return ~state.is_finished & (state.cur_len < max_length)
 
 
 def nonfinite(logits: Float[Array, "... V"], scores: Float[Array, "... V"]) -> Bool[Array, " ..."]:
@@ -336,35 +307,27 @@ def nonfinite_error(step: int, row: int | None = None) -> NonFiniteError:
     )
 
 
-def is_eos(
-    tokens: Int[Array, " B *rest"],
-    eos: Int[Array, "R E"],
-    finished: Bool[Array, " B *rest"] | bool = False,
-) -> Bool[Array, " B *rest"]:
-    """True at end tokens, of which `eos` has a set for all rows or for each, and at `finished`."""
+def is_eos(tokens: Int[Array, " B *rest"], eos: Int[Array, "R E"]) -> Bool[Array, " B *rest"]:
+    """True at end tokens, of which `eos` has a set for all rows or for each."""
     sets = eos.reshape(len(eos), *[1] * (tokens.ndim - 1), -1)
-    return jnp.any(
-        (tokens[..., None] == sets) | jnp.broadcast_to(finished, tokens.shape)[..., None], axis=-1
-    )
+    return jnp.any(tokens[..., None] == sets, axis=-1)
 
 
-def finish_reasons(
-    sequences: Int[Array, "R L"], ends: SequenceEnds, settings: DecodeSettings
-) -> Int[Array, " R"]:
-    """Computes the code of each sequence's finish reason, int32.
+def end_reasons(
+    tokens: Int[Array, " B *rest"],
+    is_full: Bool[Array, " ..."],
+    is_stopped: Bool[Array, " B *rest"] | bool,
+    settings: DecodeSettings,
+) -> Int[Array, " B *rest"]:
+    """Why a sequence ends with each of these tokens as its newest one, or `RUNNING`.
 
     Args:
-        sequences: prompts and new tokens of the R returned sequences.
-        settings: those of the call, whose `max_length` is the limit.
+        is_full: True where the token is at the limit, `max_length`; broadcasts to the tokens.
+        is_stopped: True where a stopping criterion ends the sequence.
     """
-    end = ends.start_len + ends.lengths
-    last = jnp.take_along_axis(sequences, jnp.maximum(end - 1, 0)[:, None], axis=1)[:, 0]
-    has_eos = is_eos(last, settings.eos) & (ends.lengths > 0)
-    is_full = end >= settings.max_length
-    forces_eos = any(isinstance(p, ForcedEOSTokenLogitsProcessor) for p in settings.processors)
-    with_eos = jnp.where(is_full & forces_eos, LENGTH, EOS)
-    without_eos = jnp.where(is_full & ~ends.is_stopped, LENGTH, STOP)
-    return jnp.where(has_eos, with_eos, without_eos).astype(jnp.int32)
+    with_eos = jnp.where(is_full, LENGTH, EOS) if settings.forces_eos else EOS
+    without_eos = jnp.where(is_stopped, STOP, jnp.where(is_full, LENGTH, RUNNING))
+    return jnp.where(is_eos(tokens, settings.eos), with_eos, without_eos)
 
 
 def unconditional(out: DecodeOutput) -> Float[Array, "B V"] | None:

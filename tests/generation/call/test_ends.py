@@ -13,6 +13,7 @@ import tiny
 from generation_tools import compilations, padded, turns
 
 import jaxllm
+from jaxllm.common.errors import NonFiniteError
 from jaxllm.generation import GenerateOutput, HostCriteria
 from jaxllm.generation.loop import decode_program, finish_program, prefill_program
 from jaxllm.generation.registration import Sample, Strategy, register_strategy
@@ -203,8 +204,32 @@ def test_inside_the_callers_jit_and_vmap():
     assert inside.new_tokens(start) == outside.new_tokens(start)
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("name", "row"), [("greedy", 1), ("sample", 3), ("beams", 1), ("groups", 1), ("lookup", 3)]
+)
+def test_a_row_without_finite_logits(name, row):
+    """Outside jit an error names its row, samples counted apart; inside it ends, and no other."""
+    net = tiny.make("llama", vocab_size=258)
+    ids = np.array([[5, 6, 7], [5, 200, 7]])
+    net.backbone.embed.weight[...] = net.backbone.embed.weight[...].at[200].set(np.nan)
+    fields = {"max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0, **STRATEGIES[name]}
+    fields["suppress_tokens"] = [200]
+    if "key" in fields:
+        fields["key"] = jax.random.key(3)
+    with pytest.raises(NonFiniteError, match=f"at new token 0 of row {row} "):
+        jaxllm.generate(net, ids, **fields)
+    out = jax.jit(lambda net, ids: jaxllm.generate(net, ids, **fields))(net, ids)
+    alone = jaxllm.generate(net, ids[:1], **fields)
+    samples = len(alone.lengths)
+    reasons = alone.finish_reason_names() + ["nonfinite"] * samples
+    assert out.lengths.tolist() == alone.lengths.tolist() + [0] * samples
+    assert out.finish_reason_names() == reasons
+    assert out.new_tokens(3)[:samples] == alone.new_tokens(3)
+
+
 class Delegating(Strategy):
-    """A strategy that says nothing about ends: the base class reads its state."""
+    """A strategy that leaves its state and its result to another one."""
 
     inner = Sample(sampling=False)
 
