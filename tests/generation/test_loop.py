@@ -88,7 +88,9 @@ def test_several_steps_between_checks_give_the_same_state(name, do_sample):
 
     def states(steps, max_length, **more):
         bare, call, state = started(name, ids, mask, **fields, **more)
-        columns = call.max_length if max_length is None else max_length + call.start_len
+        columns = (
+            call.request.max_length if max_length is None else max_length + call.request.start_len
+        )
         inputs = (call.strategy, bare, state, call.settings, np.int32(columns))
         return decode_program(*inputs, steps)
 

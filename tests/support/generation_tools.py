@@ -91,7 +91,7 @@ def started(name: str, ids, mask, **fields) -> tuple[Any, Any, Any]:
 def compiled_loop(bare, call, state) -> str:
     """The loop as XLA runs it."""
     lowered = decode_program.lower(
-        call.strategy, bare, state, call.settings, np.int32(call.max_length)
+        call.strategy, bare, state, call.settings, np.int32(call.request.max_length)
     )
     return compiled_as_users(lowered).as_text()
 
@@ -114,7 +114,9 @@ def loop_is_in_place(bare, call, state) -> bool:
     """Runs the loop; whether the cache was donated and updated in its own buffer."""
     before = state.cache.layers[0].k
     address = before.unsafe_buffer_pointer()
-    after = decode_program(call.strategy, bare, state, call.settings, np.int32(call.max_length))
+    after = decode_program(
+        call.strategy, bare, state, call.settings, np.int32(call.request.max_length)
+    )
     kept = not jax.tree.leaves(bare)[0].is_deleted()
     same = after.cache.layers[0].k.unsafe_buffer_pointer() == address
     return before.is_deleted() and same and kept

@@ -160,7 +160,7 @@ def test_caches_are_donated_and_never_copied(name, batch, kind):
     bare, call, state = started(name, ids, mask, **fields)
     caches = [state.cache] if state.draft is None else [state.cache, state.draft]
     shapes = {cache.layers[0].k.shape for cache in caches}
-    arguments = (call.strategy, bare, state, call.settings, np.int32(call.max_length))
+    arguments = (call.strategy, bare, state, call.settings, np.int32(call.request.max_length))
     compiled = compiled_as_users(decode_program.lower(*arguments))
     copies = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", compiled.as_text())
     moved = {tuple(sorted(map(int, dims.split(",")))) for dims in copies}
