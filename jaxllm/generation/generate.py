@@ -38,6 +38,7 @@ from jaxllm.generation.loop import (
     decode_program,
     finish,
     finish_program,
+    of_flat_model,
     prefill,
     prefill_program,
     run_decode,
@@ -48,8 +49,7 @@ from jaxllm.generation.strategies.beam_search import end_beams
 from jaxllm.generation.strategies.guidance import Guided
 from jaxllm.generation.strategies.records import check_record_size
 from jaxllm.generation.strategies.strategy import RUNNING, STOP, DecodeState, Result
-from jaxllm.models.decoder import Decoder, GenerativeModel
-from jaxllm.models.decoder_only import with_rope_length
+from jaxllm.models.decoder import FlatModel, GenerativeModel
 from jaxllm.parallel.sharding import use_mesh
 
 Prefilled = TypeVar("Prefilled")
@@ -127,7 +127,7 @@ def generate(
         )
     call = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
     with use_mesh(call.mesh), generating(call, streamer):
-        return run(model, call, streamer)
+        return run(call, streamer)
 
 
 def generating(call: PreparedCall, streamer: Streamer | None) -> AbstractContextManager[Any]:
@@ -185,7 +185,7 @@ def stream(
     ):
         if is_set:
             raise InputError(f"{name}: stream yields tokens alone; use generate")
-    return _chunks(program_model(model, call), call, chunk_size)
+    return _chunks(program_model(call), call, chunk_size)
 
 
 def compile_programs(
@@ -202,7 +202,7 @@ def compile_programs(
     `while_loading`.
     """
     call = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
-    decoder, strategy, settings = program_model(model, call), call.strategy, call.settings
+    flat, strategy, settings = program_model(call), call.strategy, call.settings
     compilations: list[Future[Any]] = []
     with use_mesh(call.mesh), ThreadPoolExecutor(1) as compiler:
 
@@ -225,15 +225,16 @@ def compile_programs(
 
             return compile_for
 
-        state = run_prefill(decoder, call, compiled(prefill_program))
-        decode_call = decode_arguments(strategy, decoder, state, settings, call.request.max_length)
-        compiled(decode_program)(*decode_call)
+        state = run_prefill(flat, call, compiled(prefill_program))
+        if needs_decoding(call):
+            arguments = decode_arguments(strategy, flat, state, settings, call.request.max_length)
+            compiled(decode_program)(*arguments)
         compiled(finish_program)(strategy, state, settings)
     for compilation in compilations:
         compilation.result()  # raises what the compiler raised
 
 
-def _chunks(model: Decoder, call: PreparedCall, chunk_size: int) -> Iterator[np.ndarray]:
+def _chunks(model: FlatModel, call: PreparedCall, chunk_size: int) -> Iterator[np.ndarray]:
     yielded = call.request.start_len
     results = partial_results(model, call, chunk_size)
     take = jax.transfer_guard_host_to_device("allow")(next)  # not in what the caller does between
@@ -248,33 +249,39 @@ def _chunks(model: Decoder, call: PreparedCall, chunk_size: int) -> Iterator[np.
 
 
 @jax.transfer_guard_host_to_device("allow")  # of the arrays that were prepared
-def run(model: GenerativeModel, call: PreparedCall, streamer: Streamer | None) -> GenerateOutput:
+def run(call: PreparedCall, streamer: Streamer | None) -> GenerateOutput:
     """Runs the programs of a call: prefill, decode loop and finish."""
-    decoder = program_model(model, call)
+    model = program_model(call)
     strategy, settings = call.strategy, call.settings
     max_length = call.request.max_length
     if call.traced:
         for name, on_host in (("streamer", streamer), ("max_time", call.time_limits)):
             if on_host:
                 raise InputError(f"{name}: works on the host, outside jax.jit")
-        state = run_prefill(decoder, call, prefill)
+        state, decoder = run_prefill(model, call, of_flat_model(prefill)), model.model()
         state = decode(strategy, decoder, state, settings, jnp.int32(max_length))
         result = finish(strategy, state, settings)
-        past = past_key_values(model, call, state)
+        past = past_key_values(call, state)
         return generate_output(call, result, past, max_length, max_length - call.request.start_len)
     if streamer is not None or call.time_limits:
-        result, state = run_by_token(decoder, call, streamer)
+        result, state = run_by_token(model, call, streamer)
     else:
         with reraise_failures():
-            state = run_prefill(decoder, call, prefill_program)
-            state = run_decode(strategy, decoder, state, settings, max_length)
+            state = run_prefill(model, call, prefill_program)
+            if needs_decoding(call):
+                state = run_decode(strategy, model, state, settings, max_length)
             result = fetch_result(call, finish_program(strategy, state, settings))
-    past = past_key_values(model, call, state)
+    past = past_key_values(call, state)
     return generate_output(call, result, past, int(result.length), int(result.steps))
 
 
+def needs_decoding(call: PreparedCall) -> bool:
+    """True if a token may be left after prefill."""
+    return call.request.max_new_tokens > call.strategy.chooses_in_prefill
+
+
 def run_by_token(
-    model: Decoder, call: PreparedCall, streamer: Streamer | None
+    model: FlatModel, call: PreparedCall, streamer: Streamer | None
 ) -> tuple[Result, DecodeState]:
     """Runs a call token by token, for a streamer or a time limit. Returns the result and the state.
 
@@ -301,7 +308,7 @@ def run_by_token(
 
 
 def partial_results(
-    model: Decoder, call: PreparedCall, chunk: int
+    model: FlatModel, call: PreparedCall, chunk: int
 ) -> Iterator[tuple[Result, DecodeState]]:
     """Yields the result so far and the state, after the first token and then at every multiple of
     `chunk` new tokens.
@@ -341,11 +348,13 @@ def partial_results(
         next_length = min(call.request.start_len + chunks * chunk, call.request.max_length)
 
 
-def run_prefill(model: Decoder, call: PreparedCall, program: Callable[..., Prefilled]) -> Prefilled:
+def run_prefill(
+    model: FlatModel, call: PreparedCall, program: Callable[..., Prefilled]
+) -> Prefilled:
     """Runs prefill and chooses the first token; returns what `program` returns: the state.
 
     Args:
-        program: `prefill_program`, or `prefill` inside the caller's jit.
+        program: `prefill_program`, or `prefill` of a flat model inside the caller's jit.
     """
     settings = call.settings
     arguments = (call.strategy, model, call.inputs, settings)
@@ -361,11 +370,12 @@ def run_prefill(model: Decoder, call: PreparedCall, program: Callable[..., Prefi
         state = prefill_program.eval_shape(*arguments, **sizes)
         check_record_size(state.records)
         if predicts_memory:
-            check_memory(model, call, state)
+            check_memory(call, state)
     return program(*arguments, **sizes)
 
 
-def program_model(model: GenerativeModel, call: PreparedCall) -> Decoder:
+def program_model(call: PreparedCall) -> FlatModel:
     """The model as an argument of the compiled programs, with guidance wrapped in `Guided`."""
-    decoder = with_rope_length(model, call.request.arguments.rope_length)
-    return decoder if call.negative is None else Guided(decoder, call.negative)
+    if call.negative is None:
+        return call.model
+    return FlatModel.of(Guided(call.model.model(), call.negative))

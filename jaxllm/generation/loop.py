@@ -6,7 +6,9 @@ of `stream()`.
 
 from __future__ import annotations
 
-from typing import Any, cast
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,7 @@ from jaxllm.generation.strategies.strategy import (
     S,
     Strategy,
 )
-from jaxllm.models.decoder import Decoder
+from jaxllm.models.decoder import Decoder, FlatModel
 from jaxllm.models.encoder_decoder import EncoderDecoderLM
 from jaxllm.models.outputs import DecodeOutput
 from jaxllm.nn.block import StackOutput
@@ -31,6 +33,8 @@ from jaxllm.nn.platform.decoding import steps_between_checks
 from jaxllm.parallel.field_axes import constrain_fields
 from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.parallel.sharding import constrain
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def prefill(
@@ -222,21 +226,35 @@ def finish(strategy: Strategy[S], state: S, settings: DecodeSettings) -> Result:
     return constrain(strategy.finish(state, settings))
 
 
-prefill_program = jax.jit(prefill, static_argnames=("capacity", "new_token_bucket", "chunk_size"))
+def of_flat_model(function: F) -> F:
+    """The function with a `FlatModel` in place of its second argument, the model."""
+
+    @functools.wraps(function)
+    def program(strategy: AnyStrategy, model: FlatModel, *arguments: Any, **sizes: Any) -> Any:
+        return function(strategy, model.model(), *arguments, **sizes)
+
+    return cast(F, program)
+
+
+prefill_program = jax.jit(
+    of_flat_model(prefill), static_argnames=("capacity", "new_token_bucket", "chunk_size")
+)
 # The state is donated: cache and sequences are updated in the buffers that prefill made.
-decode_program = jax.jit(decode, static_argnames=("steps",), donate_argnames=("state",))
+decode_program = jax.jit(
+    of_flat_model(decode), static_argnames=("steps",), donate_argnames=("state",)
+)
 finish_program = jax.jit(finish)
 
 
 def run_decode(
-    strategy: Strategy[S], model: Decoder, state: S, settings: DecodeSettings, max_length: int
+    strategy: Strategy[S], model: FlatModel, state: S, settings: DecodeSettings, max_length: int
 ) -> S:
     """`decode`, compiled; checks as often as suits the platform whether a row is unfinished."""
     return decode_program(*decode_arguments(strategy, model, state, settings, max_length))
 
 
 def decode_arguments(
-    strategy: Strategy[S], model: Decoder, state: S, settings: DecodeSettings, max_length: int
+    strategy: Strategy[S], model: FlatModel, state: S, settings: DecodeSettings, max_length: int
 ) -> tuple[Any, ...]:
     """Arguments of `decode_program`."""
     steps = steps_of(strategy, settings, platform_of_arrays(state.reason))

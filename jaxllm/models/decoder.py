@@ -8,8 +8,10 @@ Models do not depend on strategies.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import dataclasses
+from typing import Any, Protocol, Self
 
+import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.attention_view import Branches
@@ -109,6 +111,28 @@ class GenerativeModel(Decoder, Protocol):
     def cache_slot_tile(self) -> int:
         """The device pads the slots of a KV cache to a multiple of this number."""
         ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FlatModel:
+    """The leaves of a model as an argument of compiled programs.
+
+    Flattening a model of 32 layers takes as long as two decode steps of a small one, so a call does
+    it once for all of its programs. The leaves are those of one call: an assignment to the model is
+    seen by the next one.
+    """
+
+    leaves: list[Any]
+    structure: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, model: Decoder) -> Self:
+        return cls(*jax.tree.flatten(model))
+
+    def model(self) -> Any:
+        """The model of these leaves, a `Decoder`."""
+        return jax.tree.unflatten(self.structure, self.leaves)
 
 
 def checked_generative(model: Any, name: str) -> GenerativeModel:

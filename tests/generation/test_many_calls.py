@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -65,19 +66,20 @@ def test_random_lengths_compile_one_program_for_each_pair_of_buckets(
     model = tiny.make("llama")
     jax.clear_caches()
     before = [program_count(program) for program in PROGRAMS]
-    rng, pairs = np.random.default_rng(0), set()
+    rng, pairs, decoded = np.random.default_rng(0), set(), set()
     for i in range(calls):
         ids, new = prompt(i, longest_prompt), int(rng.integers(1, most_new + 1))
         jaxllm.generate(model, ids, max_new_tokens=new, eos_token_id=None)
         columns = 1 if ids.shape[1] == 1 else next(n for n in (16, 32, 64) if ids.shape[1] <= n)
         pairs.add((columns, 16 if new <= 16 else 32))
+        decoded |= {columns + (16 if new <= 16 else 32)} if new > 1 else set()
     prefills, decodes, finishes = (
         program_count(program) - n for program, n in zip(PROGRAMS, before, strict=True)
     )
     assert len(pairs) > 1
     # Decoding sees the columns of prompt and new tokens together: 16 + 32 as 32 + 16.
     sizes = {columns + new for columns, new in pairs}
-    assert (prefills, decodes, finishes) == (len(pairs), len(sizes), len(sizes))
+    assert (prefills, decodes, finishes) == (len(pairs), len(decoded), len(sizes))
 
 
 @pytest.mark.ci
@@ -112,3 +114,28 @@ def test_repeated_calls_leave_nothing_behind(calls):
     after = resources()
     assert all(after[name] <= before[name] for name in before), (before, after)
     assert len(gc.get_objects()) - objects < calls  # less than one object for three calls
+
+
+def test_a_call_flattens_the_model_once_and_decodes_only_what_is_left():
+    model, flattened = tiny.make("llama", seed=2), []
+    ids, fields = tiny.ids(7, 3), {"eos_token_id": None}  # no other test has seven rows
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_name == "_pytree__flatten":
+            flattened.append(any(x is model for x in frame.f_locals.values()))
+
+    for new in (1, 3):
+        before = program_count(loop.decode_program)
+        jaxllm.generate(model, ids, max_new_tokens=new, **fields)
+        assert (program_count(loop.decode_program) > before) == (new > 1)
+        sys.setprofile(note)
+        first = jaxllm.generate(model, ids, max_new_tokens=new, **fields).sequences
+        sys.setprofile(None)
+        assert sum(flattened) == 1
+        flattened.clear()
+    # What is assigned to the model is seen by the next call.
+    table = model.backbone.embed.weight
+    table[...] = table[...][:, ::-1]
+    assert not np.array_equal(
+        first, jaxllm.generate(model, ids, max_new_tokens=3, **fields).sequences
+    )

@@ -84,7 +84,7 @@ COLLECTIVES = """
 def collectives(model, **fields):
     fields = {"max_new_tokens": 12, "pad_token_id": 0, **fields}
     call = prepare_call(model, ids, mask, None, None, fields)
-    bare = program_model(model, call)
+    bare = program_model(call)
     with use_mesh(call.mesh):
         state = loop.prefill_program(
             call.strategy, bare, call.inputs, call.settings,

@@ -65,7 +65,7 @@ for fields in ({}, {"do_sample": True, "top_k": 50, "top_p": 0.9, "temperature":
     np.testing.assert_array_equal(found, expected)
     key = fields.pop("key", None)
     call = prepare_call(there, ids, None, None, key, fields)
-    bare = program_model(there, call)
+    bare = program_model(call)
     with use_mesh(call.mesh):
         state = loop.prefill_program(
             call.strategy, bare, call.inputs, call.settings,

@@ -27,7 +27,7 @@ from jaxllm.common.errors import (
     MissingFileError,
     UnsupportedError,
 )
-from jaxllm.generation.call import memory
+from jaxllm.generation.call import prepare
 from jaxllm.generation.call.prepare import prepare_call
 from jaxllm.generation.generate import program_model
 from jaxllm.planning import LoweredProgram, abstract_model, hlo, lower
@@ -87,7 +87,7 @@ def test_the_lowered_programs_are_those_that_generate_runs(family: str) -> None:
     ids = tiny.ids(SMALL["batch"], SMALL["prompt"])
     keywords = {"max_new_tokens": SMALL["new"], "do_sample": False}
     call = prepare_call(model, ids, None, None, 0, keywords)
-    bare = program_model(model, call)
+    bare = program_model(call)
     prefill, decode = (lower(model, name, **SMALL)[0].compile() for name in ("prefill", "decode"))
     # A compiled program refuses arguments of other shapes, dtypes or structure.
     state = prefill(call.strategy, bare, call.inputs, call.settings)
@@ -142,7 +142,7 @@ def test_costs_of_all_programs(family: str) -> None:
 
 
 def test_this_machine_s_memory_is_no_limit(monkeypatch: Any) -> None:
-    monkeypatch.setattr(memory, "total_memory", lambda devices: 0)
+    monkeypatch.setattr(prepare, "total_memory", lambda devices: 0)
     raw = tiny.CONFIGS["gpt2"] | {"n_positions": 4096}
     (program,) = lower(abstract_model(raw), "decode", batch=32, prompt=1000, new=1000)
     assert program.cache_bytes > 1e6

@@ -84,7 +84,7 @@ def compilations(call) -> list[str]:
 def started(name: str, ids, mask, **fields) -> tuple[Any, Any, Any]:
     """The model as the programs run it, the prepared call, and the state after prefill."""
     call = prepare_call(model(name), ids, mask, None, 0, fields)
-    bare = program_model(model(name), call)
+    bare = program_model(call)
     return bare, call, run_prefill(bare, call, prefill_program)
 
 

@@ -102,7 +102,7 @@ def _checked_row_ids(row_ids: RowIds, batch: int) -> UInt32[Array, " B"]:
             raise InputError(
                 f"row_ids: expected integers from 0 to 2**32 - 1, found {quoted(row_ids)}"
             )
-        host = host.astype(np.uint32)
+        return host.astype(np.uint32)
     return jnp.asarray(host, jnp.uint32)
 
 

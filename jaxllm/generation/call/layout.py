@@ -16,7 +16,12 @@ from jaxtyping import Array, Key
 from jaxllm.cache.variants import PLAIN, CacheKind
 from jaxllm.common.errors import InputError, UnsupportedError, quoted
 from jaxllm.generation.call.past_key_values import PastKeyValues, continuation
-from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, PaddedBatch, last_token_columns
+from jaxllm.generation.inputs.padded_batch import (
+    SMALLEST_BUCKET,
+    PaddedBatch,
+    last_token_columns,
+    pad_right,
+)
 from jaxllm.generation.inputs.values import HostArray, any_traced, bucket, int_leaf
 from jaxllm.generation.request import Request
 from jaxllm.generation.settings.config import GenerationConfig
@@ -26,6 +31,7 @@ from jaxllm.generation.strategies.strategy import AnyStrategy, PrefillInputs
 
 def build_layout(
     request: Request,
+    padded: PaddedBatch,
     strategy: AnyStrategy,
     keys: Key[Array, " Bn"],
     past: PastKeyValues | None,
@@ -33,6 +39,7 @@ def build_layout(
     """Pads the arrays of a call to buckets and sizes its cache.
 
     Args:
+        padded: the prompts, padded to their bucket.
         keys: random keys, one for each sample of each row.
         past: the cache of an earlier call, which holds the beginning of the prompt.
 
@@ -61,14 +68,14 @@ def build_layout(
         kind = cache_kind(config, ring=own_cache and chunk_size is None)
         if return_cache:
             capacity = bucket(capacity, SMALLEST_BUCKET)  # the size that the next call will have
-        arrays = prefill_inputs(request, keys, kind)
+        arrays = prefill_inputs(request, padded, keys, kind)
     else:
         _refuse_cache_settings(config)
         new = continuation(past, request)
         capacity = new.capacity(new_slots, past.cache.capacity)
         kind = CacheKind.like(past.cache)
         arrays = dataclasses.replace(
-            prefill_inputs(request, keys, kind),
+            prefill_inputs(request, padded, keys, kind),
             decoder_inputs=new.decoder_inputs,
             cache_len=new.cache_len,
             last_column=new.last_column,
@@ -115,9 +122,10 @@ def prefill_chunk_size(request: Request, strategy: AnyStrategy) -> int | None:
     return None
 
 
-def prefill_inputs(request: Request, keys: Key[Array, " Bn"], kind: CacheKind) -> PrefillInputs:
+def prefill_inputs(
+    request: Request, padded: PaddedBatch, keys: Key[Array, " Bn"], kind: CacheKind
+) -> PrefillInputs:
     """The padded arrays of a call that starts with an empty cache."""
-    padded = request.padded_prompt()
     sequences, mask, last_column = sequence_buffers(padded, request.new_token_bucket, request.pad)
     return PrefillInputs(
         decoder_inputs=request.decoder_inputs(padded),
@@ -156,9 +164,8 @@ def sequence_buffers(
     if padded.ids is None:
         shape = (prompt_mask.shape[0], new_token_bucket)
         return host.full(shape, pad, host.int32), host.zeros(shape, bool), last_column
-    extra = ((0, 0), (0, new_token_bucket))
-    sequences = host.pad(host.asarray(padded.ids), extra, constant_values=pad)
-    return sequences, host.pad(prompt_mask, extra), last_column
+    sequences = pad_right(host.asarray(padded.ids), new_token_bucket, pad)
+    return sequences, pad_right(prompt_mask, new_token_bucket, False), last_column
 
 
 def cache_kind(config: GenerationConfig, *, ring: bool) -> CacheKind:

@@ -22,7 +22,6 @@ from jaxllm.generation.strategies.strategy import (
     Result,
     nonfinite_error,
 )
-from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.outputs import ModelOutput, PerLayer
 
 T = TypeVar("T")
@@ -152,9 +151,7 @@ def record_columns(call: PreparedCall) -> RecordColumns:
     )
 
 
-def past_key_values(
-    model: GenerativeModel, call: PreparedCall, state: DecodeState
-) -> PastKeyValues | None:
+def past_key_values(call: PreparedCall, state: DecodeState) -> PastKeyValues | None:
     """Cache for the next call of a conversation; None unless `return_past_key_values` is set.
 
     Args:
@@ -175,7 +172,7 @@ def past_key_values(
         mask=on_every_process(returned.mask, mesh),
         encoder_ids=ids,
         encoder_len=call.request.encoder_len,
-        config=model.forward_config,
+        config=call.request.model.forward_config,
     )
 
 

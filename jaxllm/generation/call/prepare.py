@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -23,7 +22,7 @@ from jaxllm.generation.inputs.arguments import (
     processor_list,
     split_keywords,
 )
-from jaxllm.generation.inputs.padded_batch import check_positions, checked_types
+from jaxllm.generation.inputs.padded_batch import PaddedBatch, check_positions, checked_types
 from jaxllm.generation.inputs.values import any_traced, id_table
 from jaxllm.generation.processors.build import build_processors
 from jaxllm.generation.request import (
@@ -39,7 +38,7 @@ from jaxllm.generation.stopping.criteria import build_criteria
 from jaxllm.generation.strategies.guidance import NegativePrompt, negative_prompt
 from jaxllm.generation.strategies.select_strategy import check_assistant_inputs, select_strategy
 from jaxllm.generation.strategies.strategy import AnyStrategy, DecodeSettings, PrefillInputs
-from jaxllm.models.decoder import Decoder, GenerativeModel, checked_generative
+from jaxllm.models.decoder import FlatModel, GenerativeModel, checked_generative
 from jaxllm.models.decoder_only import with_rope_length
 from jaxllm.parallel.placement import mesh_of, put_everywhere, put_rows
 
@@ -56,6 +55,7 @@ class PreparedCall:
     """A request as arguments of the compiled programs, and the sizes of its buffers."""
 
     request: Request
+    model: FlatModel
     strategy: AnyStrategy
     inputs: PrefillInputs
     """The prompts, padded to buckets."""
@@ -122,14 +122,16 @@ def prepare_call(
     config, eos = merged_config(model, generation_config, fields, assistant)
     past = checked_past(arguments.past_key_values)
     request = checked_request(model, config, eos, arguments, past)
-    settings, time_limits = decode_settings(request)
+    padded = request.padded_prompt()
+    settings, time_limits = decode_settings(request, padded)
     strategy = select_strategy(request)
     if request.negative is not None:
         check_positions(model, request.negative, request.max_new_tokens)
     check_assistant_inputs(request)
     check_past_support(request, strategy, past)
+    flat = FlatModel.of(with_rope_length(model, arguments.rope_length))
     leaves = (request.prompt, request.negative, request.encoder_input, settings, strategy)
-    traced, mesh = any_traced(*leaves, jax.tree.leaves(model)[0]), mesh_of(model)
+    traced, mesh = any_traced(*leaves, flat.leaves[0]), mesh_of(flat)
     keys = row_keys(
         shared_key(key, mesh),
         arguments.row_ids,
@@ -138,9 +140,10 @@ def prepare_call(
         sampling=bool(config.do_sample),
         under_jit=traced,
     )
-    inputs, capacity, chunk_size = build_layout(request, strategy, keys, past)
+    inputs, capacity, chunk_size = build_layout(request, padded, strategy, keys, past)
     call = PreparedCall(
         request=request,
+        model=flat,
         strategy=strategy,
         inputs=inputs,
         negative=padded_negative_prompt(request),
@@ -223,9 +226,15 @@ def padded_negative_prompt(request: Request) -> NegativePrompt | None:
     return NegativePrompt.of(request.negative.pad_to(request.width, request.pad))
 
 
-def decode_settings(request: Request) -> tuple[DecodeSettings, tuple[MaxTimeCriteria, ...]]:
-    """The settings that every strategy reads, and the time limits that the host checks."""
-    config, encoder_input, padded = request.config, request.encoder_input, request.padded_prompt()
+def decode_settings(
+    request: Request, padded: PaddedBatch
+) -> tuple[DecodeSettings, tuple[MaxTimeCriteria, ...]]:
+    """The settings that every strategy reads, and the time limits that the host checks.
+
+    Args:
+        padded: the prompts of the request, padded to their bucket.
+    """
+    config, encoder_input = request.config, request.encoder_input
     stops, time_limits = build_criteria(config, request.arguments)
     settings = DecodeSettings(
         processors=build_processors(
@@ -243,8 +252,8 @@ def decode_settings(request: Request) -> tuple[DecodeSettings, tuple[MaxTimeCrit
             extra=processor_list(request.arguments.logits_processor),
         ),
         eos=id_table("generate()", "eos_token_id", list(request.eos)),
-        pad=jnp.asarray(np.int32(request.pad)),
-        max_length=jnp.asarray(np.int32(request.max_length)),
+        pad=np.int32(request.pad),  # pyright: ignore[reportArgumentType]
+        max_length=np.int32(request.max_length),  # pyright: ignore[reportArgumentType]
         stops=stops,
         allow_nonfinite=bool(config.remove_invalid_values),
         keep_scores=bool(config.output_scores),
@@ -261,7 +270,7 @@ def is_large(call: PreparedCall) -> bool:
     return sequences * call.capacity > CHECKED_SLOTS or sequences * vocab_size > CHECKED_LOGITS
 
 
-def check_memory(model: Decoder, call: PreparedCall, state: object) -> None:
+def check_memory(call: PreparedCall, state: object) -> None:
     """Raises InputError if weights and decoding state need more memory than the devices have.
 
     Not for a model without weights: it is planned for other devices than this machine's.
@@ -269,10 +278,10 @@ def check_memory(model: Decoder, call: PreparedCall, state: object) -> None:
     Args:
         state: shapes of the decoding state.
     """
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model)):
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in call.model.leaves):
         return
     devices = [default_device()] if call.mesh is None else call.mesh.local_devices
-    needed, memory = nbytes(model) + nbytes(state), total_memory(devices) * jax.process_count()
+    needed, memory = nbytes(call.model) + nbytes(state), total_memory(devices) * jax.process_count()
     if needed > memory:
         sequences, slots = call.inputs.keys.shape[0], call.capacity
         raise InputError(

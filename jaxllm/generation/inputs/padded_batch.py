@@ -154,7 +154,9 @@ def checked_embeds(embeds: object, width: int) -> HostArray:
 
 def pad_right(x: HostArray, extra: int, value: float) -> HostArray:
     """Appends `extra` columns of `value` to an array."""
+    if isinstance(x, np.ndarray):  # np.pad takes ten times as long as this
+        padded = np.full((x.shape[0], x.shape[1] + extra, *x.shape[2:]), value, x.dtype)
+        padded[:, : x.shape[1]] = x
+        return padded
     widths = ((0, 0), (0, extra), *((0, 0),) * (x.ndim - 2))
-    if isinstance(x, np.ndarray):
-        return np.pad(x, widths, constant_values=value)
     return jnp.pad(x, widths, constant_values=value)

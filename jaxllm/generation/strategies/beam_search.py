@@ -67,6 +67,7 @@ class BeamStrategy(Strategy[S]):
     can enter it; "never": no beam of any length can."""
 
     can_stream: ClassVar[bool] = False
+    chooses_in_prefill: ClassVar[bool] = True
 
     def cache_slots(self, new_tokens: int) -> int:
         return self.num_beams * new_tokens

@@ -100,6 +100,7 @@ class Sample(Strategy[SampleState]):
     """Rows that sample, if `sampling`; None: all."""
     allows_ring_cache = True
     can_repeat_steps = True
+    chooses_in_prefill = True
 
     @property
     def keys_per_row(self) -> int:

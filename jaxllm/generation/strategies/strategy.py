@@ -236,6 +236,8 @@ class Strategy(Generic[S]):
     can_repeat_steps: ClassVar[bool] = False
     """A step overwrites nothing but the state's small arrays and the cache's slot of the newest
     token, and writes the same there if it runs once more."""
+    chooses_in_prefill: ClassVar[bool] = False
+    """`init` returns the state after the first token: a call for one token needs no step."""
     can_continue: ClassVar[bool] = True
     """Can start from the cache of `PastKeyValues`."""
     extra_decode_options: ClassVar[Mapping[str, Any]] = {}
