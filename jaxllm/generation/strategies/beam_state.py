@@ -325,7 +325,7 @@ def advance(state: S, running: Hypotheses, parents: Int[Array, "B N"], **changes
         mask=extended_mask(state),
         cur_len=state.cur_len + 1,
         step=state.step + 1,
-        count=state.count + (state.reason == RUNNING),
+        count=state.count + (state.reason == RUNNING).astype(jnp.int32),
         **changes,
     )
 

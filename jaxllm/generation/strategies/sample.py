@@ -289,7 +289,7 @@ def append(
         mask=mask,
         cur_len=cur_len,
         token=token,
-        count=state.count + running,
+        count=state.count + running.astype(jnp.int32),
         reason=jnp.where(running, reason, state.reason),
         step=state.step + 1,
     )
