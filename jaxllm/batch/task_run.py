@@ -131,11 +131,8 @@ class TaskRun:
 
 def _sequences(task: Task, outputs: SlotOutputs, slot: int) -> list[FinishedSequence]:
     """The finished sequences of a slot."""
-    start, counts, reasons = (
-        outputs.prompt_length[slot],
-        outputs.counts[slot],
-        outputs.reasons[slot],
-    )
+    start, counts = outputs.prompt_length[slot], outputs.counts[slot]
+    reasons = outputs.reasons[slot]
     if reasons[0] == NONFINITE:
         return FinishedSequence.failed(task, nonfinite_error(int(counts[0])))
     sequences = []

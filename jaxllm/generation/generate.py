@@ -258,8 +258,8 @@ def run(call: PreparedCall, streamer: Streamer | None) -> GenerateOutput:
         for name, on_host in (("streamer", streamer), ("max_time", call.time_limits)):
             if on_host:
                 raise InputError(f"{name}: works on the host, outside jax.jit")
-        state, decoder = run_prefill(model, call, of_flat_model(prefill)), model.model()
-        state = decode(strategy, decoder, state, settings, jnp.int32(max_length))
+        state = run_prefill(model, call, of_flat_model(prefill))
+        state = of_flat_model(decode)(strategy, model, state, settings, jnp.int32(max_length))
         result = finish(strategy, state, settings)
         past = past_key_values(call, state)
         return generate_output(call, result, past, max_length, max_length - call.request.start_len)
@@ -277,7 +277,7 @@ def run(call: PreparedCall, streamer: Streamer | None) -> GenerateOutput:
 
 def needs_decoding(call: PreparedCall) -> bool:
     """True if a token may be left after prefill."""
-    return call.request.max_new_tokens > call.strategy.chooses_in_prefill
+    return call.request.max_new_tokens > 1 or not call.strategy.chooses_in_prefill
 
 
 def run_by_token(

@@ -34,7 +34,7 @@ from jaxllm.parallel.field_axes import constrain_fields
 from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.parallel.sharding import constrain
 
-F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 def prefill(
@@ -226,14 +226,14 @@ def finish(strategy: Strategy[S], state: S, settings: DecodeSettings) -> Result:
     return constrain(strategy.finish(state, settings))
 
 
-def of_flat_model(function: F) -> F:
+def of_flat_model(function: Callable[..., T]) -> Callable[..., T]:
     """The function with a `FlatModel` in place of its second argument, the model."""
 
     @functools.wraps(function)
-    def program(strategy: AnyStrategy, model: FlatModel, *arguments: Any, **sizes: Any) -> Any:
+    def program(strategy: AnyStrategy, model: FlatModel, *arguments: Any, **sizes: Any) -> T:
         return function(strategy, model.model(), *arguments, **sizes)
 
-    return cast(F, program)
+    return program
 
 
 prefill_program = jax.jit(

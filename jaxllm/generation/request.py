@@ -1,4 +1,4 @@
-"""A checked call, and how the inputs of its decoder and encoder are checked on the host."""
+"""Checked requests, and the checks of their decoder and encoder inputs on the host."""
 
 from __future__ import annotations
 

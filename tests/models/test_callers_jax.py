@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -181,9 +182,17 @@ def test_kernels_of_a_tpu_in_shard_map(checked: bool, rows: PartitionSpec) -> No
     assert ("pallas_call" in program) != checked
 
 
-@pytest.mark.by_default("llama-greedy", "t5-train")
-@pytest.mark.parametrize("call", ["greedy", "sample", "beams", "train"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "bart", "gemma2", "bloom", "xglm"])
+STRICT_CALLS = [
+    *itertools.product(
+        ("llama", "gpt2", "t5", "bart", "gemma2", "bloom", "xglm"),
+        ("greedy", "sample", "beams", "train"),
+    ),
+    *itertools.product(["llama"], ("lookup", "early_exit", "groups", "constraints")),
+]
+
+
+@pytest.mark.by_default("llama-greedy", "llama-lookup", "t5-train")
+@pytest.mark.parametrize(("family", "call"), STRICT_CALLS, ids=map("-".join, STRICT_CALLS))
 def test_strict_settings(family: str, call: str) -> None:
     model = tiny.make(family)
     ids = jnp.asarray(tiny.ids(2, 5))
@@ -200,6 +209,10 @@ def test_strict_settings(family: str, call: str) -> None:
             "greedy": {},
             "sample": {"do_sample": True, "top_k": 5, "top_p": 0.9, "temperature": 0.8, "key": 0},
             "beams": {"num_beams": 3, "repetition_penalty": 1.1},
+            "lookup": {"prompt_lookup_num_tokens": 3},
+            "early_exit": {"assistant_early_exit": 1, "do_sample": True, "key": 0},
+            "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+            "constraints": {"num_beams": 3, "force_words_ids": [[7]]},
         }[call]
         strict = model.generate(ids, max_new_tokens=4, **options).sequences
     free = model.generate(ids, max_new_tokens=4, **options).sequences

@@ -1,4 +1,4 @@
-"""Keyword arguments of `generate`: arguments and settings."""
+"""Keyword arguments of `generate`, split into call arguments and settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TokenRows: TypeAlias = Array | np.ndarray | Sequence[Sequence[int]] | Sequence[n
 
 @dataclasses.dataclass(frozen=True)
 class CallArguments:
-    """Arguments of a call that are no settings, as the caller passed them: not checked yet.
+    """Arguments of a call besides its settings, as the caller passed them, before any check.
 
     B: batch size. T: prompt length. E: length of the encoder's input. D: model width.
     """

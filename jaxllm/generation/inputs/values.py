@@ -116,8 +116,8 @@ def id_list(value: TokenIds) -> list[int] | Array:
 
 
 def id_table(owner: str, name: str, value: TokenIds) -> Int[Array, "1 E"]:
-    """Converts token ids to int32, padded with ``NO_TOKEN`` to 8, 16, 32, ... entries. The table
-    has a row axis: it is that of all rows.
+    """Converts token ids to int32, padded with ``NO_TOKEN`` to 8, 16, 32, ... entries. The row
+    axis of the table has size 1, since all rows share the ids.
 
     The bucket avoids compiling again when the number of ids changes slightly.
 

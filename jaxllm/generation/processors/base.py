@@ -159,7 +159,7 @@ class LogitsProcessor:
 
     def is_neutral(self) -> Bool[Array, " R"] | None:
         """True for the rows whose parameters change no scores; batch slots skip a processor while
-        all are. None: the parameters do not say, or have no row axis."""
+        every row is neutral. None: the parameters do not tell, or have no row axis."""
         return None
 
 
@@ -272,8 +272,8 @@ class LogitsProcessorList(tuple[Callable[..., Scores], ...]):
 class RowProcessors(LogitsProcessorList):
     """Processors of rows with different parameters, each applied to the row's adjacent sequences.
 
-    A processor is skipped at run time while it is neutral for all rows. One whose leaves have no
-    row axis gets one sequence at a time.
+    A processor is skipped at run time while it is neutral for all rows. A processor whose leaves
+    have no row axis is called with one sequence at a time.
 
     >>> from jaxllm.generation.processors import TemperatureLogitsWarper
     >>> lists = [LogitsProcessorList([TemperatureLogitsWarper(t)]) for t in (0.5, 2.0)]

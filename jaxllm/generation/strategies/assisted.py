@@ -278,7 +278,7 @@ def append_columns(
     row_ends, end = ends.any(axis=1), jnp.argmax(ends, axis=1)[:, None]
     reason = jnp.take_along_axis(reasons, end, axis=1)[:, 0]
     # Without finite logits there is no token.
-    up_to_end = end[:, 0].astype(jnp.int32) + (reason != NONFINITE)
+    up_to_end = end[:, 0].astype(jnp.int32) + (reason != NONFINITE).astype(jnp.int32)
     new = jnp.where(row_ends, up_to_end, usable)
     is_new = columns < new[:, None]
 

@@ -205,7 +205,7 @@ class BeamStrategy(Strategy[S]):
         return state.finished
 
     def best(self, state: S) -> Hypotheses:
-        """The sequences that are returned, which end no sooner than their row."""
+        """The sequences that are returned. A sequence counts as ended once its row has ended."""
         best = self.ranked(state).beams(slice(self.num_return_sequences))
         count, reason = state.count[:, None], state.reason[:, None]
         has_ended = (reason == LENGTH) & (best.reason != RUNNING)

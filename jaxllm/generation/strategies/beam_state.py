@@ -331,7 +331,7 @@ def advance(state: S, running: Hypotheses, parents: Int[Array, "B N"], **changes
 
 
 def end_rows(state: S, is_final: Bool[Array, " B"], settings: DecodeSettings) -> S:
-    """Ends the rows whose pool is final, and those that have reached the limit."""
+    """Ends the rows whose pool is final, and the rows that have reached the limit."""
     ends = (state.reason == RUNNING) & (is_final | (state.cur_len >= settings.max_length))
     return state.replace(reason=jnp.where(ends, LENGTH, state.reason))
 

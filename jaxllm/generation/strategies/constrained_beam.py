@@ -469,7 +469,7 @@ def order_by_bank(
     >>> order_by_bank(bank, jnp.array([[-1.0, -2.0, -5.0, -4.0]]), bank >= 0).tolist()
     [[3, 0, 2, 1]]
     """
-    key = jnp.where(valid, bank * BANK_WEIGHT + score, -jnp.inf)
+    key = jnp.where(valid, bank.astype(jnp.float32) * BANK_WEIGHT + score, -jnp.inf)
     order = jnp.argsort(key, axis=1, descending=True, stable=True)
     banks, places = take_per_row(bank, order), jnp.arange(bank.shape[1])[None]
     starts = jnp.concatenate([jnp.ones_like(banks[:, :1], bool), banks[:, 1:] != banks[:, :-1]], 1)

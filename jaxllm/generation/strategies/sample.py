@@ -274,8 +274,8 @@ def append(
     scores: Float[Array, "B V"],
     settings: DecodeSettings,
 ) -> AnyState:
-    """Writes a token to each running row and a pad to the others; counts it, and ends the rows that
-    it ends."""
+    """Writes a token to each running row and a pad to the other rows, counts the new tokens, and
+    sets the reason of the rows that end."""
     state = record_step(state, logits, scores, settings)
     running = state.reason == RUNNING
     token = jnp.where(running, token, settings.pad)

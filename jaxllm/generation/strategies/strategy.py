@@ -164,7 +164,7 @@ class Result:
 
     @property
     def all_finished(self) -> bool:
-        """True if every row has ended. Of a result on the host."""
+        """True if every row has ended. The result must have been fetched to the host."""
         return not (self.finish_reasons == RUNNING).any()
 
 
@@ -310,7 +310,7 @@ def nonfinite_error(step: int, row: int | None = None) -> NonFiniteError:
 
 
 def is_eos(tokens: Int[Array, " B *rest"], eos: Int[Array, "R E"]) -> Bool[Array, " B *rest"]:
-    """True at end tokens, of which `eos` has a set for all rows or for each."""
+    """True at end tokens. `eos` has one set of end tokens for all rows, or one set for each row."""
     sets = eos.reshape(len(eos), *[1] * (tokens.ndim - 1), -1)
     return jnp.any(tokens[..., None] == sets, axis=-1)
 
