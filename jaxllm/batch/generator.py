@@ -20,7 +20,8 @@ from jaxllm.batch.memory import (
     plans,
     too_large_error,
 )
-from jaxllm.batch.row_groups import FinishedSequence, Group, check_processors, fits_slots, groups
+from jaxllm.batch.row_groups import FinishedSequence, Group, groups
+from jaxllm.batch.row_processors import check_processors, fits_slots
 from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import BatchOutput, BatchRow, RawRow, error_output
 from jaxllm.batch.static_batches import run_static_batch, static_batches

@@ -10,17 +10,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxllm.batch.row_processors import processors_of, used_fields
 from jaxllm.batch.rows import BatchRow
 from jaxllm.batch.slot_strategies import BeamSlotStrategy, SampleSlotStrategy, SlotStrategy
 from jaxllm.batch.slots import PrefillBatch, RowSettings, Sizes, place
 from jaxllm.common.errors import JaxLLMError
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, padded_rows
 from jaxllm.generation.inputs.values import NO_TOKEN, bucket
-from jaxllm.generation.processors import LogitsProcessor, LogitsProcessorList
+from jaxllm.generation.processors import LogitsProcessorList
 from jaxllm.generation.processors.base import RowProcessors, signature
-from jaxllm.generation.processors.build import build_processors
-from jaxllm.generation.settings.config import FIELDS, SLOT_MODES, GenerationConfig
-from jaxllm.generation.settings.resolve import MAX_COLUMNS
+from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.stopping import StoppingCriteriaList, StopStringCriteria
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
@@ -86,15 +85,6 @@ def sizes_for(
     return sizes.with_slots(min(slots, bucket(len(tasks), 1)))
 
 
-def per_row_fields() -> frozenset[str]:
-    """Names of the fields in which rows of a program may differ, registered ones included.
-
-    If one row of a program uses such a field, the program applies it to all rows, with the neutral
-    value (`Field.per_row`) for the others.
-    """
-    return frozenset(name for name, field in FIELDS.items() if field.per_row is not None)
-
-
 @dataclasses.dataclass(frozen=True)
 class Group:
     """Rows that share one set of compiled programs."""
@@ -144,29 +134,6 @@ class Group:
         return RowSettings(RowProcessors.of(processors), **arrays)
 
 
-def fits_slots(row: BatchRow) -> bool:
-    """True if a row can run in a slot: greedy search or sampling, with or without beams, and no
-    field that needs a static batch (`Field.slots`)."""
-    if row.mode not in SLOT_MODES or (row.config.num_beams > 1 and not _beams_fit(row)):
-        return False
-    return all(FIELDS[name].fits_slots(value) for name, value in row.config.to_dict().items())
-
-
-def check_processors(row: BatchRow, vocab_size: int) -> None:
-    """Raises the errors of `generate` for invalid processor settings, such as token ids outside the
-    vocabulary."""
-    if fits_slots(row):
-        processors_of(row, tuple(per_row_fields()), vocab_size)
-
-
-def _beams_fit(row: BatchRow) -> bool:
-    """True if the row's beams fit the slots; `generate` raises for those that do not."""
-    new_token_bucket = bucket(row.max_new_tokens, SMALLEST_BUCKET)
-    columns = bucket(row.max_length, SMALLEST_BUCKET)
-    columns += (row.config.num_beams - 1) * new_token_bucket
-    return columns <= MAX_COLUMNS and not row.config.low_memory
-
-
 def groups(rows: Iterable[BatchRow], vocab_size: int) -> list[Group]:
     """Groups rows by the programs that they need; most batches are one group."""
     strategies: dict[SlotStrategy, list[BatchRow]] = {}
@@ -174,7 +141,7 @@ def groups(rows: Iterable[BatchRow], vocab_size: int) -> list[Group]:
         strategies.setdefault(_strategy(row), []).append(row)
     result: list[Group] = []
     for strategy, strategy_rows in strategies.items():
-        shared_fields = _shared_fields(strategy_rows)
+        shared_fields = used_fields(strategy_rows)
         sampling = any(row.config.do_sample for row in strategy_rows)
         strategy = dataclasses.replace(strategy, sampling=sampling)
         for processor_rows in _by_processors(strategy_rows, shared_fields, vocab_size):
@@ -227,70 +194,6 @@ def _by_stop_lists(rows: Sequence[BatchRow]) -> list[list[BatchRow]]:
     for row in rows:
         parts.setdefault(part_of[row.config.stop_strings or ()], []).append(row)
     return list(parts.values())
-
-
-def _shared_fields(rows: Sequence[BatchRow]) -> tuple[str, ...]:
-    """The per-row fields that any row uses."""
-    names, sampling = per_row_fields(), any(row.config.do_sample for row in rows)
-    fields = {name for name in names if sampling and FIELDS[name].always}
-    for config in {row.config for row in rows}:
-        values = _per_row_values(config, names, 0)
-        fields |= {name for name, value in values.items() if value != FIELDS[name].per_row}
-    return tuple(sorted(fields))
-
-
-def _per_row_values(
-    config: GenerationConfig, names: Iterable[str], prompt_length: int
-) -> dict[str, Any]:
-    """A row's values of per-row fields.
-
-    Args:
-        prompt_length: length of its decoder prompt; `min_length` minus this counts as
-            `min_new_tokens`.
-    """
-    values = {}
-    for name in names:
-        value = getattr(config, name)
-        if name == "min_new_tokens" and value is None:
-            value = max(config.min_length - prompt_length, 0)
-        field = FIELDS[name]
-        unused = value is None or (field.only_sampling and not config.do_sample)
-        values[name] = field.per_row if unused else value
-    return values
-
-
-def processors_of(
-    row: BatchRow,
-    shared_fields: tuple[str, ...],
-    vocab_size: int,
-    extra: Iterable[LogitsProcessor] = (),
-) -> LogitsProcessorList:
-    """The row's logits processors, including those of all `shared_fields`.
-
-    Args:
-        extra: further processors, which stand where `generate` has those of its caller.
-    """
-    if row.constraint is not None:
-        extra = [*extra, row.constraint.processor]
-    no_slots = {name for name, field in FIELDS.items() if field.slots is False}
-    unused_names = (per_row_fields() | no_slots) - set(shared_fields)
-    unused = {name: FIELDS[name].neutral for name in unused_names}
-    neutral = {name: value for name, value in unused.items() if value is not None}
-    # `from_dict`: values read from a file, unlike arguments, do not add a processor by being set.
-    config = row.config.merge(GenerationConfig.from_dict({**neutral, "min_length": 0}))
-    config = config.replace(
-        **dict.fromkeys(unused.keys() - neutral.keys()),
-        **_per_row_values(row.config, shared_fields, len(row.decoder_prompt)),
-        do_sample=any(FIELDS[name].only_sampling for name in shared_fields),
-    )
-    return build_processors(
-        config,
-        prompt_len=len(row.decoder_prompt),
-        max_length=row.max_length,
-        eos_token_id=row.eos,
-        vocab_size=vocab_size,
-        extra=extra,
-    )
 
 
 def prefill_batch(

@@ -212,7 +212,7 @@ class RowReader:
             elif warning.message.field in fields:
                 raise InputError(str(warning.message))
         for name, value in config.to_dict().items():
-            if value and FIELDS[name].per_call:
+            if value and (FIELDS[name].per_call or FIELDS[name].record):
                 raise UnsupportedError(f"{name}: not for rows of a batch; use jaxllm.generate")
         if config.num_return_sequences > MAX_SEQUENCES:
             raise InputError(

@@ -22,9 +22,14 @@ from jaxllm.generation.generate import generate
 from jaxllm.generation.inputs.batching import is_exhausted, run_in_batches
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
-from jaxllm.generation.settings.config import FIELDS, INDEPENDENT_MODES, GenerationConfig
+from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.tokenizers.tokenizer import Tokenizer
+
+INDEPENDENT_MODES = ("beam_search", "beam_sample", "group_beam_search")
+"""Modes whose rows do not depend on the other rows of a static batch."""
+LONE_FIELDS = ("max_time", "stop_strings", "forced_bos_token_id")
+"""Fields whose effect depends on the other rows of a static batch."""
 
 
 def static_batches(rows: Iterable[BatchRow]) -> list[list[BatchRow]]:
@@ -34,9 +39,7 @@ def static_batches(rows: Iterable[BatchRow]) -> list[list[BatchRow]]:
         config, width = row.config, bucket(len(row.input_ids), SMALLEST_BUCKET)
         runs_alone = row.mode not in INDEPENDENT_MODES
         runs_alone |= row.constraint is not None
-        runs_alone |= any(
-            FIELDS[name].alone for name, x in config.to_dict().items() if x is not None
-        )
+        runs_alone |= any(getattr(config, name) is not None for name in LONE_FIELDS)
         runs_alone |= bool(config.do_sample) and row.row_number != row.index  # a seed of its own
         lengths = (row.max_new_tokens, _min_new_tokens(row), width)
         key = (config, row.eos, lengths, row.seed, row.index if runs_alone else None)

@@ -12,7 +12,7 @@ from batch_tools import differences
 
 from jaxllm import BatchGenerator
 from jaxllm.batch import static_batches
-from jaxllm.batch.row_groups import fits_slots
+from jaxllm.batch.row_processors import fits_slots
 from jaxllm.batch.rows import RawRow
 from jaxllm.common.errors import InputError
 from jaxllm.generation.settings.config import FIELDS

@@ -81,7 +81,7 @@ def test_rows_of_one_program_may_differ_in_a_registered_field(unregistered) -> N
     register_processor(
         "my_penalty",
         lambda value, inputs: RepetitionPenaltyLogitsProcessor(value),
-        field=Field(None, number("(0, inf)"), "divides the scores of tokens so far", per_row=1.0),
+        field=Field(None, number("(0, inf)"), "divides the scores of tokens so far", neutral=1.0),
     )
     model = tiny.cached("llama")
     reader = RowReader(model, None, {"max_new_tokens": 3}, seed=0)

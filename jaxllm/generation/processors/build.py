@@ -14,6 +14,7 @@ from jaxllm.generation import processors
 from jaxllm.generation.inputs.values import is_traced
 from jaxllm.generation.processors.base import LogitsProcessor, LogitsProcessorList, Scores
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
+from jaxllm.generation.settings.field_checks import ids_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,7 @@ def _diversity(groups: int, inputs: ProcessorInputs) -> LogitsProcessor | None:
 
 
 def _min_length(length: Any, inputs: ProcessorInputs) -> LogitsProcessor | None:
-    if _active(inputs.config, "min_new_tokens"):  # wins over min_length
+    if inputs.config.min_new_tokens is not None:  # wins over min_length
         return None
     return processors.MinLengthLogitsProcessor(length, inputs.eos)
 
@@ -152,6 +153,8 @@ _WARPERS: dict[str, Builder] = {
     "epsilon_cutoff": _filter(processors.EpsilonLogitsWarper),
     "eta_cutoff": _filter(processors.EtaLogitsWarper),
 }
+WHEN_SAMPLING = ("temperature", "top_k", "top_p")
+"""Fields whose processors are in every list that samples."""
 REGISTERED: dict[str, dict[str, Builder]] = {"penalties": {}, "last": {}}
 """Builders of registered processors, by place: "penalties" are applied before the caller's
 processors and the warpers, "last" after all others; see `registration.register_processor`."""
@@ -227,10 +230,11 @@ def _build(builders: dict[str, Builder], inputs: ProcessorInputs) -> list[Callab
 
 def _active(config: GenerationConfig, name: str) -> bool:
     """Returns whether a field enables its processor."""
-    value, field = getattr(config, name), FIELDS[name]
+    value = getattr(config, name)
     if value is None:
         return False
-    return field.always or name in config.explicit or is_traced(value) or value != field.neutral
+    is_set = name in WHEN_SAMPLING or name in config.explicit
+    return is_set or is_traced(value) or value != FIELDS[name].neutral
 
 
 def _merged(
@@ -250,10 +254,9 @@ def _merged(
 
 def _check_ids(config: GenerationConfig, eos: tuple[int, ...], vocab_size: int) -> None:
     for name, value in {**config.to_dict(), "eos_token_id": eos}.items():
-        find_ids = FIELDS[name].token_ids
-        if find_ids is None or value is None:
+        if not FIELDS[name].token_ids or value is None:
             continue
-        for token in find_ids(value):
+        for token in ids_in(value):
             if not is_traced(token) and not 0 <= token < vocab_size:
                 raise InputError(
                     f"`{name}` names token {token}, but the vocabulary has {vocab_size} tokens"

@@ -12,14 +12,12 @@ from jaxllm.generation.inputs.arguments import GENERATE_ARGUMENTS
 from jaxllm.generation.inputs.values import is_traced
 from jaxllm.generation.settings.field_checks import (
     anything,
-    biased_ids,
     biases,
     boolean,
     choice,
     constraint_list,
     converted_by,
     decay,
-    ids_in,
     integer,
     layers,
     number,
@@ -32,7 +30,6 @@ from jaxllm.generation.settings.field_checks import (
     words,
 )
 from jaxllm.generation.settings.fields import (
-    UNSET,
     Condition,
     Field,
     Settings,
@@ -41,10 +38,6 @@ from jaxllm.generation.settings.fields import (
 )
 from jaxllm.models.decoder import GenerativeModel
 
-SLOT_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
-"""Modes that the slots of the batch engine have; rows of other modes run in static batches."""
-INDEPENDENT_MODES = ("beam_search", "beam_sample", "group_beam_search")
-"""Modes whose rows do not depend on the other rows of a static batch."""
 _WATERMARK = "jaxllm.contrib.watermark"
 _OTHER_VOCABULARY = "for assistants of another vocabulary, which are not supported"
 
@@ -138,54 +131,55 @@ class GenerationConfig(Settings):
     # fmt: off
     # Lengths and stopping
     max_length: int = setting(default=20, converter=integer(1),
-        doc="maximum length of a sequence, prompt included; max_new_tokens overrides it", off=UNSET)
+        doc="maximum length of a sequence, prompt included; max_new_tokens overrides it")
     max_new_tokens: int | None = setting(default=None, converter=integer(1),
         doc="maximum number of new tokens; if no length is set, 256 in commands and batches, and "
         "20 in generate()")
     min_length: int = setting(default=0, converter=integer(0),
-        doc="minimum length of a sequence, prompt included: no end token comes before", off=0)
+        doc="minimum length of a sequence, prompt included: no end token comes before", neutral=0)
     min_new_tokens: int | None = setting(default=None, converter=integer(0),
-        doc="minimum number of new tokens; overrides min_length", per_row=0)
+        doc="minimum number of new tokens; overrides min_length", neutral=0)
     early_stopping: Literal[True, False, "never"] = setting(default=False,
         converter=choice(True, False, "never"),
         doc='True stops beam search once num_beams beams ended, "never" once none can improve',
-        off=UNSET, needs="num_beams")
+        needs="num_beams")
     max_time: float | None = setting(default=None, converter=number("(0, inf)"),
-        doc="time limit in seconds, checked after each token", slots=False, alone=True)
+        doc="time limit in seconds, checked after each token", slots=False)
     stop_strings: tuple[str, ...] | None = setting(default=None, converter=strings,
-        doc="texts that end a sequence when one of them occurs", alone=True)
+        doc="texts that end a sequence when one of them occurs")
 
     # Strategy
     do_sample: bool = setting(default=False, converter=boolean,
-        doc="samples each token instead of taking the most probable one", off=UNSET, static=True)
+        doc="samples each token instead of taking the most probable one")
     num_beams: int = setting(default=1, converter=integer(1),
-        doc="number of beams; above 1, beam search", off=UNSET, static=True)
+        doc="number of beams; above 1, beam search", static=True)
     num_beam_groups: int = setting(default=1, converter=integer(1),
-        doc="number of beam groups; above 1, diverse beam search", off=UNSET, static=True)
+        doc="number of beam groups; above 1, diverse beam search", static=True)
     diversity_penalty: float = setting(default=0.0, converter=number("[0, 1e30]"),
-        doc="penalty on tokens that earlier beam groups chose", off=0.0, needs="num_beam_groups")
+        doc="penalty on tokens that earlier beam groups chose", neutral=0.0,
+        needs="num_beam_groups")
     penalty_alpha: float | None = setting(default=None, converter=number("[0, 1]"),
-        doc="contrastive search: weight of the penalty on repetition", off=0.0, needs=CONTRASTIVE)
+        doc="contrastive search: weight of the penalty on repetition", neutral=0.0,
+        needs=CONTRASTIVE)
     dola_layers: Literal["low", "high"] | tuple[int, ...] | None = setting(default=None,
         converter=layers, doc='DoLa: layers to contrast with the last one: "low", "high" or a list',
-        needs=GREEDY_OR_SAMPLING, static=True, slots=False)
+        needs=GREEDY_OR_SAMPLING, slots=False)
     constraints: tuple[Any, ...] | None = setting(default=None, converter=constraint_list,
         doc="constrained beam search: a list of constraint objects", slots=False,
         library_only=True)
     force_words_ids: tuple[Any, ...] | None = setting(default=None, converter=phrases,
         doc="phrases, as lists of token ids, that beam search must produce", slots=False,
-        static=True, token_ids=ids_in)
+        token_ids=True)
     num_return_sequences: int = setting(default=1, converter=integer(1),
-        doc="number of results for each prompt", off=UNSET, static=True)
+        doc="number of results for each prompt", static=True)
     use_mtp: bool | None = setting(default=None, converter=boolean,
         doc="drafts by multi-token prediction", execution=True, supported=(None, False))
 
     # Cache and execution
     use_cache: bool = setting(default=True, converter=boolean,
-        doc="uses the KV cache; jaxllm always does", off=UNSET, execution=True, supported=(True,))
+        doc="uses the KV cache; jaxllm always does", execution=True, supported=(True,))
     cache_implementation: str | None = setting(default=None, converter=anything,
-        doc='kind of KV cache; "dynamic" has a fixed size too',
-        execution=True, slots=(None, "static", "dynamic"),
+        doc='kind of KV cache; "dynamic" has a fixed size too', execution=True,
         supported=(None, "static", "dynamic", "quantized", "sliding_window"))
     cache_config: dict[str, Any] | None = setting(default=None, converter=options,
         doc='options of the KV cache: {"nbits": 8} or {"sliding_window": W}', static=True,
@@ -195,93 +189,88 @@ class GenerationConfig(Settings):
     return_legacy_cache: bool | None = setting(default=None, converter=boolean,
         doc="returns the cache as tuples", execution=True, supported=(None, False))
     low_memory: bool | None = setting(default=None, converter=boolean,
-        doc="contrastive search: evaluates candidates one by one, to need less memory", off=False,
-        needs=CONTRASTIVE_OR_BEAMS)
+        doc="contrastive search: evaluates candidates one by one, to need less memory",
+        neutral=False, needs=CONTRASTIVE_OR_BEAMS)
     prefill_chunk_size: int | None = setting(default=None, converter=integer(1),
         doc="number of prompt tokens that are processed at once, to need less memory",
         execution=True, static=True, slots=False)
     compile_config: Any = setting(default=None, converter=anything, doc="options of torch.compile",
         execution=True, supported=(None,))
     disable_compile: bool = setting(default=False, converter=boolean,
-        doc="runs without compilation; jaxllm always compiles", off=UNSET, execution=True,
-        supported=(False,))
+        doc="runs without compilation; jaxllm always compiles", execution=True, supported=(False,))
     continuous_batching_config: Any = setting(default=None, converter=anything,
         doc="options of transformers' continuous batching", execution=True, supported=(None,))
 
     # Logits processors
     temperature: float = setting(default=1.0, converter=number("[1e-30, 1e30]"),
-        doc="divides the logits; below 1, probable tokens become more probable", off=1.0,
-        needs="do_sample", per_row=1.0, always=True)
+        doc="divides the logits; below 1, probable tokens become more probable", neutral=1.0,
+        needs="do_sample")
     top_k: int = setting(default=50, converter=integer(0),
-        doc="considers only the k most probable tokens; 0 is off", off=0,
-        needs=SAMPLING_OR_CONTRASTIVE, per_row=0, always=True)
+        doc="considers only the k most probable tokens; 0 is off", neutral=0,
+        needs=SAMPLING_OR_CONTRASTIVE)
     top_p: float = setting(default=1.0, converter=number("[0, 1]"),
         doc="considers only the most probable tokens up to this total probability; 1 is off",
-        off=1.0, needs="do_sample", per_row=1.0, always=True)
+        neutral=1.0, needs="do_sample")
     min_p: float | None = setting(default=None, converter=number("[0, 1]"),
         doc="drops tokens with less than min_p times the probability of the most probable token",
-        needs="do_sample", per_row=0.0)
+        needs="do_sample", neutral=0.0)
     top_h: float | None = setting(default=None, converter=number("(0, 1]"),
         doc="considers only the most probable tokens up to this share of the entropy",
         needs="do_sample")
     typical_p: float = setting(default=1.0, converter=number("(0, 1]"),
         doc="like top_p, but begins with the tokens of the most average log-probability; 1 is off",
-        off=1.0, needs="do_sample", per_row=1.0)
+        neutral=1.0, needs="do_sample")
     epsilon_cutoff: float = setting(default=0.0, converter=number("[0, 1)"),
-        doc="drops tokens of a probability below this; 0 is off", off=0.0, needs="do_sample",
-        per_row=0.0)
+        doc="drops tokens of a probability below this; 0 is off", neutral=0.0, needs="do_sample")
     eta_cutoff: float = setting(default=0.0, converter=number("[0, 1)"),
-        doc="like epsilon_cutoff, but drops less where many tokens are probable; 0 is off", off=0.0,
-        needs="do_sample", per_row=0.0)
+        doc="like epsilon_cutoff, but drops less where many tokens are probable; 0 is off",
+        neutral=0.0, needs="do_sample")
     repetition_penalty: float = setting(default=1.0, converter=number("[1e-30, 1e30]"),
-        doc="above 1, makes tokens of the text so far less probable; 1 is off", off=1.0,
-        per_row=1.0)
+        doc="above 1, makes tokens of the text so far less probable; 1 is off", neutral=1.0)
     encoder_repetition_penalty: float = setting(default=1.0, converter=number("[1e-30, 1e30]"),
-        doc="above 1, makes tokens of the encoder's input more probable; 1 is off", off=1.0,
+        doc="above 1, makes tokens of the encoder's input more probable; 1 is off", neutral=1.0,
         slots=False)
     presence_penalty: float = setting(default=0.0, converter=number("[-2, 2]"),
-        doc="subtracted from the scores of generated tokens; 0 is off", off=0.0, per_row=0.0)
+        doc="subtracted from the scores of generated tokens; 0 is off", neutral=0.0)
     frequency_penalty: float = setting(default=0.0, converter=number("[-2, 2]"),
-        doc="subtracted from a token's score for each time it was generated; 0 is off", off=0.0,
-        per_row=0.0)
+        doc="subtracted from a token's score for each time it was generated; 0 is off", neutral=0.0)
     length_penalty: float = setting(default=1.0, converter=number("[-1e30, 1e30]"),
-        doc="divides beam scores by length ** length_penalty; higher favors long beams", off=1.0,
-        needs="num_beams")
+        doc="divides beam scores by length ** length_penalty; higher favors long beams",
+        neutral=1.0, needs="num_beams")
     no_repeat_ngram_size: int = setting(default=0, converter=integer(0),
-        doc="no sequence of this many tokens may occur twice; 0 is off", off=0, per_row=0)
+        doc="no sequence of this many tokens may occur twice; 0 is off", neutral=0)
     encoder_no_repeat_ngram_size: int = setting(default=0, converter=integer(0),
-        doc="no sequence of this many tokens of the encoder's input may occur; 0 is off", off=0,
+        doc="no sequence of this many tokens of the encoder's input may occur; 0 is off", neutral=0,
         slots=False)
     bad_words_ids: tuple[tuple[int, ...], ...] | None = setting(default=None, converter=words,
-        doc="sequences of token ids that must not occur", static=True, token_ids=ids_in)
+        doc="sequences of token ids that must not occur", token_ids=True)
     sequence_bias: tuple[tuple[tuple[int, ...], float], ...] | None = setting(default=None,
         converter=biases,
         doc="pairs of token ids and a bias, which is added to the score of their last token",
-        static=True, token_ids=biased_ids)
+        token_ids=True)
     logit_bias: tuple[tuple[int, float], ...] = setting(default=(), converter=token_biases,
-        doc='numbers to add to the scores of tokens: {"TOKEN_ID": NUMBER, ...}', off=(), per_row=(),
-        static=True, token_ids=biased_ids)
+        doc='numbers to add to the scores of tokens: {"TOKEN_ID": NUMBER, ...}', neutral=(),
+        token_ids=True)
     renormalize_logits: bool = setting(default=False, converter=boolean,
-        doc="normalizes the final scores, so that they are log-probabilities", off=False)
+        doc="normalizes the final scores, so that they are log-probabilities", neutral=False)
     forced_bos_token_id: int | None = setting(default=None, converter=integer(0),
-        doc="first new token after a prompt of one token", static=True, alone=True,
-        token_ids=ids_in)
+        doc="first new token after a prompt of one token", static=True, token_ids=True)
     forced_eos_token_id: int | tuple[int, ...] | None = setting(default=None,
         converter=token_id_or_ids, doc="last token of a sequence that reaches max_length",
-        static=True, token_ids=ids_in)
+        static=True, token_ids=True)
     forced_decoder_ids: Any = setting(default=None, converter=anything,
         doc="pairs (position, token); removed in transformers 4.47", supported=(None,))
     remove_invalid_values: bool = setting(default=False, converter=boolean,
-        doc="replaces NaN and infinite logits, which are errors otherwise", off=False)
+        doc="replaces NaN and infinite logits, which are errors otherwise", neutral=False)
     exponential_decay_length_penalty: tuple[int, float] | None = setting(default=None,
         converter=decay,
         doc="[start, factor]: raises the scores of end tokens after `start` new tokens")
     suppress_tokens: tuple[int, ...] | None = setting(default=None, converter=token_ids,
-        doc="token ids that must not occur", static=True, token_ids=ids_in)
+        doc="token ids that must not occur", token_ids=True)
     begin_suppress_tokens: tuple[int, ...] | None = setting(default=None, converter=token_ids,
-        doc="token ids that must not be the first new token", static=True, token_ids=ids_in)
+        doc="token ids that must not be the first new token", token_ids=True)
     token_healing: bool = setting(default=False, converter=boolean,
-        doc="generates the prompt's last token again, in case it was cut off", off=False,
+        doc="generates the prompt's last token again, in case it was cut off", neutral=False,
         per_call=True, provider="jaxllm.contrib.token_healing")
     guidance_scale: float | None = setting(default=None, converter=number("[-1e30, 1e30]"),
         doc="classifier-free guidance: weight of the prompt against negative prompts; 1 is off",
@@ -292,25 +281,24 @@ class GenerationConfig(Settings):
 
     # Outputs
     output_attentions: bool = setting(default=False, converter=boolean,
-        doc="returns the attentions of each step", off=False, per_call=True, record=True)
+        doc="returns the attentions of each step", neutral=False, record=True)
     output_hidden_states: bool = setting(default=False, converter=boolean,
-        doc="returns the hidden states of each step", off=False, per_call=True, record=True)
+        doc="returns the hidden states of each step", neutral=False, record=True)
     output_scores: bool = setting(default=False, converter=boolean,
-        doc="returns the processed scores of each step", off=False, per_call=True, record=True)
+        doc="returns the processed scores of each step", neutral=False, record=True)
     output_logits: bool | None = setting(default=None, converter=boolean,
-        doc="returns the raw logits of each step", per_call=True, record=True)
+        doc="returns the raw logits of each step", record=True)
     return_dict_in_generate: bool = setting(default=False, converter=boolean,
-        doc="no effect; generate() always returns an object with fields", off=UNSET,
-        library_only=True)
+        doc="no effect; generate() always returns an object with fields", library_only=True)
 
     # Special tokens
     pad_token_id: int | None = setting(default=None, converter=integer(0),
-        doc="token after a sequence's end; if unset, the first end token", static=True, unset=-1)
+        doc="token after a sequence's end; if unset, the first end token", static=True)
     bos_token_id: int | None = setting(default=None, converter=integer(0),
-        doc="token that an empty prompt starts with", static=True, unset=-1)
+        doc="token that an empty prompt starts with", static=True)
     eos_token_id: int | tuple[int, ...] | None = setting(default=None, converter=token_id_or_ids,
         doc="token that ends a sequence, or a list of them; None in a call switches them off",
-        static=True, unset=-1, token_ids=ids_in)
+        static=True, token_ids=True)
     decoder_start_token_id: int | tuple[int, ...] | None = setting(default=None,
         converter=token_id_or_ids, doc="token that the decoder starts with; if unset, bos_token_id",
         static=True)
@@ -319,17 +307,17 @@ class GenerationConfig(Settings):
     is_assistant: Any = setting(default=None, converter=anything,
         doc="written by transformers; no effect", metadata=True)
     num_assistant_tokens: int = setting(default=20, converter=integer(1),
-        doc="number of tokens in a draft", off=UNSET, needs=ASSISTANT, static=True)
+        doc="number of tokens in a draft", needs=ASSISTANT, static=True)
     num_assistant_tokens_schedule: str = setting(default="constant",
         converter=choice("constant", "heuristic", "heuristic_transient"),
-        doc="heuristic: drafts grow by 2 tokens if accepted whole, or else shrink by 1", off=UNSET,
+        doc="heuristic: drafts grow by 2 tokens if accepted whole, or else shrink by 1",
         needs=ASSISTANT)
     assistant_confidence_threshold: float = setting(default=0.4, converter=number("[0, 1]"),
-        doc="ends a draft at a token of lower probability", off=0.0, needs=ASSISTANT)
+        doc="ends a draft at a token of lower probability", neutral=0.0, needs=ASSISTANT)
     assistant_lookbehind: int = setting(default=10, converter=integer(0), doc=_OTHER_VOCABULARY,
-        off=UNSET, needs=OTHER_VOCABULARY, library_only=True)
+        needs=OTHER_VOCABULARY, library_only=True)
     target_lookbehind: int = setting(default=10, converter=integer(0), doc=_OTHER_VOCABULARY,
-        off=UNSET, needs=OTHER_VOCABULARY, library_only=True)
+        needs=OTHER_VOCABULARY, library_only=True)
     max_matching_ngram_size: int | None = setting(default=None, converter=integer(1),
         doc="prompt lookup: maximum number of tokens to match; if unset, 2",
         needs="prompt_lookup_num_tokens")

@@ -211,26 +211,16 @@ def token_biases(value: Any) -> tuple[tuple[int, float], ...]:
 
 
 def ids_in(value: Any) -> Iterator[Any]:
-    """The token ids in a stored value: one, or tuples of them.
+    """The token ids in a stored value: one, or nested tuples of them, in which floats are biases.
 
-    >>> list(ids_in(((4, 5), (6,))))
+    >>> list(ids_in((((4, 5), -1.0), (6, 2.0))))
     [4, 5, 6]
     """
     if isinstance(value, tuple):
         for item in value:
             yield from ids_in(item)
-    else:
+    elif not isinstance(value, float):
         yield value
-
-
-def biased_ids(value: Any) -> Iterator[Any]:
-    """The token ids in stored pairs of ids and biases.
-
-    >>> list(biased_ids((((4, 5), -1.0), (6, 2.0))))
-    [4, 5, 6]
-    """
-    for ids, _ in value:
-        yield from ids_in(ids)
 
 
 def decay(value: Any) -> tuple[int, float]:

@@ -2,8 +2,7 @@
 
 The fields of :class:`~jaxllm.generation.settings.config.GenerationConfig` are declared with it. The
 metadata drives validation, errors for values that are not implemented, warnings for fields without
-effect, the grouping of batch rows by program, command-line options, and the table in
-docs/generation.md.
+effect, command-line options, and the table in docs/generation.md.
 """
 
 from __future__ import annotations
@@ -41,13 +40,8 @@ OFF_GENERATION_KEYS = frozenset({"ignore_eos", "skip_special_tokens", "trust_rem
 """Keys of generation_config.json that have no effect while they are false, 0 or empty."""
 
 
-class _Unset:
-    def __repr__(self) -> str:
-        return "UNSET"
-
-
-UNSET = _Unset()
-"""Value of ``Field.off`` for fields that None leaves unset."""
+SPECIAL_TOKENS = frozenset({"pad_token_id", "bos_token_id", "eos_token_id"})
+"""Fields that are unset by -1 in a file, as by null."""
 
 SEEDS = {
     "seed": "; generate() takes key=, a number or jax.random.key(number)",
@@ -79,26 +73,21 @@ class Field:
         default: value if the field is not set.
         check: returns the value as stored (lists as tuples), or raises BadValueError.
         doc: description, for the documentation and the command line.
-        off: value that None in a call stands for: a neutral value, None itself, or UNSET.
+        neutral: value with which the field changes nothing. None in a call stands for it unless
+            None is the default, and leaves the field unset if there is no such value. Rows of a
+            batch with and without a registered processor share a program if its field has one.
         needs: name of the field, or condition, without which the field has no effect
             (``check_consistent``).
         supported: values that are implemented; None: all.
         execution: True if the field chooses how results are computed, but not the results: a value
             from a file that is not implemented has no effect.
         static: True if the value determines the program or is read on the host; never a tracer.
-        per_row: neutral value of a field that may differ between the rows of one batch program,
-            since its processor has the same shape for all values. None: all rows of a program
-            share the value.
-        always: True if every program that samples contains the field's processor.
-        slots: True if rows that set the field can run in the batch engine's slots, or the values
-            with which they can; other rows run in static batches.
-        alone: True if a row that sets the field has a static batch of its own.
+        slots: True if rows in which the field has an effect can run in slots (continuous batching)
+            and in a server; other rows run in static batches.
         per_call: True if only a whole call can set the field, not a row of a batch.
-        unset: value that means unset in a file, as null does.
         provider: module that registers what the field enables; imported by a call that sets it.
-        record: True if the field asks for a record of each step.
-        token_ids: function that returns the token ids in a value other than None; they must be in
-            the vocabulary.
+        record: True if the field asks for a record of each step, which only a whole call can.
+        token_ids: True if the integers in a value are token ids, which must be in the vocabulary.
         library_only: True if commands have no use for the field; their help does not list it.
         metadata: True if the field only describes the origin of a file and has no effect.
         name: the field's name.
@@ -107,28 +96,19 @@ class Field:
     default: Any
     check: Callable[[Any], Any]
     doc: str
-    off: Any = None
+    neutral: Any = None
     needs: str | Condition | None = None
     supported: tuple[Any, ...] | None = None
     execution: bool = False
     static: bool = False
-    per_row: float | tuple[()] | None = None
-    always: bool = False
-    slots: bool | tuple[Any, ...] = True
-    alone: bool = False
+    slots: bool = True
     per_call: bool = False
-    unset: Any = None
     provider: str | None = None
     record: bool = False
-    token_ids: Callable[[Any], Iterable[Any]] | None = None
+    token_ids: bool = False
     library_only: bool = False
     metadata: bool = False
     name: str = ""
-
-    @property
-    def neutral(self) -> Any:
-        """Value with which the field has no effect."""
-        return self.default if self.off is UNSET else self.off
 
     @property
     def only_sampling(self) -> bool:
@@ -147,12 +127,6 @@ class Field:
         if self.metadata:
             return False
         return is_traced(value) or value not in (self.neutral, self.default)
-
-    def fits_slots(self, value: object) -> bool:
-        """True if a row with this value can run in a slot of the batch engine."""
-        if isinstance(self.slots, tuple):
-            return value in self.slots
-        return self.slots or not self.has_effect(value)
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -195,9 +169,9 @@ class Settings:
         values = {}
         for name, value in fields.items():
             field = self._field(name, "generate()", InputError)
-            if value is None:
-                value = field.off
-            if value is not UNSET:
+            if value is None and field.default is not None:
+                value = field.neutral
+            if value is not None or field.default is None:
                 values[name] = checked_value(field, value, "generate()", InputError)
         self._store(values, frozenset(values))
 
@@ -240,8 +214,8 @@ class Settings:
         for name, value in fields.items():
             field = cls.fields.get(name)
             is_empty = isinstance(value, str | list | dict) and not value
-            is_unset = value is None or is_empty or (field and (value == field.unset) is True)
-            if field is None or is_unset:
+            is_unset = is_empty or (name in SPECIAL_TOKENS and (value == -1) is True)
+            if field is None or value is None or is_unset:
                 continue
             try:
                 values[name] = checked_value(field, value, where, ConfigError)
