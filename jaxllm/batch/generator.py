@@ -304,7 +304,7 @@ class BatchGenerator:
                 plan.rows.append(row)
             elif row.error is not None:
                 plan.errors.append(row)
-        for group in groups(filter(fits_slots, plan.rows), self.model.config.vocab_size):
+        for group in self._groups(plan.rows):
             for pool in self._pools(group):
                 if pool.memory.fits:
                     plan.memory.append(pool.memory)
@@ -339,7 +339,7 @@ class BatchGenerator:
 
     def _sequences(self, rows: Sequence[BatchRow]) -> Iterator[FinishedSequence]:
         """The sequences of all rows: those that run in slots first."""
-        for group in groups(filter(fits_slots, rows), self.model.config.vocab_size):
+        for group in self._groups(rows):
             # One program decodes, and one reads the prompts of each width.
             self.counts.programs += 1 + len({task.width for task in group.tasks()})
             self.counts.doing = "trying how many rows fit into memory"
@@ -352,9 +352,13 @@ class BatchGenerator:
         for batch in static_batches(row for row in rows if not fits_slots(row)):
             yield from run_static_batch(self._model, self.tokenizer, batch, *options)
 
+    def _groups(self, rows: Iterable[BatchRow]) -> list[Group]:
+        """The groups of the rows that run in slots."""
+        vocab_size = self.model.config.vocab_size
+        return groups(filter(fits_slots, rows), vocab_size, self.tokenizer, self.mesh)
+
     def _pools(self, group: Group) -> Iterator[PoolPlan]:
-        options = (self._slots, self._budget, self.mesh)
-        return plans(self._model, self.tokenizer, group, *options)
+        return plans(self._model, group, self._slots, self._budget, self.mesh)
 
     def _run_plan(self, group: Group, plan: PoolPlan) -> Iterator[FinishedSequence]:
         """Sequences as they end. Where memory runs out, half the slots go on."""
@@ -366,9 +370,7 @@ class BatchGenerator:
                 return
             run = None
             try:
-                run = TaskRun(
-                    self._model, self.tokenizer, group, tasks, sizes, self.counts, self.mesh
-                )
+                run = TaskRun(self._model, group, tasks, sizes, self.counts, self.mesh)
                 yield from run.run()
                 return
             except jax.errors.JaxRuntimeError as error:

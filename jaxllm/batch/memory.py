@@ -13,16 +13,14 @@ from jax.sharding import Mesh
 from jaxllm.batch.programs import decode_slots, prefill_slots, slot_shapes
 from jaxllm.batch.row_groups import Group, Task, prefill_batch, sizes_for
 from jaxllm.batch.rows import BatchRow
-from jaxllm.batch.slots import PrefillBatch, Sizes, Slots
+from jaxllm.batch.slots import PromptRows, Sizes, Slots
 from jaxllm.common.errors import InputError
 from jaxllm.common.hardware import default_device, format_bytes, host_memory, nbytes, own_memory
 from jaxllm.generation.inputs.values import is_integer
-from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.models.decoder import Decoder
 from jaxllm.nn.platform.decoding import steps_between_checks
 from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.parallel.sharding import row_shards, use_mesh
-from jaxllm.tokenizers.tokenizer import Tokenizer
 
 SHARE_OF_DEVICE = 0.9
 SHARE_OF_HOST = 0.5
@@ -132,7 +130,6 @@ class PoolPlan:
 
 def plans(
     model: Decoder,
-    tokenizer: Tokenizer | None,
     group: Group,
     slots: int,
     budget: int,
@@ -144,8 +141,8 @@ def plans(
     If even the fewest slots do not fit, the plan's `memory.fits` is False.
     """
     shards = row_shards(mesh)
-    options = (model.is_encoder_decoder, shards, group.strategy.beams)
-    predict_for = partial(predict, model, tokenizer, group, budget, mesh)
+    options = (model.is_encoder_decoder, shards, group.beams)
+    predict_for = partial(predict, model, group, budget, mesh)
     # Largest slots first.
     by_capacity: dict[tuple[int, int], list[Task]] = {}
     for task in group.tasks():
@@ -175,7 +172,6 @@ def plans(
 
 def predict(
     model: Decoder,
-    tokenizer: Tokenizer | None,
     group: Group,
     budget: int,
     mesh: Mesh | None,
@@ -192,8 +188,8 @@ def predict(
     """
     sizes = dataclasses.replace(sizes, slots=slots)
     widest = max(tasks, key=lambda task: task.width)
-    batch = prefill_batch([widest], group, sizes, model.config.vocab_size)
-    shapes = slot_shapes(model, group.strategy, sizes, batch.settings, mesh)
+    rows = prefill_batch([widest], group, sizes)
+    shapes = slot_shapes(model, rows, sizes, mesh)
     prediction = Prediction(
         weights=nbytes(model),
         cache=nbytes(shapes),
@@ -205,9 +201,8 @@ def predict(
     )
     if not prediction.fits and not (compile_always and prediction.weights < budget):
         return prediction
-    stops = group.criteria(tokenizer, mesh)
     with use_mesh(mesh):
-        programs = traced_programs(model, shapes, batch, stops, group, sizes)
+        programs = traced_programs(model, shapes, rows, sizes)
         activations = max(
             working_memory(program.lower().compile(), prediction.cache) for program in programs
         )
@@ -215,25 +210,19 @@ def predict(
 
 
 def traced_programs(
-    model: Decoder,
-    shapes: Slots,
-    batch: PrefillBatch,
-    stops: StoppingCriteriaList,
-    group: Group,
-    sizes: Sizes,
+    model: Decoder, shapes: Slots, rows: PromptRows, sizes: Sizes
 ) -> tuple[jax.stages.Traced, jax.stages.Traced]:
     """The programs `prefill` and `decode` of a pool, traced; call it inside `use_mesh(mesh)`.
 
     Args:
         shapes: the slots, as `slot_shapes` returns them.
     """
-    strategy, steps = group.strategy, steps_between_checks(platform_of_arrays(model))
     slot_ids, number = np.zeros(sizes.prefill_rows, np.int32), np.int32(1)
+    steps = steps_between_checks(platform_of_arrays(model))
+    bucket = sizes.new_token_bucket
     return (
-        prefill_slots.trace(model, shapes, batch, slot_ids, stops, strategy=strategy, sizes=sizes),
-        decode_slots.trace(
-            model, shapes, stops, number, number, strategy=strategy, steps_per_check=steps
-        ),
+        prefill_slots.trace(model, shapes, rows, slot_ids, new_token_bucket=bucket),
+        decode_slots.trace(model, shapes, number, number, steps_per_check=steps),
     )
 
 

@@ -8,8 +8,9 @@ chunk of a prompt goes into a slot.
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,25 +18,16 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Int
 
-from jaxllm.batch.slot_strategies import SlotStrategy
-from jaxllm.batch.slots import (
-    PrefillBatch,
-    RotatedCache,
-    RowSettings,
-    Sizes,
-    SlotCache,
-    Slots,
-    place,
-    with_shardings,
-    write_rows,
-)
+from jaxllm.batch.slots import PromptRows, Sizes, Slots, place, with_shardings, write_rows
 from jaxllm.cache.kv_cache import KV, Cache, per_head
-from jaxllm.generation.stopping import StoppingCriteriaList
+from jaxllm.cache.slot_cache import RotatedCache, SlotCache
+from jaxllm.generation.loop import first_state
+from jaxllm.generation.strategies.strategy import PrefillInputs, Result
 from jaxllm.models.decoder import Decoder
 from jaxllm.nn.platform.decoding import steps_between_checks, writes_one_slot
-from jaxllm.parallel.field_axes import constrain_fields
+from jaxllm.parallel.field_axes import Axes, constrain_fields, map_with_axes
 from jaxllm.parallel.placement import platform_of_arrays
-from jaxllm.parallel.sharding import constrain, use_mesh
+from jaxllm.parallel.sharding import use_mesh
 
 T = TypeVar("T")
 
@@ -43,8 +35,8 @@ T = TypeVar("T")
 class DecodeProgress(NamedTuple):
     """Results of some decode steps, for the host."""
 
-    outputs: Any
-    """Output of `SlotStrategy.outputs`, such as `SlotOutputs`."""
+    result: Result
+    """Of all slots, whether their rows have ended or not."""
     unfinished: Bool[Array, " B"]
     """True while the slot's row is not finished."""
     steps: Int[Array, ""]
@@ -54,41 +46,34 @@ class DecodeProgress(NamedTuple):
 
 
 def slot_shapes(
-    model: Decoder,
-    strategy: SlotStrategy,
-    sizes: Sizes,
-    settings: RowSettings,
-    mesh: Mesh | AbstractMesh | None = None,
+    model: Decoder, rows: PromptRows, sizes: Sizes, mesh: Mesh | AbstractMesh | None = None
 ) -> Slots:
     """The shapes, dtypes and shardings of slots.
 
     Args:
-        settings: settings of any rows of the group, as host arrays.
+        rows: any rows of the group.
     """
     count = sizes.slots
-    struct = jax.ShapeDtypeStruct
-    arrays: dict[str, Any] = {
-        "tokens": struct((count, 1), np.int32),
-        "prompt_length": struct((count,), np.int32),
-        "key_data": struct((count, 3), np.uint32),
-    }
-    repeated = jax.tree.map(lambda x: struct((count, *x.shape[1:]), x.dtype), settings)
-    batch = PrefillBatch(**arrays, settings=repeated, encoder={})
 
-    rotated = strategy.beams == 1 and writes_one_slot(platform_of_arrays(model))
+    def repeated(axes: Axes, x: Array | np.ndarray) -> jax.ShapeDtypeStruct:
+        has_rows = "rows" in axes and x.ndim
+        return jax.ShapeDtypeStruct((count, *x.shape[1:]) if has_rows else x.shape, x.dtype)
 
-    def initial_slots(model: Decoder, batch: PrefillBatch) -> Slots:
+    one_slot = sizes.beams == 1 and writes_one_slot(platform_of_arrays(model))
+    kind = RotatedCache if one_slot else SlotCache
+
+    def initial_slots(model: Decoder, rows: PromptRows) -> Slots:
         encoder = {}
         if sizes.encoder_columns is not None:
             shape = (count, sizes.encoder_columns)
             encoder = {"input_ids": jnp.zeros(shape, jnp.int32)}
             encoder["attention_mask"] = jnp.zeros(shape, bool)
-        cache = model.init_cache(count, sizes.capacity, **encoder)
-        cache = RotatedCache.of(cache) if rotated else SlotCache.of(cache)
-        return strategy.initial_slots(batch, cache, sizes)
+        cache = kind.of(model.init_cache(count, sizes.capacity, **encoder))
+        inputs = rows.inputs.with_random_keys()
+        return Slots.of(rows, rows.strategy.initial_state(inputs, cache, sizes.new_token_bucket))
 
     with use_mesh(mesh):
-        shapes = jax.eval_shape(initial_slots, model, batch)
+        shapes = jax.eval_shape(initial_slots, model, map_with_axes(repeated, rows))
     return with_shardings(shapes, mesh, count)
 
 
@@ -104,57 +89,70 @@ def empty_arrays(shapes: T) -> T:
     return jax.tree.map(lambda x: place(np.zeros(x.shape, x.dtype), x.sharding), shapes)
 
 
-def empty_slots(shapes: Slots, settings: RowSettings) -> Slots:
+def empty_slots(shapes: Slots, rows: PromptRows) -> Slots:
     """Slots without rows, made without compiling a program. The `reason` 0 is not `RUNNING`.
 
     Args:
-        settings: settings of one row, [1], which free slots get. (With zeros a filter would take
-            its slow branch.)
+        rows: free slots get the settings of the first one. (With zeros a filter would take its slow
+            branch.)
     """
 
-    def repeated(shape: jax.ShapeDtypeStruct, value: np.ndarray) -> jax.Array:
-        return place(np.repeat(value, shape.shape[0], axis=0), shape.sharding)
+    def filled(axes: Axes, shape: jax.ShapeDtypeStruct, value: np.ndarray) -> jax.Array:
+        if "rows" in axes and shape.ndim:
+            value = np.repeat(value[:1], shape.shape[0], axis=0)
+        return place(value, shape.sharding)
 
-    return Slots(
-        state=empty_arrays(shapes.state),
-        settings=jax.tree.map(repeated, shapes.settings, settings),
+    settings = map_with_axes(filled, shapes.settings, rows.settings)
+    strategy = map_with_axes(filled, shapes.strategy, rows.strategy)
+    return Slots(strategy, settings, empty_arrays(shapes.state))
+
+
+def first_slots(
+    model: Decoder,
+    rows: PromptRows,
+    inputs: PrefillInputs,
+    cache: Cache,
+    new_token_bucket: int,
+) -> Slots:
+    """Slots after the prompts and their first tokens."""
+    state = first_state(
+        rows.strategy, model, inputs, cache, rows.settings, new_token_bucket=new_token_bucket
     )
+    return Slots.of(rows, state)
 
 
 # The slots are donated: cache and sequences are updated in place.
-@partial(jax.jit, static_argnames=("strategy", "sizes"), donate_argnames=("slots",))
+@partial(jax.jit, static_argnames=("new_token_bucket",), donate_argnames=("slots",))
 def prefill_slots(
     model: Decoder,
     slots: Slots,
-    batch: PrefillBatch,
+    rows: PromptRows,
     slot_ids: Int[Array, " R"],
-    stops: StoppingCriteriaList,
     *,
-    strategy: SlotStrategy,
-    sizes: Sizes,
+    new_token_bucket: int,
 ) -> Slots:
     """Prefills R prompts of one bucket, chooses their first tokens, and writes them into slots.
 
     Args:
         slot_ids: the slot of each prompt; for prompts that only fill up the batch, the number of
             slots, which is no slot.
+        new_token_bucket: that of the slots' sizes.
     """
-    batch = constrain(batch, "rows")
-    rows, width = batch.tokens.shape
-    init_cache = partial(model.init_cache, rows, **batch.encoder)
-    cache = slots.state.cache.for_prompts(init_cache, width, jnp.asarray(batch.prompt_length))
-    return write_rows(slots, strategy.prefill(model, batch, cache, stops, sizes), slot_ids)
+    rows = constrain_fields(rows, batch=len(slot_ids))
+    inputs = rows.inputs.with_random_keys()
+    init_cache = partial(model.init_cache, len(slot_ids), **inputs.encoder_inputs)
+    width = inputs.decoder_inputs["tokens"].shape[1]
+    cache = slots.state.cache.for_prompts(init_cache, width, jnp.asarray(inputs.start_len))
+    return write_rows(slots, first_slots(model, rows, inputs, cache, new_token_bucket), slot_ids)
 
 
-@partial(jax.jit, static_argnames=("strategy", "steps_per_check"), donate_argnames=("slots",))
+@partial(jax.jit, static_argnames=("steps_per_check",), donate_argnames=("slots",))
 def decode_slots(
     model: Decoder,
     slots: Slots,
-    stops: StoppingCriteriaList,
     free_slots: Int[Array, ""],
     max_steps: Int[Array, ""],
     *,
-    strategy: SlotStrategy,
     steps_per_check: int = 1,
 ) -> tuple[Slots, DecodeProgress]:
     """Decodes until `free_slots` slots are free, all rows are finished, or for `max_steps` steps.
@@ -175,7 +173,7 @@ def decode_slots(
     def step(carry: tuple[Slots, Array, Array]) -> tuple[Slots, Array, Array]:
         slots, steps, busy_slot_steps = carry
         busy_slot_steps += jnp.sum(slots.unfinished, dtype=jnp.int32)
-        return strategy.step(model, slots, stops), steps + 1, busy_slot_steps
+        return slots.step(model), steps + 1, busy_slot_steps
 
     def several_steps(carry: tuple[Slots, Array, Array]) -> tuple[Slots, Array, Array]:
         return jax.lax.fori_loop(0, steps_per_check, lambda _, carry: step(carry), carry)
@@ -184,7 +182,8 @@ def decode_slots(
     body = step if steps_per_check == 1 else several_steps
     slots, *counts = jax.lax.while_loop(continues, body, (slots, zero, zero))
     slots = constrain_fields(slots, batch=slots.count)
-    return slots, DecodeProgress(strategy.outputs(slots), slots.unfinished, *counts)
+    result = slots.strategy.finish(slots.state, slots.settings)
+    return slots, DecodeProgress(result, slots.unfinished, *counts)
 
 
 def steps_per_check_for(max_steps: int, platform: str) -> int:
@@ -223,33 +222,42 @@ def extend_prompt(
     return constrain_fields(out.cache, batch=1)
 
 
-@partial(jax.jit, static_argnames=("strategy", "sizes", "width"), donate_argnames=("slots",))
+@partial(jax.jit, static_argnames=("width",), donate_argnames=("slots",))
 def prefill_rest(
     model: Decoder,
     slots: Slots,
     cache: Cache,
     start: Int[Array, ""],
-    batch: PrefillBatch,
+    rows: PromptRows,
     slot_ids: Int[Array, " 1"],
-    stops: StoppingCriteriaList,
     *,
-    strategy: SlotStrategy,
-    sizes: Sizes,
     width: int,
 ) -> tuple[Slots, Cache]:
     """Prefills the rest of a prompt, chooses its first token, and writes the row into a slot.
 
     Args:
         start: columns of the prompt that the cache has; start + width is at most its capacity.
-        batch: the whole prompt, padded to `sizes.columns`.
+        rows: the whole prompt, padded to the columns of a slot.
         width: columns of the rest, padding included.
 
     Returns:
         The slots, and the cache of the prompt.
     """
-    batch = constrain(batch, "rows")
-    rows = strategy.prefill(model, batch, truncated(cache, start), stops, sizes, width)
-    cache = rows.state.cache.replace(length=jnp.asarray(batch.prompt_length)[0])
-    state = rows.state.replace(cache=slots.state.cache.rows_of(rows.state.cache))
-    slots = write_rows(slots, Slots(state, rows.settings), slot_ids)
+    rows = constrain_fields(rows, batch=1)
+    cache = truncated(cache, start)
+    inputs = rows.inputs.with_random_keys()
+
+    def rest(x: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(x, cache.length, width, axis=1)
+
+    inputs = dataclasses.replace(
+        inputs,
+        decoder_inputs={"tokens": rest(inputs.sequences), "mask": rest(inputs.mask)},
+        last_column=inputs.last_column - cache.length,
+        past_cache=cache,
+    )
+    new = first_slots(model, rows, inputs, cache, new_token_bucket=0)
+    cache = new.state.cache.replace(length=jnp.asarray(rows.inputs.start_len)[0])
+    state = new.state.replace(cache=slots.state.cache.rows_of(new.state.cache))
+    slots = write_rows(slots, dataclasses.replace(new, state=state), slot_ids)
     return slots, constrain_fields(cache, batch=1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,8 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.batch.row_processors import processors_of, used_fields
 from jaxllm.batch.rows import BatchRow
-from jaxllm.batch.slot_strategies import BeamSlotStrategy, SampleSlotStrategy, SlotStrategy
-from jaxllm.batch.slots import PrefillBatch, RowSettings, Sizes, place
+from jaxllm.batch.slots import PromptRows, Sizes, place
 from jaxllm.common.errors import JaxLLMError
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, padded_rows
 from jaxllm.generation.inputs.values import NO_TOKEN, bucket
@@ -21,6 +21,9 @@ from jaxllm.generation.processors import LogitsProcessorList
 from jaxllm.generation.processors.base import RowProcessors, signature
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.stopping import StoppingCriteriaList, StopStringCriteria
+from jaxllm.generation.strategies.beam_search import BeamSearch
+from jaxllm.generation.strategies.sample import Sample
+from jaxllm.generation.strategies.strategy import AnyStrategy, DecodeSettings, PrefillInputs
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 MAX_STOP_LISTS = 8
@@ -85,92 +88,125 @@ def sizes_for(
     return sizes.with_slots(min(slots, bucket(len(tasks), 1)))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Group:
     """Rows that share one set of compiled programs."""
 
     number: int
     rows: tuple[BatchRow, ...]
-    strategy: SlotStrategy
+    vocab_size: int
+    sampling: bool
+    """True if some rows of the program sample."""
     shared_fields: tuple[str, ...]
-    """Per-row fields that the program applies."""
-    stop_lists: tuple[tuple[str, ...], ...]
+    """Per-row fields that the programs apply."""
     eos_width: int
+    stops: Mapping[tuple[str, ...], StopStringCriteria] = dataclasses.field(default_factory=dict)
+    """A stopping criterion for each list of stop strings, on the devices."""
+
+    @property
+    def beams(self) -> int:
+        """Sequences that a slot decodes."""
+        return self.rows[0].config.num_beams if self.rows else 1
 
     def tasks(self) -> list[Task]:
         """One task for each sample of a row, or one for all beams of a row."""
-        if self.strategy.beams > 1:
+        if self.beams > 1:
             return [Task(row, 0, num_sequences=row.samples) for row in self.rows]
         return [Task(row, sample) for row in self.rows for sample in range(row.samples)]
 
-    def criteria(self, tokenizer: Tokenizer | None, mesh: Mesh | None) -> StoppingCriteriaList:
-        """One stopping criterion for each list of stop strings, replicated over the mesh."""
-        if tokenizer is None:  # `RowReader` refuses stop strings
-            return StoppingCriteriaList()
-        criteria = StoppingCriteriaList(StopStringCriteria(tokenizer, s) for s in self.stop_lists)
-        replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-        return jax.tree.map(lambda x: place(x, replicated), criteria)
-
-    def processors(self, row: BatchRow, vocab_size: int) -> LogitsProcessorList:
+    def processors(self, row: BatchRow) -> LogitsProcessorList:
         """The logits processors of a row of the group."""
-        return processors_of(row, self.shared_fields, vocab_size)
+        return processors_of(row, self.shared_fields, self.vocab_size)
 
-    def settings(self, rows: Sequence[BatchRow], vocab_size: int) -> RowSettings:
+    def strategy(self, rows: Sequence[BatchRow]) -> AnyStrategy:
+        """The strategy of the group with the numbers of the given rows, as host arrays."""
+        config = rows[0].config
+        if config.num_beams > 1:
+            penalties: Any = np.array([row.config.length_penalty for row in rows], np.float32)
+            return BeamSearch(
+                length_penalty=penalties,
+                num_beams=config.num_beams,
+                num_return_sequences=config.num_beams,
+                early_stopping=config.early_stopping,
+                sampling=self.sampling,
+            )
+        return Sample(sampling=self.sampling, sampled_rows=self.sampled(rows))
+
+    @staticmethod
+    def sampled(rows: Sequence[BatchRow]) -> Any:
+        """bool [B]. The rows that sample; the others take the best token."""
+        return np.array([bool(row.config.do_sample) for row in rows])
+
+    def settings(self, rows: Sequence[BatchRow]) -> DecodeSettings:
         """Settings of the given rows of the group, as host arrays."""
-        processors = [self.processors(row, vocab_size) for row in rows]
-        eos = np.full((len(rows), self.eos_width), NO_TOKEN, np.int32)
-        uses_stop_list = np.zeros((len(rows), len(self.stop_lists)), bool)
+        eos: Any = np.full((len(rows), self.eos_width), NO_TOKEN, np.int32)
         for i, row in enumerate(rows):
             eos[i, : len(row.eos)] = row.eos
-            if row.config.stop_strings is not None:
-                uses_stop_list[i, self.stop_lists.index(row.config.stop_strings)] = True
-        arrays = {
-            "eos": eos,
-            "max_length": np.array([row.max_length for row in rows], np.int32),
-            "sampled_rows": np.array([bool(row.config.do_sample) for row in rows]),
-            "uses_stop_list": uses_stop_list,
-            "length_penalty": np.array([row.config.length_penalty for row in rows], np.float32),
-        }
-        return RowSettings(RowProcessors.of(processors), **arrays)
+        max_length: Any = np.array([row.max_length for row in rows], np.int32)
+        pad: Any = np.int32(0)
+        return DecodeSettings(
+            processors=RowProcessors.of([self.processors(row) for row in rows]),
+            eos=eos,
+            pad=pad,
+            max_length=max_length,
+            stops=StoppingCriteriaList(
+                stop.for_rows([row.config.stop_strings == strings for row in rows])
+                for strings, stop in self.stops.items()
+            ),
+            allow_nonfinite=bool(rows[0].config.remove_invalid_values),
+            padded=False,
+        )
 
 
-def groups(rows: Iterable[BatchRow], vocab_size: int) -> list[Group]:
-    """Groups rows by the programs that they need; most batches are one group."""
-    strategies: dict[SlotStrategy, list[BatchRow]] = {}
+def groups(
+    rows: Iterable[BatchRow],
+    vocab_size: int,
+    tokenizer: Tokenizer | None = None,
+    mesh: Mesh | None = None,
+) -> list[Group]:
+    """Groups rows by the programs that they need; most batches are one group.
+
+    Args:
+        tokenizer: None if no row has stop strings.
+        mesh: of the model.
+    """
+    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    place_all = partial(place, sharding=everywhere)
+    by_strategy: dict[Hashable, list[BatchRow]] = {}
     for row in rows:
-        strategies.setdefault(_strategy(row), []).append(row)
+        by_strategy.setdefault(_strategy_key(row), []).append(row)
     result: list[Group] = []
-    for strategy, strategy_rows in strategies.items():
+    for strategy_rows in by_strategy.values():
         shared_fields = used_fields(strategy_rows)
         sampling = any(row.config.do_sample for row in strategy_rows)
-        strategy = dataclasses.replace(strategy, sampling=sampling)
         for processor_rows in _by_processors(strategy_rows, shared_fields, vocab_size):
             for group_rows in _by_stop_lists(processor_rows):
-                lists = (row.config.stop_strings for row in group_rows)
+                lists = sorted({row.config.stop_strings or () for row in group_rows} - {()})
+                stops = {
+                    strings: jax.tree.map(place_all, StopStringCriteria(tokenizer, strings))
+                    for strings in lists
+                    if tokenizer is not None  # `RowReader` refuses stop strings without one
+                }
                 group = Group(
                     number=len(result),
                     rows=tuple(group_rows),
-                    strategy=strategy,
+                    vocab_size=vocab_size,
+                    sampling=sampling,
                     shared_fields=shared_fields,
-                    stop_lists=tuple(sorted({strings for strings in lists if strings is not None})),
                     eos_width=bucket(max(len(row.eos) for row in group_rows), 8),
+                    stops=stops,
                 )
                 result.append(group)
     return result
 
 
-def _strategy(row: BatchRow) -> SlotStrategy:
-    """Strategy of a row, the same for all rows of a group. Greedy and sampled rows share one; beam
-    search and beam sampling do not."""
+def _strategy_key(row: BatchRow) -> Hashable:
+    """What is equal in rows of one strategy. Greedy and sampled rows share one; beam search and
+    beam sampling do not."""
     config, allow_nonfinite = row.config, bool(row.config.remove_invalid_values)
     if config.num_beams == 1:
-        return SampleSlotStrategy(sampling=False, allow_nonfinite=allow_nonfinite)
-    return BeamSlotStrategy(
-        beams=config.num_beams,
-        early_stopping=config.early_stopping,
-        sampling=bool(config.do_sample),
-        allow_nonfinite=allow_nonfinite,
-    )
+        return allow_nonfinite
+    return allow_nonfinite, config.num_beams, config.early_stopping, bool(config.do_sample)
 
 
 def _by_processors(
@@ -196,25 +232,31 @@ def _by_stop_lists(rows: Sequence[BatchRow]) -> list[list[BatchRow]]:
     return list(parts.values())
 
 
-def prefill_batch(
-    tasks: Sequence[Task], group: Group, sizes: Sizes, vocab_size: int
-) -> PrefillBatch:
-    """The arrays of some tasks of one bucket; copies of the first task fill up the batch."""
+def prefill_batch(tasks: Sequence[Task], group: Group, sizes: Sizes) -> PromptRows:
+    """The rows of some tasks of one bucket; copies of the first task fill up the batch."""
     tasks = [*tasks, *[tasks[0]] * (sizes.prefill_rows - len(tasks))]
-    return padded_prompts(tasks, group, sizes, vocab_size, tasks[0].width)
+    return prompt_rows(tasks, group, sizes, tasks[0].width)
 
 
-def padded_prompts(
-    tasks: Sequence[Task], group: Group, sizes: Sizes, vocab_size: int, width: int
-) -> PrefillBatch:
-    """The arrays of some tasks, whose prompts are padded to `width` columns."""
+def prompt_rows(tasks: Sequence[Task], group: Group, sizes: Sizes, width: int) -> PromptRows:
+    """The rows of some tasks, whose prompts are padded to `width` columns."""
     rows, encoder = [task.row for task in tasks], {}
     if sizes.encoder_columns is not None:
         encoder_ids, mask = padded_rows([row.input_ids for row in rows], width)
         encoder, width = {"input_ids": encoder_ids, "attention_mask": mask}, 1
-    arrays: dict[str, Any] = {
-        "tokens": padded_rows([row.decoder_prompt for row in rows], width)[0],
-        "prompt_length": np.array([len(row.decoder_prompt) for row in rows], np.int32),
-        "key_data": np.array([(t.row.seed, t.row.row_number, t.sample) for t in tasks], np.uint32),
-    }
-    return PrefillBatch(**arrays, settings=group.settings(rows, vocab_size), encoder=encoder)
+    ids: Any
+    mask: Any
+    ids, mask = padded_rows([row.decoder_prompt for row in rows], sizes.columns)
+    length: Any = np.array([len(row.decoder_prompt) for row in rows], np.int32)
+    keys: Any = np.array([(t.row.seed, t.row.row_number, t.sample) for t in tasks], np.uint32)
+    inputs = PrefillInputs(
+        decoder_inputs={"tokens": ids[:, :width], "mask": mask[:, :width]},
+        encoder_inputs=encoder,
+        sequences=ids,
+        mask=mask,
+        start_len=length,
+        cache_len=length,
+        last_column=length - 1,
+        keys=keys,
+    )
+    return PromptRows(group.strategy(rows), group.settings(rows), inputs)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
@@ -25,13 +26,13 @@ from jaxllm.batch.programs import (
     slot_shapes,
     steps_per_check_for,
 )
-from jaxllm.batch.row_groups import Group, Task
-from jaxllm.batch.slots import PrefillBatch, RowSettings, Sizes, Slots
+from jaxllm.batch.row_groups import Group, Task, prompt_rows
+from jaxllm.batch.slots import PromptRows, Sizes, Slots
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.models.decoder import Decoder
+from jaxllm.parallel.field_axes import Axes, map_with_axes
 from jaxllm.parallel.placement import platform_of_arrays, wait_on_cpu_mesh
 from jaxllm.parallel.sharding import use_mesh
-from jaxllm.tokenizers.tokenizer import Tokenizer
 
 MIN_SLOTS = 8
 """Slots below which a copy of a quarter of them would save little."""
@@ -52,10 +53,11 @@ def few_slots(slots: int, platform: str) -> int | None:
 def first_rows(slots: Slots, *, count: int) -> Slots:
     """A copy of the first `count` slots."""
 
-    def rows(x: Array) -> Array:
-        return x[: x.shape[0] // slots.count * count]
+    def rows(axes: Axes, x: Array) -> Array:
+        has_rows = "rows" in axes and x.ndim
+        return x[: x.shape[0] // slots.count * count] if has_rows else jnp.copy(x)
 
-    return jax.tree.map(rows, slots)
+    return map_with_axes(rows, slots)
 
 
 @partial(jax.jit, donate_argnames="slots")
@@ -73,7 +75,7 @@ class SlotPool:
 
     Args:
         model: the model, with RoPE lengths per row.
-        settings: settings of one row, [1], which free slots get.
+        plain: a task whose settings free slots get.
         mesh: of the model.
         few: slots that are decoded alone while the others are free; None: all always are.
 
@@ -84,20 +86,18 @@ class SlotPool:
     def __init__(
         self,
         model: Decoder,
-        tokenizer: Tokenizer | None,
         group: Group,
         sizes: Sizes,
-        settings: RowSettings,
+        plain: Task,
         counts: BatchCounts,
         mesh: Mesh | None,
         few: int | None = None,
     ) -> None:
         self._model, self._group, self._sizes, self._counts = model, group, sizes, counts
         self._mesh = mesh
-        self._stops = group.criteria(tokenizer, mesh)
         self.tasks: list[Task | None] = [None] * sizes.slots
-        shapes = slot_shapes(model, group.strategy, sizes, settings, mesh)
-        self._all, self._few = empty_slots(shapes, settings), few
+        rows = prompt_rows([plain], group, sizes, plain.width)
+        self._all, self._few = empty_slots(slot_shapes(model, rows, sizes, mesh), rows), few
         self._first: Slots | None = None
         """Stands for the first rows of `_all` while it is not None."""
 
@@ -138,12 +138,12 @@ class SlotPool:
         """True if a slot has a task."""
         return any(task is not None for task in self.tasks)
 
-    def prefill(self, tasks: Sequence[Task], arrays: PrefillBatch) -> None:
+    def prefill(self, tasks: Sequence[Task], rows: PromptRows) -> None:
         """Prefills the prompts of some tasks of one bucket, and puts the tasks into free slots.
 
         Args:
             tasks: no more than there are free slots.
-            arrays: those of the tasks, as `prefill_batch` returns them.
+            rows: those of the tasks, as `prefill_batch` returns them.
         """
         slot_ids = np.full(self._sizes.prefill_rows, self._sizes.slots, np.int32)
         slot_ids[: len(tasks)] = self.free[: len(tasks)]
@@ -154,17 +154,15 @@ class SlotPool:
             self.slots = prefill_slots(
                 self._model,
                 self._all_slots(),
-                arrays,
+                rows,
                 slot_ids,
-                self._stops,
-                strategy=self._group.strategy,
-                sizes=self._sizes,
+                new_token_bucket=self._sizes.new_token_bucket,
             )
         wait_on_cpu_mesh(self.slots)
-        rows, width = self._sizes.prefill_rows, tasks[0].width
+        count, width = self._sizes.prefill_rows, tasks[0].width
         self._counts.prefill_tokens += sum(len(task.row.input_ids) for task in tasks)
-        self._counts.prefill_columns += rows * width
-        self._count_call(f"prefill {rows} x {width} into", self._sizes)
+        self._counts.prefill_columns += count * width
+        self._count_call(f"prefill {count} x {width} into", self._sizes)
 
     def extend_prompt(self, cache: Cache, tokens: Int[np.ndarray, " T"], start: int) -> Cache:
         """Prefills a chunk of a prompt after the first `start` columns of its cache."""
@@ -177,13 +175,10 @@ class SlotPool:
         self._counts.add_call(f"prefill chunk {len(tokens)}")
         return cache
 
-    def prefill_rest(
-        self, task: Task, arrays: PrefillBatch, cache: Cache, start: int, width: int
-    ) -> Cache:
+    def prefill_rest(self, task: Task, cache: Cache, start: int, width: int) -> Cache:
         """Prefills the rest of a prompt, and puts its task into a free slot.
 
         Args:
-            arrays: those of the task, padded to `sizes.columns`.
             cache: has the first `start` columns of the prompt.
             width: columns of the rest, padding included.
 
@@ -192,17 +187,15 @@ class SlotPool:
         """
         slot = self.free[0]
         self.tasks[slot] = task
+        rows = prompt_rows([task], self._group, self._sizes, self._sizes.columns)
         with use_mesh(self._mesh):
             self.slots, cache = prefill_rest(
                 self._model,
                 self._all_slots(),
                 cache,
                 np.int32(start),
-                arrays,
+                rows,
                 np.array([slot], np.int32),
-                self._stops,
-                strategy=self._group.strategy,
-                sizes=self._sizes,
                 width=width,
             )
         self._counts.prefill_columns += width
@@ -231,10 +224,8 @@ class SlotPool:
             self.slots, progress = decode_slots(
                 self._model,
                 slots,
-                self._stops,
                 np.int32(free_slots),
                 np.int32(max_steps),
-                strategy=self._group.strategy,
                 steps_per_check=steps_per_check_for(max_steps, platform),
             )
         self._count_call("decode", sizes)

@@ -6,7 +6,6 @@ While the device decodes, the host prepares the next prompts and yields finished
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -16,10 +15,14 @@ from jax.sharding import Mesh
 from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.row_groups import FinishedSequence, Group, Task, prefill_batch
 from jaxllm.batch.slot_pool import SlotPool
-from jaxllm.batch.slots import PrefillBatch, Sizes, SlotOutputs
-from jaxllm.generation.strategies.strategy import FINISH_REASONS, NONFINITE, nonfinite_error
+from jaxllm.batch.slots import PromptRows, Sizes
+from jaxllm.generation.strategies.strategy import (
+    FINISH_REASONS,
+    NONFINITE,
+    Result,
+    nonfinite_error,
+)
 from jaxllm.models.decoder import Decoder
-from jaxllm.tokenizers.tokenizer import Tokenizer
 
 MAX_STEPS = 256
 """Decode steps of one call at most, so that progress is shown."""
@@ -54,14 +57,6 @@ class Queue:
         return tasks
 
 
-@dataclasses.dataclass(frozen=True)
-class _NextBatch:
-    """Tasks and their arrays, ready for `prefill`."""
-
-    tasks: list[Task]
-    arrays: PrefillBatch
-
-
 class TaskRun:
     """Runs the tasks of one group in one pool of slots.
 
@@ -74,7 +69,6 @@ class TaskRun:
     def __init__(
         self,
         model: Decoder,
-        tokenizer: Tokenizer | None,
         group: Group,
         tasks: Sequence[Task],
         sizes: Sizes,
@@ -82,17 +76,15 @@ class TaskRun:
         mesh: Mesh | None,
     ) -> None:
         self._group, self._sizes = group, sizes
-        self._vocab = model.config.vocab_size
         self._queue = Queue(tasks)
         self._finished: list[FinishedSequence] = []
         self._next_batch = self._take_next_batch()
-        settings = group.settings([tasks[0].row], self._vocab)
-        self._pool = SlotPool(model, tokenizer, group, sizes, settings, counts, mesh)
+        self._pool = SlotPool(model, group, sizes, tasks[0], counts, mesh)
 
     def leftover(self) -> tuple[list[FinishedSequence], list[Task]]:
         """After a failure: sequences that had ended, and tasks that wait or were in a slot."""
         running = [task for task in self._pool.tasks if task is not None]
-        next_tasks = [] if self._next_batch is None else self._next_batch.tasks
+        next_tasks = [] if self._next_batch is None else self._next_batch[0]
         return self._finished, [*running, *next_tasks, *self._queue.take_all()]
 
     def run(self) -> Iterator[FinishedSequence]:
@@ -102,13 +94,13 @@ class TaskRun:
             if not self._pool.busy:
                 break
             next_batch = self._next_batch
-            free_slots = self._sizes.slots if next_batch is None else len(next_batch.tasks)
+            free_slots = self._sizes.slots if next_batch is None else len(next_batch[0])
             progress = self._pool.decode(free_slots, MAX_STEPS)
             self._next_batch = self._next_batch or self._take_next_batch()
             yield from self._take_finished()
             progress = jax.device_get(progress)
             for slot, task in self._pool.take_finished(progress):
-                self._finished.extend(_sequences(task, progress.outputs, slot))
+                self._finished.extend(_sequences(task, progress.result, slot))
         yield from self._take_finished()
 
     def _take_finished(self) -> Iterator[FinishedSequence]:
@@ -117,28 +109,26 @@ class TaskRun:
 
     def _refill(self) -> None:
         """Prefills prompts into free slots while there are enough of both."""
-        while (batch := self._next_batch) and len(batch.tasks) <= len(self._pool.free):
+        while (batch := self._next_batch) and len(batch[0]) <= len(self._pool.free):
             self._next_batch = None  # from here on its tasks are in slots
-            self._pool.prefill(batch.tasks, batch.arrays)
+            self._pool.prefill(*batch)
             self._next_batch = self._take_next_batch()
 
-    def _take_next_batch(self) -> _NextBatch | None:
+    def _take_next_batch(self) -> tuple[list[Task], PromptRows] | None:
+        """The next tasks and their rows, ready for `prefill`."""
         tasks = self._queue.take(self._sizes.prefill_rows)
-        if not tasks:
-            return None
-        return _NextBatch(tasks, prefill_batch(tasks, self._group, self._sizes, self._vocab))
+        return (tasks, prefill_batch(tasks, self._group, self._sizes)) if tasks else None
 
 
-def _sequences(task: Task, outputs: SlotOutputs, slot: int) -> list[FinishedSequence]:
-    """The finished sequences of a slot."""
-    start, counts = outputs.prompt_length[slot], outputs.counts[slot]
-    reasons = outputs.reasons[slot]
-    if reasons[0] == NONFINITE:
-        return FinishedSequence.failed(task, nonfinite_error(int(counts[0])))
+def _sequences(task: Task, result: Result, slot: int) -> list[FinishedSequence]:
+    """The finished sequences of a slot; its beams, if there are several, are adjacent rows of the
+    result."""
     sequences = []
-    for sample, row, count, reason in zip(
-        task.samples, outputs.tokens[slot], counts, reasons, strict=False
-    ):
-        tokens = row[start : start + count].tolist()
+    for i, sample in enumerate(task.samples, start=slot * task.row.config.num_beams):
+        count, reason = int(result.lengths[i]), int(result.finish_reasons[i])
+        if reason == NONFINITE:
+            return FinishedSequence.failed(task, nonfinite_error(count))
+        start = len(task.row.decoder_prompt)
+        tokens = result.sequences[i, start : start + count].tolist()
         sequences.append(FinishedSequence(sample, tokens, FINISH_REASONS[reason]))
     return sequences

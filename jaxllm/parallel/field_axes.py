@@ -100,8 +100,8 @@ def _axes_at(tree: Any, path: tuple[Any, ...]) -> Axes:
             tree = getattr(tree, key.name)
         elif isinstance(key, jax.tree_util.SequenceKey):
             tree = tree[key.idx]
-        elif isinstance(key, jax.tree_util.DictKey):
-            tree = tree[key.key]
+        elif isinstance(key, jax.tree_util.DictKey) or isinstance(tree, tuple):
+            tree = tree[key.key]  # such a tuple is a list of processors or stopping criteria
         else:
             break
     return names

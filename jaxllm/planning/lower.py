@@ -15,10 +15,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxllm.batch.memory import traced_programs
 from jaxllm.batch.programs import slot_shapes
-from jaxllm.batch.row_groups import Group, groups, prefill_batch, sizes_for
+from jaxllm.batch.row_groups import groups, prefill_batch, sizes_for
 from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import RawRow
-from jaxllm.batch.slots import PrefillBatch, Sizes, Slots
+from jaxllm.batch.slots import PromptRows, Sizes, Slots
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError, quoted
 from jaxllm.generation.call.prepare import PreparedCall, prepare_call
@@ -175,9 +175,8 @@ def lower_prefill(
 class BatchEngine:
     """What the batch engine makes of rows of one length."""
 
-    group: Group
     sizes: Sizes
-    prompts: PrefillBatch
+    rows: PromptRows
 
     @staticmethod
     def of(model: Any, workload: Workload, fields: Mapping[str, Any], shards: int) -> BatchEngine:
@@ -189,21 +188,19 @@ class BatchEngine:
         keywords = {"do_sample": False, "num_beams": 1, **fields, "max_new_tokens": workload.new}
         reader = RowReader(model, None, keywords, seed=0)
         row = reader.read(RawRow(0, 0, {"input_ids": [0] * workload.prompt}))
-        vocab_size = model.config.vocab_size
-        (group,) = groups([row], vocab_size)
+        (group,) = groups([row], model.config.vocab_size)
         (task,) = group.tasks()[:1]
-        sizes = sizes_for([task], 1, model.is_encoder_decoder, shards, group.strategy.beams)
+        sizes = sizes_for([task], 1, model.is_encoder_decoder, shards, group.beams)
         sizes = sizes.with_slots(workload.slots)
-        return BatchEngine(group, sizes, prefill_batch([task], group, sizes, vocab_size))
+        return BatchEngine(sizes, prefill_batch([task], group, sizes))
 
     def slots(self, model: Any, mesh: Mesh | AbstractMesh | None) -> Slots:
         """The shapes of the slots, with their shardings on a mesh."""
-        return slot_shapes(model, self.group.strategy, self.sizes, self.prompts.settings, mesh)
+        return slot_shapes(model, self.rows, self.sizes, mesh)
 
     def traced(self, model: Any, slots: Slots) -> tuple[jax.stages.Traced, jax.stages.Traced]:
         """The programs that prefill and decode, traced."""
-        stops = self.group.criteria(None, None)
-        return traced_programs(model, slots, self.prompts, stops, self.group, self.sizes)
+        return traced_programs(model, slots, self.rows, self.sizes)
 
 
 def lower_batch(

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from jaxllm.batch.programs import empty_arrays, prompt_cache_shapes
-from jaxllm.batch.row_groups import padded_prompts, prefill_batch
+from jaxllm.batch.row_groups import prefill_batch
 from jaxllm.batch.slot_pool import SlotPool
 from jaxllm.batch.slots import Sizes
 from jaxllm.cache.kv_cache import Cache
@@ -244,9 +244,9 @@ class Admission:
     """
 
     def __init__(
-        self, pool: SlotPool, group: LiveGroup, sizes: Sizes, vocab: int, options: PrefillOptions
+        self, pool: SlotPool, group: LiveGroup, sizes: Sizes, options: PrefillOptions
     ) -> None:
-        self._pool, self._group, self._sizes, self._vocab = pool, group, sizes, vocab
+        self._pool, self._group, self._sizes = pool, group, sizes
         self._chunk_size = options.chunk_size
         self._partial: PartialPrompt | None = None
         """The first task that waits, once a part of its prompt is prefilled."""
@@ -351,8 +351,7 @@ class Admission:
         width = bucket(len(prompt) - partial.length, SMALLEST_BUCKET)
         # The padded rest must end before the last column, if need be with tokens that are cached.
         start = min(partial.length, self._sizes.columns - width)
-        arrays = padded_prompts([task], self._group, self._sizes, self._vocab, self._sizes.columns)
-        cache = self._pool.prefill_rest(task, arrays, partial.cache, start, width)
+        cache = self._pool.prefill_rest(task, partial.cache, start, width)
         self.waiting.popleft()
         self._partial = None
         if partial.kept_length and self._prefixes is not None:
@@ -364,8 +363,7 @@ class Admission:
     def _prefill_batch(self) -> int:
         """Prefills the first task's prompt and others of its bucket into slots."""
         tasks = self._next_tasks(min(self._sizes.prefill_rows, len(self._pool.free)))
-        arrays = prefill_batch(tasks, self._group, self._sizes, self._vocab)
-        self._pool.prefill(tasks, arrays)
+        self._pool.prefill(tasks, prefill_batch(tasks, self._group, self._sizes))
         self._note(tasks)
         return tasks[0].width
 

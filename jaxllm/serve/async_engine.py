@@ -194,7 +194,7 @@ class AsyncEngine:
         per_row = with_rope_per_row(model)
         group = live_group(steps_per_call, model.config.vocab_size)
         reader = RowReader(model, tokenizer, fields, seed, default_new_tokens)
-        self._reader = LiveRowReader(per_row, reader, group, sizes)
+        self._reader = LiveRowReader(reader, group, sizes)
         widest = self._warm_up_task(self._widths[-1])
         budget = memory_budget(memory, 1 if mesh is None else mesh.size)
 
@@ -202,7 +202,7 @@ class AsyncEngine:
             return few_slots(slots, platform_of_arrays(per_row)) if mesh is None else None
 
         def predicted(slots: int) -> Prediction:
-            pool = predict(per_row, None, group, budget, mesh, [widest], sizes, slots)
+            pool = predict(per_row, group, budget, mesh, [widest], sizes, slots)
             copy = pool.cache * (few_of(slots) or 0) // slots
             return dataclasses.replace(pool, cache=pool.cache + copy + prefill.nbytes)
 
@@ -211,7 +211,7 @@ class AsyncEngine:
             raise InputError(f"memory: {self.memory} do not fit; lower context, or raise memory")
         sizes = sizes.with_slots(self.memory.slots)
         few = few_of(sizes.slots)
-        self._run = LiveRun(per_row, group, sizes, widest.row, self.counts, mesh, prefill, few)
+        self._run = LiveRun(per_row, group, sizes, widest, self.counts, mesh, prefill, few)
         prepare = self._warm_up if warm_up else lambda: None
         self._thread = EngineThread(self._run, queue_size, prepare)
         self._numbers = itertools.count()

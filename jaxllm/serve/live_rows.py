@@ -19,7 +19,6 @@ from jaxllm.batch.row_groups import Group, Task
 from jaxllm.batch.row_processors import fits_slots, per_row_fields, processors_of
 from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import BatchRow, RawRow
-from jaxllm.batch.slot_strategies import StreamedSettings, StreamedSlotStrategy
 from jaxllm.batch.slots import Sizes
 from jaxllm.common.errors import InputError, UnsupportedError, counted
 from jaxllm.generation.processors import LogitsProcessorList
@@ -34,7 +33,7 @@ from jaxllm.generation.processors.base import (
 from jaxllm.generation.processors.grammar import GrammarLogitsProcessor
 from jaxllm.generation.processors.host import WORD_BITS, pack_bits, unpack_bits
 from jaxllm.generation.stopping.stop_strings import StopStringMatcher
-from jaxllm.models.decoder import Decoder
+from jaxllm.generation.strategies.streamed import StreamedSample
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 MAX_TOP_LOGPROBS = 20
@@ -98,38 +97,39 @@ class LiveTask(Task):
     """New tokens so far."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class LiveGroup(Group):
     """The group of all live requests."""
 
-    strategy: StreamedSlotStrategy
+    window: int
+    """Steps after which the slots are read."""
 
-    def processors(self, row: BatchRow, vocab_size: int) -> LogitsProcessorList:
+    def processors(self, row: BatchRow) -> LogitsProcessorList:
         assert isinstance(row, LiveRow)
-        mask = TokenMaskLogitsProcessor(row.mask((), vocab_size))
-        return processors_of(row, self.shared_fields, vocab_size, extra=[mask])
+        mask = TokenMaskLogitsProcessor(row.mask((), self.vocab_size))
+        return processors_of(row, self.shared_fields, self.vocab_size, extra=[mask])
 
-    def settings(self, rows: Sequence[BatchRow], vocab_size: int) -> StreamedSettings:
-        settings = super().settings(rows, vocab_size)
-        logprobs: Any = np.array([isinstance(row, LiveRow) and row.logprobs for row in rows])
-        return StreamedSettings(**vars(settings), logprobs=logprobs)
+    def strategy(self, rows: Sequence[BatchRow]) -> StreamedSample:
+        reports: Any = np.array([isinstance(row, LiveRow) and row.logprobs for row in rows])
+        return StreamedSample(
+            sampling=self.sampling,
+            sampled_rows=self.sampled(rows),
+            window=self.window,
+            top_logprobs=min(MAX_TOP_LOGPROBS, self.vocab_size),
+            reports_logprobs=reports,
+        )
 
 
 def live_group(steps_per_call: int, vocab_size: int) -> LiveGroup:
     """The group of requests whose slots are read after every `steps_per_call` steps."""
-    strategy = StreamedSlotStrategy(
-        sampling=True,
-        allow_nonfinite=False,
-        window=steps_per_call,
-        top_logprobs=min(MAX_TOP_LOGPROBS, vocab_size),
-    )
     return LiveGroup(
         number=0,
         rows=(),
-        strategy=strategy,
+        vocab_size=vocab_size,
+        sampling=True,
         shared_fields=tuple(sorted(per_row_fields())),
-        stop_lists=(),
         eos_width=MAX_EOS_TOKENS,
+        window=steps_per_call,
     )
 
 
@@ -141,8 +141,8 @@ class LiveRowReader:
         sizes: of the slots; their number does not matter.
     """
 
-    def __init__(self, model: Decoder, reader: RowReader, group: LiveGroup, sizes: Sizes) -> None:
-        self._model, self._reader, self._group, self._sizes = model, reader, group, sizes
+    def __init__(self, reader: RowReader, group: LiveGroup, sizes: Sizes) -> None:
+        self._reader, self._group, self._sizes = reader, group, sizes
         plain = self._reader.read(RawRow(0, 0, {"input_ids": [0], "max_new_tokens": 1}))
         self._check_fields(plain, None)
         self.eos = plain.eos
@@ -175,7 +175,7 @@ class LiveRowReader:
         return live_row
 
     def _signature_of(self, row: LiveRow) -> Any:
-        return signature(self._group.processors(row, self._model.config.vocab_size))
+        return signature(self._group.processors(row))
 
     def _check_fields(self, row: BatchRow, raw: Any) -> None:
         if row.config.num_beams > 1 or not fits_slots(row):

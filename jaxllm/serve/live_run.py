@@ -16,7 +16,6 @@ from jaxtyping import UInt32
 from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.programs import DecodeProgress
 from jaxllm.batch.slot_pool import SlotPool
-from jaxllm.batch.slot_strategies import Logprobs, NewTokens
 from jaxllm.batch.slots import Sizes, place
 from jaxllm.common.errors import JaxLLMError
 from jaxllm.generation.processors.base import RowProcessors
@@ -26,6 +25,8 @@ from jaxllm.generation.strategies.strategy import (
     NONFINITE,
     RUNNING,
     STOP,
+    Logprobs,
+    Result,
     nonfinite_error,
 )
 from jaxllm.models.decoder import Decoder
@@ -33,7 +34,6 @@ from jaxllm.serve.admission import Admission, PrefillOptions, PrefixCounts
 from jaxllm.serve.live_rows import (
     ALL_TOKENS,
     LiveGroup,
-    LiveRow,
     LiveTask,
     TokenMaskLogitsProcessor,
 )
@@ -76,7 +76,7 @@ class LiveRun:
 
     Args:
         model: the model, with RoPE lengths per row.
-        plain_row: any row; free slots have its settings.
+        plain: any task; free slots have its settings.
         prefill: how prompts come into slots.
         few: slots that are decoded alone while the others are free; None: all always are.
     """
@@ -86,17 +86,16 @@ class LiveRun:
         model: Decoder,
         group: LiveGroup,
         sizes: Sizes,
-        plain_row: LiveRow,
+        plain: LiveTask,
         counts: BatchCounts,
         mesh: Mesh | None,
         prefill: PrefillOptions,
         few: int | None,
     ) -> None:
-        self._sizes, self._mesh, self._vocab = sizes, mesh, model.config.vocab_size
-        self._steps_per_call = group.strategy.window
-        settings = group.settings([plain_row], self._vocab)
-        self._pool = SlotPool(model, None, group, sizes, settings, counts, mesh, few)
-        self._admission = Admission(self._pool, group, sizes, self._vocab, prefill)
+        self._sizes, self._mesh, self._vocab = sizes, mesh, group.vocab_size
+        self._steps_per_call = group.window
+        self._pool = SlotPool(model, group, sizes, plain, counts, mesh, few)
+        self._admission = Admission(self._pool, group, sizes, prefill)
         self._prefill_is_next = True
 
     @property
@@ -236,7 +235,7 @@ class LiveRun:
         for slot, task in enumerate(tasks):
             if task is None:
                 continue
-            chunk = _chunk(task, progress.outputs, slot)
+            chunk = _chunk(task, progress.result, slot)
             task.tokens.extend(chunk.tokens)
             if chunk.is_last and slot not in finished:
                 stopped.append(slot)
@@ -246,22 +245,23 @@ class LiveRun:
         return results
 
 
-def _chunk(task: LiveTask, outputs: NewTokens, slot: int) -> Chunk:
+def _chunk(task: LiveTask, result: Result, slot: int) -> Chunk:
     """The new tokens of a slot since the last report."""
-    total, code = int(outputs.counts[slot]), int(outputs.reasons[slot])
+    total, code = int(result.lengths[slot]), int(result.finish_reasons[slot])
     if code == NONFINITE:
         return Chunk(task.sample, (), error=nonfinite_error(total))
     count = total - len(task.tokens)
-    columns = range(outputs.tokens.shape[1] - count, outputs.tokens.shape[1])
-    tokens = [int(outputs.tokens[slot, column]) for column in columns]
+    columns = range(result.sequences.shape[1] - count, result.sequences.shape[1])
+    tokens = [int(result.sequences[slot, column]) for column in columns]
     reason = None if code == RUNNING else FINISH_REASONS[code]
     end = None if task.stops is None else task.stops.first_end(tokens)
     if end is not None and (end < len(tokens) or reason != "eos"):
         tokens, reason = tokens[:end], "stop"
     logprobs = None
     if task.row.logprobs:
+        assert result.logprobs is not None
         kept = list(columns)[: len(tokens)]
-        logprobs = tuple(_logprob(outputs.logprobs, slot, column) for column in kept)
+        logprobs = tuple(_logprob(result.logprobs, slot, column) for column in kept)
     return Chunk(task.sample, tuple(tokens), logprobs, reason)
 
 

@@ -12,7 +12,7 @@ from batch_tools import differences, uneven_rows
 
 from jaxllm import BatchGenerator
 from jaxllm.batch import programs
-from jaxllm.batch.slots import RotatedCache, SlotCache
+from jaxllm.cache.slot_cache import RotatedCache, SlotCache
 from jaxllm.models.build_options import Options
 from jaxllm.planning import lower
 

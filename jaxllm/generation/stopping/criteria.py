@@ -10,6 +10,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import field
 from typing import Any, Self, TypeAlias
 
 import jax
@@ -46,6 +47,7 @@ from jaxllm.generation.processors.host import HostFunction, call_by_row
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.field_checks import checked_by, strings
 from jaxllm.generation.stopping.stop_strings import bucketed_automaton
+from jaxllm.parallel.field_axes import axes
 from jaxllm.tokenizers import Tokenizer
 
 SMALLEST_WINDOW = 16
@@ -245,8 +247,8 @@ class StopStringCriteria(StoppingCriteria):
             any of them.
     """
 
-    classes: Int[Array, " E"]
-    table: Int[Array, "S C"]
+    classes: Int[Array, " E"] = field(metadata=axes(None))
+    table: Int[Array, "S C"] = field(metadata=axes(None))
     rows: Bool[Array, " R"]
     """True for the rows that it may end: by default all."""
     window: int
@@ -265,10 +267,10 @@ class StopStringCriteria(StoppingCriteria):
         window = bucket(max(map(len, patterns)), SMALLEST_WINDOW)
         store(self, classes=classes, table=table, rows=np.ones(1, bool), window=window)
 
-    def for_rows(self, rows: Bool[Array, " R"]) -> Self:
+    def for_rows(self, rows: Sequence[bool]) -> Self:
         """The criterion for the rows that are True."""
         criterion = copy.copy(self)
-        store(criterion, rows=rows)
+        store(criterion, rows=np.array(rows, bool))
         return criterion
 
     def reached(self, history: History, scores: Scores | None) -> Done:

@@ -72,10 +72,6 @@ class BeamStrategy(Strategy[S]):
     def cache_slots(self, new_tokens: int) -> int:
         return self.num_beams * new_tokens
 
-    def initial_state(self, inputs: PrefillInputs, cache: Cache, new_token_bucket: int) -> S:
-        """The state before the first choice, with a cache that holds the prompt."""
-        raise NotImplementedError
-
     def choose(
         self,
         state: S,

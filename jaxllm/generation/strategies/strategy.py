@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.cache.variants import PLAIN, CacheKind
@@ -57,13 +57,23 @@ class PrefillInputs:
     overwrite. More than `start_len` if only `inputs_embeds` were given, which have no token ids."""
     last_column: Int[Array, " B"]
     """int32. The column of `decoder_inputs` that holds each row's last real token."""
-    keys: Key[Array, " Bn"]
-    """Random keys, one for each sample; the samples of a row are adjacent."""
+    keys: Key[Array, " Bn"] | UInt32[Array, "Bn 3"]
+    """Random keys, one for each sample; the samples of a row are adjacent. In batch slots the seed,
+    the number of the row and the number of the sample, from which `with_random_keys` makes them."""
     cache_kind: CacheKind = PLAIN
     past_cache: Cache | None = None
     """Cache of an earlier call. `decoder_inputs` and `last_column` then describe only the new
     columns, padded on the right, and `cache_len` counts the real columns of each row, old and
     new."""
+
+    def with_random_keys(self) -> PrefillInputs:
+        """Inputs of batch slots with the keys of `generate(..., key=seed, row_ids=[row])`."""
+
+        def key_of(seed: Array, row: Array, sample: Array) -> Array:
+            return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), sample)
+
+        keys = jax.vmap(key_of)(*jnp.asarray(self.keys).T)
+        return dataclasses.replace(self, keys=keys)
 
 
 @jax.tree_util.register_dataclass
@@ -132,15 +142,33 @@ class AssistedCounts:
 
 
 @jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Logprobs:
+    """Log-probabilities of the last W tokens of B rows; new token n is in column n modulo W.
+
+    They are those of the model's own distribution, before processors. Only columns of rows that
+    ask for them have a meaning.
+    """
+
+    chosen: Float[Array, "B W"]
+    """Log-probability of the chosen token."""
+    top_tokens: Int[Array, "B W K"]
+    """The K most probable tokens, the most probable first."""
+    top: Float[Array, "B W K"]
+    """Log-probabilities of `top_tokens`."""
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
     """Result of a strategy, final or partial: R returned rows after N steps."""
 
     sequences: Int[Array, "R L"]
     """int32. Prompt and new tokens, then pads."""
-    length: Int[Array, ""]
-    """Columns of the longest row; in a partial result, columns that are final in every row."""
-    steps: Int[Array, ""]
+    length: Int[Array, ""] | Int[Array, " B"]
+    """Columns of the longest row; in a partial result, columns that are final in every row. In
+    batch slots one number for each."""
+    steps: Int[Array, ""] | Int[Array, " B"]
     """New tokens of the longest row: entries in `scores`, `logits` and `records`."""
     lengths: Int[Array, " R"]
     """int32. New tokens of each row, the end token included."""
@@ -161,6 +189,8 @@ class Result:
     """Hidden states and attentions."""
     assisted: AssistedCounts | None = None
     """Counts of assisted generation."""
+    logprobs: Logprobs | None = None
+    """Of the tokens in `sequences`, which are the newest ones only (`StreamedSample`)."""
 
     @property
     def all_finished(self) -> bool:
@@ -252,6 +282,11 @@ class Strategy(Generic[S]):
     def cache_slots(self, new_tokens: int) -> int:
         """Number of cache slots for `new_tokens` tokens after the prompt."""
         return new_tokens
+
+    def initial_state(self, inputs: PrefillInputs, cache: Cache, new_token_bucket: int) -> S:
+        """The state before the first token, with a cache that holds the prompt. Strategies that
+        run in batch slots have it."""
+        raise NotImplementedError
 
     def init(
         self,
