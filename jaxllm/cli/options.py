@@ -20,8 +20,8 @@ from jaxllm.common.errors import InputError, RunError, UnsupportedError, quoted
 from jaxllm.common.hardware import device_report
 from jaxllm.common.precision import PRECISIONS
 from jaxllm.common.progress import Reporter, reports_to
+from jaxllm.generation.inputs.values import boolean
 from jaxllm.generation.settings.config import FIELDS
-from jaxllm.generation.settings.field_checks import boolean
 from jaxllm.generation.settings.fields import Field
 from jaxllm.models.quantize import FORMATS, KEEP
 

@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from jaxllm.generation.inputs.values import float_leaf, int_leaf
+from jaxllm.generation.inputs.values import boolean, float_leaf, int_leaf, integer, number
 from jaxllm.generation.processors.base import History, store
 from jaxllm.generation.processors.build import REGISTERED, Builder, ProcessorInputs
 from jaxllm.generation.request import PROMPT_TRANSFORMS, PromptTransform
 from jaxllm.generation.request import Request as Call
 from jaxllm.generation.settings.config import FIELDS, declare_field
-from jaxllm.generation.settings.field_checks import boolean, integer, number
 from jaxllm.generation.settings.fields import Condition, Field
 from jaxllm.generation.strategies.sample import Sample, SampleState
 from jaxllm.generation.strategies.select_strategy import (

@@ -16,8 +16,8 @@ from jaxllm.cli.main import COMMANDS, main
 from jaxllm.cli.options import POOLINGS, add_field_flags, generation_fields
 from jaxllm.cli.process import run_command
 from jaxllm.common.compiling import default_folder
+from jaxllm.generation.inputs.values import boolean
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
-from jaxllm.generation.settings.field_checks import boolean
 
 
 def test_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,10 +11,9 @@ from jaxtyping import Array, Bool, Int
 
 from jaxllm.common.errors import InputError, quoted
 from jaxllm.generation import processors
-from jaxllm.generation.inputs.values import is_traced
+from jaxllm.generation.inputs.values import ids_in, is_traced
 from jaxllm.generation.processors.base import LogitsProcessor, LogitsProcessorList, Scores
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
-from jaxllm.generation.settings.field_checks import ids_in
 
 
 @dataclasses.dataclass(frozen=True)

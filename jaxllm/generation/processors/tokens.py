@@ -16,12 +16,18 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.generation.inputs.values import (
+    MAX_BIASED_TOKENS,
     NO_TOKEN,
     TokenIds,
+    biases,
     bucket,
+    checked_by,
+    decay,
     float_leaf,
     id_table,
     int_rows,
+    token_biases,
+    words,
 )
 from jaxllm.generation.processors.base import (
     History,
@@ -34,14 +40,6 @@ from jaxllm.generation.processors.base import (
     id_mask,
     logits_processor,
     store,
-)
-from jaxllm.generation.settings.field_checks import (
-    MAX_BIASED_TOKENS,
-    biases,
-    checked_by,
-    decay,
-    token_biases,
-    words,
 )
 
 _HUGE = 1e30

@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from jaxllm.generation.inputs.arguments import GENERATE_ARGUMENTS
-from jaxllm.generation.inputs.values import is_traced
-from jaxllm.generation.settings.field_checks import (
+from jaxllm.generation.inputs.values import (
     anything,
     biases,
     boolean,
@@ -19,6 +18,7 @@ from jaxllm.generation.settings.field_checks import (
     converted_by,
     decay,
     integer,
+    is_traced,
     layers,
     number,
     options,

@@ -20,8 +20,7 @@ from jaxllm.common.errors import ConfigError, InputError, JaxLLMError, quoted
 from jaxllm.common.files import make_folder, read_json, write_json
 from jaxllm.common.spelling import closest
 from jaxllm.generation.inputs.arguments import GENERATE_ARGUMENTS
-from jaxllm.generation.inputs.values import is_number, is_traced
-from jaxllm.generation.settings.field_checks import checked_by
+from jaxllm.generation.inputs.values import checked_by, is_number, is_traced
 
 C = TypeVar("C", bound=type)
 

@@ -25,9 +25,11 @@ from jaxllm.generation.inputs.values import (
     TokenIds,
     any_traced,
     bucket,
+    checked_by,
     id_table,
     int_rows,
     is_number,
+    strings,
     to_scalar,
 )
 from jaxllm.generation.processors.base import (
@@ -45,7 +47,6 @@ from jaxllm.generation.processors.base import (
 )
 from jaxllm.generation.processors.host import HostFunction, call_by_row
 from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.generation.settings.field_checks import checked_by, strings
 from jaxllm.generation.stopping.stop_strings import bucketed_automaton
 from jaxllm.parallel.field_axes import axes
 from jaxllm.tokenizers import Tokenizer

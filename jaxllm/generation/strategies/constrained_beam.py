@@ -29,8 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import InputError
-from jaxllm.generation.inputs.values import bucket
-from jaxllm.generation.settings.field_checks import checked_by, one_word, words
+from jaxllm.generation.inputs.values import bucket, checked_by, one_word, words
 from jaxllm.generation.strategies.beam_search import BeamStrategy
 from jaxllm.generation.strategies.beam_state import (
     WORST,
