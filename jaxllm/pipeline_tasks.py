@@ -17,7 +17,7 @@ from jaxllm.common import public
 from jaxllm.common.arguments import checked_count
 from jaxllm.common.errors import ConfigError, InputError, NonFiniteError, quoted
 from jaxllm.generation.generate import generate
-from jaxllm.generation.inputs.batching import run_in_batches
+from jaxllm.generation.inputs.arguments import run_in_batches
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.resolve import cut_options, target_settings, with_default_length
 from jaxllm.models.config import ModelConfig

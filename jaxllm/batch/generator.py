@@ -43,7 +43,7 @@ from jaxllm.common.errors import (
 from jaxllm.common.files import replacing
 from jaxllm.common.hardware import default_device
 from jaxllm.common.progress import progress_phase
-from jaxllm.generation.inputs.batching import is_exhausted
+from jaxllm.generation.inputs.arguments import is_exhausted
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.loading import load

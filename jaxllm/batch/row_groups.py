@@ -15,7 +15,7 @@ from jaxllm.batch.row_processors import processors_of, used_fields
 from jaxllm.batch.rows import BatchRow
 from jaxllm.batch.slots import PromptRows, Sizes, place
 from jaxllm.common.errors import JaxLLMError
-from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, padded_rows
+from jaxllm.generation.inputs.arguments import SMALLEST_BUCKET, padded_rows
 from jaxllm.generation.inputs.values import NO_TOKEN, bucket
 from jaxllm.generation.processors import LogitsProcessorList
 from jaxllm.generation.processors.base import RowProcessors, signature

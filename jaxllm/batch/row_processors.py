@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxllm.batch.rows import BatchRow
-from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
+from jaxllm.generation.inputs.arguments import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.generation.processors import LogitsProcessor, LogitsProcessorList
 from jaxllm.generation.processors.build import REGISTERED, WHEN_SAMPLING, build_processors

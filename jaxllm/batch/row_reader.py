@@ -13,7 +13,7 @@ import numpy as np
 from jaxllm.batch.constraints import CONSTRAINT_KEYS, ConstraintCompiler
 from jaxllm.batch.rows import BatchRow, PromptReader, RawRow, RowPrompt, checked_row
 from jaxllm.common.errors import InputError, UnsupportedError, quoted, warn
-from jaxllm.generation.inputs.padded_batch import PaddedBatch
+from jaxllm.generation.inputs.arguments import PaddedBatch
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.request import Request, decoder_prompt
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig, generation_mode

@@ -34,8 +34,12 @@ from jaxllm.common.errors import (
     warn,
 )
 from jaxllm.common.progress import progress_phase
-from jaxllm.generation.inputs.batching import run_in_batches
-from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, checked_ids, padded_rows
+from jaxllm.generation.inputs.arguments import (
+    SMALLEST_BUCKET,
+    checked_ids,
+    padded_rows,
+    run_in_batches,
+)
 from jaxllm.generation.inputs.values import bucket, is_integer
 from jaxllm.generation.scoring import (
     Pair,

@@ -13,7 +13,7 @@ from jaxtyping import Int, Shaped
 from jaxllm.batch.constraints import RowConstraint
 from jaxllm.common.errors import InputError, JaxLLMError, quoted
 from jaxllm.common.validation import check_types
-from jaxllm.generation.inputs.padded_batch import checked_ids
+from jaxllm.generation.inputs.arguments import checked_ids
 from jaxllm.generation.inputs.values import is_integer, to_scalar
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.tokenizers.messages import read_tools

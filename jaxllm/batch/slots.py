@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int, Shaped
 
 from jaxllm.cache.kv_cache import Cache
-from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
+from jaxllm.generation.inputs.arguments import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.generation.strategies.strategy import (
     RUNNING,

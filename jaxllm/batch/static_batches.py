@@ -19,8 +19,7 @@ from jaxllm.batch.row_groups import FinishedSequence, Task
 from jaxllm.batch.rows import BatchRow
 from jaxllm.common.errors import InputError, JaxLLMError
 from jaxllm.generation.generate import generate
-from jaxllm.generation.inputs.batching import is_exhausted, run_in_batches
-from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
+from jaxllm.generation.inputs.arguments import SMALLEST_BUCKET, is_exhausted, run_in_batches
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.decoder import GenerativeModel

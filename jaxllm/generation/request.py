@@ -11,17 +11,15 @@ import numpy as np
 
 from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.arguments import (
-    CallArguments,
-    TokenRows,
-    needed_tokenizer,
-    refuse,
-)
-from jaxllm.generation.inputs.padded_batch import (
+    INPUTS,
     SMALLEST_BUCKET,
+    CallArguments,
     PaddedBatch,
+    TokenRows,
     checked_embeds,
     checked_ids,
     checked_mask,
+    needed_tokenizer,
     pad_right,
 )
 from jaxllm.generation.inputs.values import HostArray, bucket, is_traced
@@ -130,8 +128,8 @@ def transformed_inputs(
             continue
         tokenizer = needed_tokenizer(arguments.tokenizer, field)
         why = f"cannot be combined with {field}, which changes the prompt"
-        arguments.refuse_inputs(why, except_=("input_ids", "attention_mask"))
-        refuse({"past_key_values": arguments.past_key_values}, why)
+        others = (name for name in INPUTS if name not in ("input_ids", "attention_mask"))
+        arguments.refuse((*others, "past_key_values"), why)
         ids, mask = transform(model, tokenizer, arguments.input_ids, arguments.attention_mask)
         arguments = dataclasses.replace(arguments, input_ids=ids, attention_mask=mask)
     return arguments
@@ -146,12 +144,8 @@ def seq2seq_inputs(
 ) -> Inputs:
     """Inputs of an encoder-decoder: `input_ids` go to the encoder, `decoder_input_ids` are the
     decoder's prompt."""
-    refuse(
-        {
-            "token_type_ids": inputs.token_type_ids,
-            "encoder_hidden_states": inputs.encoder_hidden_states,
-            "encoder_attention_mask": inputs.encoder_attention_mask,
-        },
+    inputs.refuse(
+        ("token_type_ids", "encoder_hidden_states", "encoder_attention_mask"),
         "not an input of an encoder-decoder",
     )
     encoder_input, arguments = encoder_inputs(model, inputs)
@@ -177,8 +171,7 @@ def decoder_only_inputs(
     prompt = decoder_only_prompt(model, inputs, config, eos, pad)
     states = inputs.encoder_hidden_states
     if states is None:
-        mask = inputs.encoder_attention_mask
-        refuse({"encoder_attention_mask": mask}, "no encoder_hidden_states")
+        inputs.refuse(("encoder_attention_mask",), "no encoder_hidden_states")
         return prompt, None, {}
     states = check.embeddings("encoder_hidden_states", states, model.config.width)
     if states.shape[0] != prompt.rows:
@@ -189,12 +182,8 @@ def decoder_only_inputs(
 
 def refuse_encoder_inputs(inputs: CallArguments) -> None:
     """Raises InputError for an input that only an encoder-decoder has."""
-    refuse(
-        {
-            "decoder_input_ids": inputs.decoder_input_ids,
-            "decoder_attention_mask": inputs.decoder_attention_mask,
-            "encoder_outputs": inputs.encoder_outputs,
-        },
+    inputs.refuse(
+        ("decoder_input_ids", "decoder_attention_mask", "encoder_outputs"),
         "this model has a decoder only",
     )
 
@@ -217,7 +206,7 @@ def decoder_only_prompt(
             raise InputError(
                 "input_ids: none given, and the model has no bos_token_id to start from"
             )
-        refuse({"attention_mask": attention_mask}, "given without input_ids")
+        inputs.refuse(("attention_mask",), "given without input_ids")
         ids = checked_ids("bos_token_id", [[bos]], model.config.vocab_size)
         return PaddedBatch(ids, np.ones((1, 1), bool))
     if inputs.input_ids is None:
@@ -249,9 +238,7 @@ def encoder_inputs(
     if ids is None and inputs.inputs_embeds is None and outputs is None:
         raise InputError("input_ids: an encoder-decoder needs the encoder's input")
     if outputs is not None:
-        refuse(
-            {"inputs_embeds": inputs.inputs_embeds}, "has no effect beside encoder_outputs; drop it"
-        )
+        inputs.refuse(("inputs_embeds",), "has no effect beside encoder_outputs; drop it")
         states = last_hidden_state(outputs)
         states = check.embeddings("encoder_outputs", states, model.config.encoder_width)
         mask = checked_mask(inputs.attention_mask, states.shape[:2])

@@ -23,9 +23,12 @@ from jaxllm.common.arguments import (
     checks_flags,
 )
 from jaxllm.common.errors import InputError, NonFiniteError, quoted
-from jaxllm.generation.inputs.arguments import TokenRows
-from jaxllm.generation.inputs.batching import run_in_batches
-from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, padded_rows
+from jaxllm.generation.inputs.arguments import (
+    SMALLEST_BUCKET,
+    TokenRows,
+    padded_rows,
+    run_in_batches,
+)
 from jaxllm.generation.inputs.values import (
     any_traced,
     bucket,

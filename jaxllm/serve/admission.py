@@ -23,7 +23,7 @@ from jaxllm.batch.slots import Sizes
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.common.hardware import default_device, nbytes
-from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
+from jaxllm.generation.inputs.arguments import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.serve.live_rows import LiveGroup, LiveTask

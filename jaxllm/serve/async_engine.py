@@ -22,7 +22,7 @@ from jaxllm.batch.rows import BatchOutput
 from jaxllm.batch.slot_pool import few_slots
 from jaxllm.batch.slots import Sizes
 from jaxllm.common.errors import InputError
-from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
+from jaxllm.generation.inputs.arguments import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket, is_integer
 from jaxllm.generation.processors.grammar import GrammarLogitsProcessor
 from jaxllm.models.decoder import GenerativeModel

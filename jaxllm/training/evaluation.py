@@ -22,7 +22,7 @@ from jaxllm.common.errors import ConfigError, DataError, InputError, JaxLLMError
 from jaxllm.common.optional_packages import require
 from jaxllm.common.spelling import closest
 from jaxllm.generation.generate import generate
-from jaxllm.generation.inputs.batching import run_in_batches
+from jaxllm.generation.inputs.arguments import run_in_batches
 from jaxllm.generation.settings.resolve import merged_config
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import Model

@@ -16,7 +16,7 @@ from jaxtyping import Array, Key
 from jaxllm.cache.variants import PLAIN, CacheKind
 from jaxllm.common.errors import InputError, UnsupportedError, quoted
 from jaxllm.generation.call.past_key_values import PastKeyValues, continuation
-from jaxllm.generation.inputs.padded_batch import (
+from jaxllm.generation.inputs.arguments import (
     SMALLEST_BUCKET,
     PaddedBatch,
     last_token_columns,

@@ -12,8 +12,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import InputError
-from jaxllm.generation.inputs.arguments import CallArguments, refuse
-from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, PaddedBatch
+from jaxllm.generation.inputs.arguments import INPUTS, SMALLEST_BUCKET, CallArguments, PaddedBatch
 from jaxllm.generation.inputs.values import any_traced, bucket
 from jaxllm.generation.request import (
     Inputs,
@@ -100,9 +99,9 @@ def continued_inputs(
         InputError: an input besides the conversation, or a cache of another model or batch size.
     """
     conversation = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
-    inputs.refuse_inputs(
+    inputs.refuse(
+        [name for name in INPUTS if name not in (*conversation, "token_type_ids")],
         "cannot be combined with past_key_values, whose cache holds the prompt",
-        except_=(*conversation, "token_type_ids"),
     )
     if past.config != model.forward_config:
         raise InputError("past_key_values: comes from a model of another config")
@@ -115,11 +114,11 @@ def continued_inputs(
         if prompt.rows != batch:
             raise InputError(f"input_ids: {prompt.rows} rows, but past_key_values has {batch}")
         return prompt, None, {}
-    refuse(
-        {"input_ids": inputs.input_ids, "attention_mask": inputs.attention_mask},
+    inputs.refuse(
+        ("input_ids", "attention_mask"),
         "past_key_values holds what the encoder made of it; leave it out",
     )
-    refuse({"token_type_ids": inputs.token_type_ids}, "not an input of an encoder-decoder")
+    inputs.refuse(("token_type_ids",), "not an input of an encoder-decoder")
     ids, mask = inputs.decoder_input_ids, inputs.decoder_attention_mask
     if ids is None:
         raise InputError("decoder_input_ids: past_key_values needs the whole decoder's side")

@@ -18,11 +18,13 @@ from jaxllm.generation.call.layout import build_layout
 from jaxllm.generation.call.past_key_values import PastKeyValues, checked_past, continued_inputs
 from jaxllm.generation.inputs.arguments import (
     CallArguments,
+    PaddedBatch,
     TokenRows,
+    check_positions,
+    checked_types,
     processor_list,
     split_keywords,
 )
-from jaxllm.generation.inputs.padded_batch import PaddedBatch, check_positions, checked_types
 from jaxllm.generation.inputs.values import any_traced, id_table
 from jaxllm.generation.processors.build import build_processors
 from jaxllm.generation.request import (

@@ -20,7 +20,7 @@ from jaxllm.common.errors import (
     quoted,
     warn,
 )
-from jaxllm.generation.inputs.padded_batch import PaddedBatch, check_positions
+from jaxllm.generation.inputs.arguments import PaddedBatch, check_positions
 from jaxllm.generation.inputs.values import any_traced, is_traced
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig, is_contrastive
 from jaxllm.generation.settings.fields import Condition, checked_value

@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.cache.attention_view import Branches
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.generation.inputs.arguments import CallArguments
-from jaxllm.generation.inputs.padded_batch import (
+from jaxllm.generation.inputs.arguments import (
+    CallArguments,
     PaddedBatch,
     checked_ids,
     checked_mask,

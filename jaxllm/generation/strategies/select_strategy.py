@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.common.errors import InputError, UnsupportedError, quoted
-from jaxllm.generation.inputs.arguments import refuse
-from jaxllm.generation.inputs.padded_batch import check_positions
+from jaxllm.generation.inputs.arguments import check_positions
 from jaxllm.generation.inputs.values import bucket, float_leaf, int_leaf, is_traced
 from jaxllm.generation.request import Request
 from jaxllm.generation.settings.config import GenerationConfig, draft_options, generation_mode
@@ -260,11 +259,10 @@ def check_assistant_inputs(call: Request) -> None:
     if assistant is None:
         return
     if type(assistant) is not type(call.model):
-        only_ours = {
-            "token_type_ids": arguments.token_type_ids,
-            "encoder_hidden_states": arguments.encoder_hidden_states,
-        }
-        refuse(only_ours, "cannot be combined with an assistant_model of another family")
+        arguments.refuse(
+            ("token_type_ids", "encoder_hidden_states"),
+            "cannot be combined with an assistant_model of another family",
+        )
     check_positions(assistant, call.prompt, call.max_new_tokens, whose="assistant_model")
 
 

@@ -33,7 +33,7 @@ from jaxllm.common.errors import (
 from jaxllm.common.files import replacing
 from jaxllm.common.hardware import default_device
 from jaxllm.common.progress import progress_phase
-from jaxllm.generation.inputs.padded_batch import PaddedBatch
+from jaxllm.generation.inputs.arguments import PaddedBatch
 from jaxllm.generation.settings.resolve import checked_lengths, merged_config
 from jaxllm.loading import load
 from jaxllm.models.build_options import Options
