@@ -21,7 +21,6 @@ from jaxllm.contrib.watermark.green_list import WatermarkSettings
 from jaxllm.contrib.watermark.torch_numbers import Int64, random_bits
 from jaxllm.generation.inputs.values import int_leaf, is_integer
 from jaxllm.generation.processors.base import (
-    CurLen,
     History,
     LogitsProcessor,
     Scores,
@@ -115,40 +114,23 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
             debug_mode=debug_mode,
         )
 
-    def __call__(
-        self,
-        input_ids: Int[Array, "B L"],
-        scores: Scores,
-        cur_len: CurLen = None,
-        *,
-        mask: Bool[Array, "B L"] | None = None,
-        prompt_len: Int[Array, ""] | int | None = None,
-        **_: object,
-    ) -> Scores:
-        """float32 ``[B, V]``; new tokens begin at column ``prompt_len``.
-
-        Raises:
-            InputError: neither the call nor the processor specifies ``prompt_len``.
-        """
-        prompt_len = prompt_length(self, prompt_len)
-        history = History.of(input_ids, cur_len)
-        scores = jnp.asarray(scores, jnp.float32)
+    def process(self, history: History, scores: Scores) -> Scores:
         if self.debug_mode:
             scores = jnp.ones_like(scores)
-        context, repeated, count = self._context(history, jnp.asarray(prompt_len, jnp.int32))
+        context, repeated, count = self._context(history, prompt_length(self, history))
         unmarked = repeated
         if self.skip_first_ngram_calls:
             unmarked |= count < self.ngram_len - 1
         return jnp.where(unmarked[:, None], scores, self._watermarked(context, scores))
 
     def _context(
-        self, history: History, prompt_len: Int[Array, ""]
+        self, history: History, prompt_len: Int[Array, "#B 1"]
     ) -> tuple[Int[Array, "B c"], Bool[Array, " B"], Int[Array, " B"]]:
         """Current context, a mask of rows whose context is repeated, and new tokens per row."""
         rows, columns = history.ids.shape
         width = self.ngram_len - 1
-        length = jnp.broadcast_to(history.size, (rows, 1))
-        column = jnp.arange(columns)
+        length = jnp.broadcast_to(history.length, (rows, 1))
+        column = jnp.arange(columns)[None]
         new = jnp.where((column >= prompt_len) & (column < length), history.ids, 0)
         padded = jnp.pad(new, ((0, 0), (width, 0)))  # column c follows padded[:, c : c + width]
         context = jnp.take_along_axis(padded, length + jnp.arange(width), axis=1)
@@ -157,7 +139,7 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
         equal = (column >= first) & (column < length)
         for i in range(width):
             equal &= padded[:, i : i + columns] == context[:, i : i + 1]
-        return context, equal.any(-1), length[:, 0] - prompt_len
+        return context, equal.any(-1), (length - prompt_len)[:, 0]
 
     def _watermarked(self, context: Int[Array, "B c"], scores: Scores) -> Scores:
         """Log-probabilities after all tournament rounds (equation 2 of the paper's methods)."""

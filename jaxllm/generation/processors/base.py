@@ -24,7 +24,7 @@ from jaxllm.common.errors import InputError
 
 Scores = Float[Array, "B V"]
 CurLen: TypeAlias = Int[Array, " ..."] | int | None
-"""Number of columns in use: one number, or one per row ``[R]``; None: all columns."""
+"""A number of columns: one for all rows, or one per row ``[R]``, whose sequences are adjacent."""
 C = TypeVar("C", bound=type)
 T = TypeVar("T")
 
@@ -37,7 +37,10 @@ class History(NamedTuple):
         real: bool ``[B, L]``; True at columns before ``cur_len`` that are not padding.
         tokens: int32 ``[B, L]``; the real tokens of each row, shifted left to remove padding.
         size: int32 ``[1, 1]`` or ``[B, 1]``; the number of real tokens.
-        length: int32 ``[1, 1]`` or ``[B, 1]``; the length that rules about lengths compare with.
+        length: int32 ``[1, 1]`` or ``[B, 1]``; the number of columns in use. Rules about lengths
+            compare with it, so they count padding, as in transformers.
+        prompt_len: int32 ``[1, 1]`` or ``[B, 1]``; the number of columns before the first new
+            token. None if the call did not pass it.
     """
 
     ids: Int[Array, "B L"]
@@ -45,6 +48,7 @@ class History(NamedTuple):
     tokens: Int[Array, "B L"]
     size: Int[Array, "#B 1"]
     length: Int[Array, "#B 1"]
+    prompt_len: Int[Array, "#B 1"] | None = None
 
     @classmethod
     def of(
@@ -52,17 +56,21 @@ class History(NamedTuple):
         input_ids: Int[Array, "B L"],
         cur_len: CurLen = None,
         mask: Bool[Array, "B L"] | None = None,
-        length: CurLen = None,
+        prompt_len: CurLen = None,
     ) -> Self:
+        def per_sequence(columns: Int[Array, " ..."] | int) -> Int[Array, "#B 1"]:
+            rows = jnp.asarray(columns, jnp.int32).reshape(-1, 1)
+            return rows if len(rows) == 1 else for_sequences(rows, len(ids))
+
         ids = jnp.asarray(input_ids, jnp.int32)
-        column = column_count(ids, cur_len).reshape(-1, 1)
-        real = jnp.broadcast_to(jnp.arange(ids.shape[1])[None] < column, ids.shape)
-        tokens, size = ids, column
+        length = per_sequence(ids.shape[1] if cur_len is None else cur_len)
+        real = jnp.broadcast_to(jnp.arange(ids.shape[1])[None] < length, ids.shape)
+        tokens, size = ids, length
         if mask is not None:
             real &= jnp.asarray(mask, bool)
             tokens, size = align_left(ids, real)
-        counted = column if length is None else jnp.asarray(length, jnp.int32).reshape(-1, 1)
-        return cls(ids, real, tokens, size, counted)
+        prompt = None if prompt_len is None else per_sequence(prompt_len)
+        return cls(ids, real, tokens, size, length, prompt)
 
     def last(self, count: int) -> tuple[Int[Array, "B count"], Bool[Array, "B count"]]:
         """The last ``count`` tokens of each row, and a mask of those that exist."""
@@ -76,12 +84,6 @@ class History(NamedTuple):
         columns = jnp.broadcast_to(columns, (self.tokens.shape[0], columns.shape[1]))
         tokens = jnp.take_along_axis(self.tokens, jnp.maximum(columns, 0), axis=1, mode="clip")
         return tokens, columns >= 0
-
-
-def column_count(input_ids: Int[Array, "B L"], cur_len: CurLen) -> Int[Array, " ..."]:
-    """``cur_len`` as int32, ``[]`` or ``[B]``: the columns of ``input_ids`` if it is None."""
-    columns = jnp.asarray(input_ids.shape[1] if cur_len is None else cur_len, jnp.int32)
-    return for_sequences(columns, input_ids.shape[0]) if columns.ndim else columns
 
 
 def for_sequences(values: T, count: int) -> T:
@@ -126,7 +128,7 @@ class LogitsProcessor:
         cur_len: CurLen = None,
         *,
         mask: Bool[Array, "B L"] | None = None,
-        length: CurLen = None,
+        prompt_len: CurLen = None,
         **_: Any,
     ) -> Scores:
         """Processes the scores of the next token.
@@ -139,8 +141,8 @@ class LogitsProcessor:
                 per row, ``[B]``. None: all.
             mask: bool ``[B, L]``, True at real tokens. None: all of the first ``cur_len`` columns.
                 Padding on either side has no effect, except on rules about lengths.
-            length: the length that rules about lengths use. It differs from ``cur_len`` where the
-                prompt was padded to a bucket, beyond the caller's own padding. None: ``cur_len``.
+            prompt_len: the number of columns before the first new token, for rules about new
+                tokens. None: the processor's own, if it has one.
 
         Returns:
             float32 ``[B, V]``.
@@ -150,7 +152,7 @@ class LogitsProcessor:
         """
         if input_ids is None:
             raise InputError(f"{type(self).__name__}: needs `input_ids`, the tokens so far")
-        history = History.of(input_ids, cur_len, mask, length)
+        history = History.of(input_ids, cur_len, mask, prompt_len)
         return self.process(history, jnp.asarray(scores, jnp.float32))
 
     def process(self, history: History, scores: Scores) -> Scores:
@@ -399,19 +401,20 @@ def force(scores: Scores, ids: Int[Array, "#B E"], where: Bool[Array, "#B 1"]) -
     return jnp.where(where, forced, scores)
 
 
-def prompt_length(processor: Any, from_call: CurLen) -> Int[Array, " ..."] | int:
+def prompt_length(processor: Any, history: History) -> Int[Array, "#B 1"]:
     """Number of columns before the first new token: from the call, else from the processor.
 
     Raises:
         InputError: neither specifies it.
     """
-    prompt_len = processor.prompt_len if from_call is None else from_call
-    if prompt_len is None:
+    if history.prompt_len is not None:
+        return history.prompt_len
+    if processor.prompt_len is None:
         raise InputError(
             f"{type(processor).__name__}: needs `prompt_len`, the number of columns of the prompt: "
             "give it to the processor when it is made"
         )
-    return prompt_len
+    return jnp.reshape(processor.prompt_len, (-1, 1))
 
 
 def signature(processors: LogitsProcessorList) -> Hashable:

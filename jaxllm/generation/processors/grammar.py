@@ -19,14 +19,14 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Int, UInt32
 
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError
 from jaxllm.common.optional_packages import require
 from jaxllm.generation.inputs.values import TokenIds, id_list, int_leaf, is_integer
 from jaxllm.generation.processors.base import (
-    CurLen,
+    History,
     LogitsProcessor,
     Scores,
     logits_processor,
@@ -73,20 +73,9 @@ class GrammarLogitsProcessor(LogitsProcessor):
         length = None if prompt_len is None else int_leaf(owner, "prompt_len", prompt_len)
         store(self, rule=register_rule(rule, owner=self), prompt_len=length)
 
-    def __call__(
-        self,
-        input_ids: Int[Array, "B L"],
-        scores: Scores,
-        cur_len: CurLen = None,
-        *,
-        mask: Bool[Array, "B L"] | None = None,
-        prompt_len: Int[Array, ""] | int | None = None,
-        **_: object,
-    ) -> Scores:
-        """float32 ``[B, V]``; new tokens begin at column ``prompt_len``."""
-        scores = jnp.asarray(scores, jnp.float32)
-        prompt_len = prompt_length(self, prompt_len)
-        allowed = allowed_tokens(self.rule, input_ids, cur_len, mask, prompt_len, scores.shape[1])
+    def process(self, history: History, scores: Scores) -> Scores:
+        first = prompt_length(self, history)
+        allowed = allowed_tokens(self.rule, history, first, scores.shape[1])
         return jnp.where(allowed, scores, -jnp.inf)
 
     def allowed_bits(self, new_tokens: Sequence[int], vocab_size: int) -> UInt32[np.ndarray, " W"]:

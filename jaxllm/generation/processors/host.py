@@ -37,7 +37,6 @@ from jaxllm.generation.processors.base import (
     History,
     LogitsProcessor,
     Scores,
-    column_count,
     describe_array,
     logits_processor,
     name_of,
@@ -55,7 +54,6 @@ _NUMBERS = itertools.count()
 _FAILURE_NUMBER = re.compile(r"\(host failure (\d+)\)")
 _LOGGER = logging.getLogger("jax._src.callback")  # prints each failed callback's traceback
 WORD_BITS = 32
-_UNKNOWN = -1
 _RULES: dict[int, Rule] = {}
 AllowedTokens: TypeAlias = Callable[[int, np.ndarray], Iterable[int]]
 HostFunction = Callable[[np.ndarray, np.ndarray], Any]
@@ -145,12 +143,12 @@ class HostRow(NamedTuple):
     Attributes:
         ids: int64 ``[cur_len]``.
         real: bool ``[cur_len]``; False at padding, and after the row's end.
-        prompt_len: columns before the first new token; None if the call did not pass it.
+        prompt_len: columns before the first new token.
     """
 
     ids: np.ndarray
     real: np.ndarray
-    prompt_len: int | None
+    prompt_len: int
 
 
 Rule: TypeAlias = Callable[[list[HostRow], int], np.ndarray]
@@ -167,14 +165,11 @@ def register_rule(rule: Rule, owner: object) -> Int[Array, ""]:
 
 def allowed_tokens(
     number: Int[Array, ""],
-    input_ids: Int[Array, "B L"],
-    cur_len: CurLen,
-    mask: Bool[Array, "B L"] | None,
-    prompt_len: Int[Array, ""] | int | None,
+    history: History,
+    prompt_len: Int[Array, "#B 1"],
     vocab_size: int,
 ) -> Bool[Array, "B V"]:
     """Calls a rule (see :func:`call_on_host`); True at the tokens that it allows."""
-    history = History.of(input_ids, cur_len, mask)
     rows, words = history.ids.shape[0], -(-vocab_size // WORD_BITS)
     if is_traced(number):
         call = partial(_call_rule, vocab_size)
@@ -186,28 +181,18 @@ def allowed_tokens(
         number,
         history.ids,
         history.real,
-        jnp.broadcast_to(column_count(input_ids, cur_len).reshape(-1), (rows,)),
-        jnp.asarray(_UNKNOWN if prompt_len is None else prompt_len, jnp.int32),
+        *(jnp.broadcast_to(count[:, 0], (rows,)) for count in (history.length, prompt_len)),
     )
     return unpack_bits(bits, vocab_size)
 
 
 def _call_rule(
-    vocab_size: int,
-    number: np.ndarray,
-    ids: np.ndarray,
-    real: np.ndarray,
-    lengths: np.ndarray,
-    prompt_len: np.ndarray,
-    *,
-    rule: Rule | None = None,
+    vocab_size: int, number: np.ndarray, *table: np.ndarray, rule: Rule | None = None
 ) -> np.ndarray:
     # NumPy only: a callback must not call JAX.
-    start = None if int(prompt_len) == _UNKNOWN else int(prompt_len)
-    table = np.asarray(ids, np.int64), np.asarray(real), np.asarray(lengths)
     rows = [
-        HostRow(row[:length], row_real[:length], start)
-        for row, row_real, length in zip(*table, strict=True)
+        HostRow(ids[:length].astype(np.int64), real[:length], int(prompt_len))
+        for ids, real, length, prompt_len in zip(*map(np.asarray, table), strict=True)
     ]
     return (rule_of(number) if rule is None else rule)(rows, vocab_size)
 
@@ -292,7 +277,7 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
         cur_len: CurLen = None,
         *,
         mask: Bool[Array, "B L"] | None = None,
-        prompt_len: Int[Array, ""] | int | None = None,
+        prompt_len: CurLen = None,
         columns: int = 1,
         **_: object,
     ) -> Scores:
@@ -307,12 +292,15 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
             raise InputError(f"{rows} rows of scores do not divide into {self.num_beams} beams")
 
         def allowed_in(ids: Array, length: CurLen, real: Array | None) -> Array:
-            return allowed_tokens(self.rule, ids, length, real, prompt_len, vocab_size)
+            history = History.of(ids, length, real, prompt_len)
+            # Without `prompt_len`, no column counts as new.
+            first = history.length if history.prompt_len is None else history.prompt_len
+            return allowed_tokens(self.rule, history, first, vocab_size)
 
         if columns == 1:
             allowed = allowed_in(input_ids, cur_len, mask)
         else:  # one draft column of all sequences at a time, so that row indices give prompts
-            parts: Any = (input_ids, column_count(input_ids, cur_len), mask)
+            parts: Any = (input_ids, cur_len, mask)
             table = [jnp.swapaxes(x.reshape(-1, columns, *x.shape[1:]), 0, 1) for x in parts]
             allowed = jax.lax.map(lambda column: allowed_in(*column), table)
             allowed = jnp.swapaxes(allowed, 0, 1).reshape(rows, vocab_size)
@@ -327,7 +315,7 @@ def _allowed_rows(
 ) -> np.ndarray:
     allowed = np.zeros((len(rows), vocab_size), bool)
     for number, row in enumerate(rows):
-        if row.prompt_len is not None and not row.real[row.prompt_len :].all():
+        if not row.real[row.prompt_len :].all():
             allowed[number] = True  # the row has ended
             continue
         batch_id = number // num_beams
@@ -379,39 +367,24 @@ class HostLogitsProcessor(LogitsProcessor):
     def __init__(self, fn: HostFunction) -> None:
         store(self, fn=checked_function(fn, f"{type(self).__name__}: fn"))
 
-    def __call__(
-        self,
-        input_ids: Int[Array, "B L"],
-        scores: Scores,
-        cur_len: CurLen = None,
-        *,
-        mask: Bool[Array, "B L"] | None = None,
-        prompt_len: Int[Array, ""] | int | None = None,
-        **_: object,
-    ) -> Scores:
-        scores = jnp.asarray(scores, jnp.float32)
-        cur_len = column_count(input_ids, cur_len)
-        unfinished = None
-        if mask is not None and prompt_len is not None:
-            columns = jnp.arange(mask.shape[1])[None]
-            new = (columns >= prompt_len) & (columns < jnp.reshape(cur_len, (-1, 1)))
-            unfinished = (mask | ~new).all(axis=1)
-        return call_by_row(self.fn, input_ids, scores, cur_len, scores, unfinished)
+    def process(self, history: History, scores: Scores) -> Scores:
+        first = history.length if history.prompt_len is None else history.prompt_len
+        columns = jnp.arange(history.ids.shape[1])[None]
+        is_old = (columns < first) | (columns >= history.length)
+        return call_by_row(self.fn, history, scores, scores, (history.real | is_old).all(axis=1))
 
 
 def call_by_row(
     fn: HostFunction,
-    input_ids: Int[Array, "B L"],
+    history: History,
     scores: Float[Array, "B V"] | None,
-    cur_len: Int[Array, " ..."],
     default: Shaped[Array, "B ..."],
-    unfinished: Bool[Array, " B"] | None,
+    unfinished: Bool[Array, " B"],
 ) -> Shaped[Array, "B ..."]:
     """Calls ``fn(input_ids[:, :cur_len], scores)``, also from a compiled program.
 
-    If ``cur_len`` has one length per row, ``fn`` is called for each row separately, with
-    ``[1, cur_len]``, and not for rows where ``unfinished`` is False (None: True for all), whose
-    result is ``default``.
+    If the rows differ in length, ``fn`` is called for each row separately, with ``[1, cur_len]``,
+    and not for rows where ``unfinished`` is False, whose result is ``default``.
 
     Raises:
         InputError: the result does not have the shape and kind of dtype of ``default`` (reraised
@@ -430,14 +403,14 @@ def call_by_row(
 
     def run(*arrays: ArrayLike) -> np.ndarray:
         ids, values, length, result, active = map(np.asarray, arrays)
-        if length.ndim == 0:
-            return call(ids[:, :length], values, result.shape)
+        if len(length) < len(ids):  # one length for all rows
+            return call(ids[:, : length[0]], values, result.shape)
         result = result.copy()
         for i in np.flatnonzero(active):
             row = slice(i, i + 1)
             result[row] = call(ids[row, : length[i]], values[row], result[row].shape)
         return result
 
-    active = jnp.ones(input_ids.shape[:1], bool) if unfinished is None else unfinished
     result = jax.ShapeDtypeStruct(default.shape, dtype)
-    return call_on_host(run, result, input_ids, scores, cur_len, default, active)
+    length = history.length[:, 0]
+    return call_on_host(run, result, history.ids, scores, length, default, unfinished)

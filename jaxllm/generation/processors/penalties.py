@@ -8,7 +8,7 @@ unlike in ``repetition_penalty``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import lax
@@ -204,23 +204,12 @@ class _NewTokenPenalty(LogitsProcessor):
     def is_neutral(self) -> Bool[Array, " R"]:
         return self.penalty == 0
 
-    def __call__(
-        self,
-        input_ids: Int[Array, "B L"],
-        scores: Scores,
-        cur_len: CurLen = None,
-        *,
-        mask: Bool[Array, "B L"] | None = None,
-        prompt_len: Int[Array, " ..."] | int | None = None,
-        **_: Any,
-    ) -> Scores:
-        """float32 ``[B, V]``; new tokens begin at column ``prompt_len``."""
-        scores = jnp.asarray(scores, jnp.float32)
-        first = jnp.reshape(prompt_length(self, prompt_len), (-1, 1))
-        first = for_sequences(first, len(scores))
-        history = History.of(input_ids, cur_len, mask)
-        is_new = history.real & (jnp.arange(history.ids.shape[1])[None] >= first)
-        counts = _token_counts(history.ids, is_new, scores.shape[1])
+    def process(self, history: History, scores: Scores) -> Scores:
+        rows, vocab_size = jnp.arange(history.ids.shape[0])[:, None], scores.shape[1]
+        columns = jnp.arange(history.ids.shape[1])[None]
+        is_new = history.real & (columns >= prompt_length(self, history))
+        new_ids = jnp.where(is_new, history.ids, vocab_size)
+        counts = jnp.zeros_like(scores).at[rows, new_ids].add(1.0, mode="drop")
         return scores - self.penalty[:, None] * self.weight(counts)
 
     def weight(self, counts: Float[Array, "B V"]) -> Float[Array, "B V"]:
@@ -252,14 +241,6 @@ class FrequencyPenaltyLogitsProcessor(_NewTokenPenalty):
 
     def weight(self, counts: Float[Array, "B V"]) -> Float[Array, "B V"]:
         return counts
-
-
-def _token_counts(
-    ids: Int[Array, "B L"], counted: Bool[Array, "B L"], vocab_size: int
-) -> Float[Array, "B V"]:
-    rows = jnp.arange(ids.shape[0])[:, None]
-    counts = jnp.zeros((ids.shape[0], vocab_size), jnp.float32)
-    return counts.at[rows, jnp.where(counted, ids, vocab_size)].add(1.0, mode="drop")
 
 
 @logits_processor(rows=True)

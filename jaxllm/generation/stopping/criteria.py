@@ -37,7 +37,6 @@ from jaxllm.generation.processors.base import (
     History,
     Scores,
     accepted_arguments,
-    column_count,
     describe_array,
     for_sequences,
     logits_processor,
@@ -73,7 +72,6 @@ class StoppingCriteria:
         cur_len: CurLen = None,
         *,
         mask: Bool[Array, "B L"] | None = None,
-        length: CurLen = None,
         **_: Any,
     ) -> Done:
         """Mask of the rows that end.
@@ -86,12 +84,11 @@ class StoppingCriteria:
             cur_len: the number of columns in use, prompt included: an int, a traced scalar, or one
                 per row, ``[B]``. None: all.
             mask: bool ``[B, L]``, True at real tokens; None: all of the first ``cur_len`` columns.
-            length: the length that rules about lengths use; None: ``cur_len``.
 
         Returns:
             bool ``[B]``.
         """
-        return self.reached(History.of(input_ids, cur_len, mask, length), scores)
+        return self.reached(History.of(input_ids, cur_len, mask), scores)
 
     def reached(self, history: History, scores: Scores | None) -> Done:
         """Applies the rule; bool ``[B]``."""
@@ -172,18 +169,9 @@ class EosTokenCriteria(StoppingCriteria):
     def __init__(self, eos_token_id: TokenIds) -> None:
         store(self, eos_token_id=id_table(type(self).__name__, "eos_token_id", eos_token_id))
 
-    def __call__(
-        self,
-        input_ids: Int[Array, "B L"],
-        scores: Scores | None,
-        cur_len: CurLen = None,
-        **_: object,
-    ) -> Done:
-        ids = jnp.asarray(input_ids, jnp.int32)
-        column = column_count(ids, cur_len).reshape(-1, 1) - 1
-        column = jnp.broadcast_to(column, (ids.shape[0], 1))
-        newest = jnp.take_along_axis(ids, jnp.maximum(column, 0), axis=1)
-        return (column[:, 0] >= 0) & jnp.any(newest == self.eos_token_id, axis=1)
+    def reached(self, history: History, scores: Scores | None) -> Done:
+        newest, exists = history.last(1)
+        return jnp.any(exists & (newest == self.eos_token_id), axis=1)
 
 
 @stopping_criterion(static=("fn",))
@@ -207,21 +195,11 @@ class HostCriteria(StoppingCriteria):
     def __init__(self, fn: HostFunction) -> None:
         store(self, fn=checked_function(fn, f"{type(self).__name__}: fn"))
 
-    def __call__(
-        self,
-        input_ids: Int[Array, "B L"],
-        scores: Scores | None,
-        cur_len: CurLen = None,
-        *,
-        mask: Bool[Array, "B L"] | None = None,
-        **_: object,
-    ) -> Done:
-        cur_len = column_count(input_ids, cur_len)
-        unfinished = None
-        if mask is not None and cur_len.ndim == 1:
-            unfinished = jnp.take_along_axis(mask, cur_len[:, None] - 1, axis=1)[:, 0]
-        none = jnp.zeros(input_ids.shape[:1], bool)
-        return call_by_row(self.fn, input_ids, scores, cur_len, none, unfinished)
+    def reached(self, history: History, scores: Scores | None) -> Done:
+        columns = jnp.arange(history.ids.shape[1])[None]
+        newest_is_real = (history.real & (columns == history.length - 1)).any(axis=1)
+        none = jnp.zeros_like(newest_is_real)
+        return call_by_row(self.fn, history, scores, none, newest_is_real)
 
 
 @stopping_criterion(static=("window",))

@@ -22,6 +22,16 @@ CASES = [
 IDS = [case["id"].removeprefix("s-lp-") for case in CASES]
 ONE_OF_EACH = list({case["cls"]: case for case in CASES}.values())
 CLASSES = [case["cls"] for case in ONE_OF_EACH]
+LENGTH_RULES = {
+    "ExponentialDecayLengthPenalty",
+    "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+}
+ABOUT_LENGTHS = [case for case in ONE_OF_EACH if case["cls"] in LENGTH_RULES]
+WITHOUT_LENGTHS = [case for case in ONE_OF_EACH if case["cls"] not in LENGTH_RULES]
 INF = float("inf")
 
 
@@ -92,7 +102,7 @@ def test_columns_beyond_cur_len_do_not_count(case):
     "TypicalLogitsWarper-left",
 )
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("case", ONE_OF_EACH, ids=CLASSES)
+@pytest.mark.parametrize("case", WITHOUT_LENGTHS, ids=lambda case: case["cls"])
 def test_padding_is_as_if_it_were_not_there(case, side):
     ids, scores, call = arguments(case)
     count, real = 3, np.ones_like(ids, bool)
@@ -103,8 +113,15 @@ def test_padding_is_as_if_it_were_not_there(case, side):
     mask = np.concatenate([real[:, :index], np.zeros_like(pads, bool), real[:, index:]], axis=1)
     buffer = with_garbage(padded)
     mask = np.concatenate([mask, np.ones((ids.shape[0], 5), bool)], axis=1)
-    kwargs = {**call, "mask": mask, "length": ids.shape[1]}
-    check(run(build(case), buffer, scores, padded.shape[1], kwargs), case)
+    check(run(build(case), buffer, scores, padded.shape[1], {**call, "mask": mask}), case)
+
+
+@pytest.mark.parametrize("case", ABOUT_LENGTHS, ids=lambda case: case["cls"])
+def test_rules_about_lengths_count_padding(case):
+    ids, scores, call = arguments(case)
+    mask = np.ones_like(ids, bool)
+    mask[:, 0] = False
+    check(run(build(case), ids, scores, ids.shape[1], {**call, "mask": mask}), case)
 
 
 # Diversity is a rule about rows that belong together.
