@@ -32,7 +32,7 @@ from jaxllm.generation.processors.base import (
 )
 from jaxllm.generation.processors.grammar import GrammarLogitsProcessor
 from jaxllm.generation.processors.host import WORD_BITS, pack_bits, unpack_bits
-from jaxllm.generation.stopping.stop_strings import StopStringMatcher
+from jaxllm.generation.stopping import StopStringMatcher
 from jaxllm.generation.strategies.streamed import StreamedSample
 from jaxllm.tokenizers.tokenizer import Tokenizer
 

@@ -12,8 +12,7 @@ import pytest
 import tiny
 from small_tokenizers import DATA, small_tokenizer
 
-from jaxllm.generation.stopping import StopStringCriteria
-from jaxllm.generation.stopping.stop_strings import StopStringMatcher
+from jaxllm.generation.stopping import StopStringCriteria, StopStringMatcher
 from jaxllm.serve import AsyncEngine
 from jaxllm.serve.http.answers import ChatAnswer, Usage, chat_logprobs, completion_logprobs
 from jaxllm.serve.http.api_types import ChatRequest, read_body

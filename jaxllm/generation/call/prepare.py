@@ -35,8 +35,7 @@ from jaxllm.generation.request import (
 )
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.resolve import checked_lengths, checked_pad, merged_config
-from jaxllm.generation.stopping import MaxTimeCriteria
-from jaxllm.generation.stopping.criteria import build_criteria
+from jaxllm.generation.stopping import MaxTimeCriteria, build_criteria
 from jaxllm.generation.strategies.guidance import NegativePrompt, negative_prompt
 from jaxllm.generation.strategies.select_strategy import check_assistant_inputs, select_strategy
 from jaxllm.generation.strategies.strategy import AnyStrategy, DecodeSettings, PrefillInputs

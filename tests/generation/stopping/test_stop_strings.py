@@ -16,8 +16,7 @@ from paths import DATA
 from small_tokenizers import small_tokenizer as tokenizer
 
 from jaxllm.common.errors import InputError
-from jaxllm.generation.stopping import StopStringCriteria
-from jaxllm.generation.stopping.stop_strings import token_automaton
+from jaxllm.generation.stopping import StopStringCriteria, token_automaton
 from jaxllm.tokenizers import load_tokenizer, tokenizer_from_gguf
 
 CASES = json.loads((DATA / "stopping" / "stop_strings.json").read_text(encoding="utf-8"))["cases"]

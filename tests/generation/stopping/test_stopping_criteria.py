@@ -19,8 +19,8 @@ from jaxllm.generation.stopping import (
     MaxTimeCriteria,
     StoppingCriteria,
     StoppingCriteriaList,
+    stopping_criterion,
 )
-from jaxllm.generation.stopping.criteria import stopping_criterion
 
 IDS = jnp.array([[3, 5, 7, 2], [4, 6, 2, 7]])
 SCORES = jnp.zeros((2, 9))
