@@ -33,6 +33,7 @@ LAYERS = [
     {"generation"},
     {"generation.scoring"},
     {"generation.call"},
+    {"generation.registration"},
     {"generation.strategies"},
     {"generation.request"},
     {"generation.stopping"},

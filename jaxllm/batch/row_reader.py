@@ -15,6 +15,7 @@ from jaxllm.batch.rows import BatchRow, PromptReader, RawRow, RowPrompt, checked
 from jaxllm.common.errors import InputError, UnsupportedError, quoted, warn
 from jaxllm.generation.inputs.arguments import PaddedBatch
 from jaxllm.generation.inputs.values import is_integer
+from jaxllm.generation.registration import registered_strategy
 from jaxllm.generation.request import Request, decoder_prompt
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig, generation_mode
 from jaxllm.generation.settings.resolve import (
@@ -27,7 +28,6 @@ from jaxllm.generation.settings.resolve import (
     with_default_length,
 )
 from jaxllm.generation.stopping import StopStringCriteria
-from jaxllm.generation.strategies.select_strategy import registered_strategy
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.tokenizers.batch import Truncation
 from jaxllm.tokenizers.tokenizer import Tokenizer

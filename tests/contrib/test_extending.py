@@ -20,6 +20,7 @@ from jaxllm.generation import GenerationConfig
 from jaxllm.generation.processors.build import REGISTERED
 from jaxllm.generation.processors.penalties import RepetitionPenaltyLogitsProcessor
 from jaxllm.generation.registration import (
+    REGISTERED_STRATEGIES,
     Condition,
     Field,
     Sample,
@@ -31,7 +32,6 @@ from jaxllm.generation.registration import (
 )
 from jaxllm.generation.settings import FIELDS, UnusedFieldWarning
 from jaxllm.generation.settings.resolve import check_consistent
-from jaxllm.generation.strategies.select_strategy import REGISTERED_STRATEGIES
 
 DOC = ROOT / "docs" / "extending.md"
 

@@ -27,6 +27,7 @@ from jaxllm.generation.inputs.arguments import (
 )
 from jaxllm.generation.inputs.values import any_traced, id_table
 from jaxllm.generation.processors.build import build_processors
+from jaxllm.generation.registration import check_assistant_inputs, select_strategy
 from jaxllm.generation.request import (
     Request,
     decoder_only_inputs,
@@ -37,7 +38,6 @@ from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.resolve import checked_lengths, checked_pad, merged_config
 from jaxllm.generation.stopping import MaxTimeCriteria, build_criteria
 from jaxllm.generation.strategies.guidance import NegativePrompt, negative_prompt
-from jaxllm.generation.strategies.select_strategy import check_assistant_inputs, select_strategy
 from jaxllm.generation.strategies.strategy import AnyStrategy, DecodeSettings, PrefillInputs
 from jaxllm.models.decoder import FlatModel, GenerativeModel, checked_generative
 from jaxllm.models.decoder_only import with_rope_length

@@ -1,5 +1,5 @@
 """Decoding strategies: greedy search, sampling, contrastive search, DoLa, beams, drafts.
 
-`strategy.Strategy` is what the decode loop runs; `select_strategy.py` chooses one for a call.
-Modules that add a strategy import what they need from `jaxllm.generation.registration`.
+`strategy.Strategy` is what the decode loop runs; `generation/registration.py` chooses one for a
+call. Modules that add a strategy import what they need from there.
 """

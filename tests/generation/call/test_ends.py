@@ -16,9 +16,13 @@ import jaxllm
 from jaxllm.common.errors import NonFiniteError
 from jaxllm.generation import GenerateOutput, HostCriteria
 from jaxllm.generation.loop import decode_program, finish_program, prefill_program
-from jaxllm.generation.registration import Sample, Strategy, register_strategy
+from jaxllm.generation.registration import (
+    REGISTERED_STRATEGIES,
+    Sample,
+    Strategy,
+    register_strategy,
+)
 from jaxllm.generation.stopping import StopStringMatcher
-from jaxllm.generation.strategies.select_strategy import REGISTERED_STRATEGIES
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 
 LIMIT = 12
