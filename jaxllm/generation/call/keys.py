@@ -5,7 +5,6 @@ A row therefore draws the same tokens in any batch, any bucket and on any device
 
 from __future__ import annotations
 
-import functools
 import secrets
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -39,8 +38,9 @@ def shared_key(key: RandomKey, mesh: Mesh | None) -> RandomKey:
 
 def row_keys(
     key: RandomKey, row_ids: RowIds, batch: int, samples: int, *, sampling: bool, under_jit: bool
-) -> Key[Array, " Bn"]:
-    """Random keys for `samples` results of each row; the samples of a row are adjacent.
+) -> Key[Array, " Bn"] | UInt32[Array, "Bn 3"]:
+    """Random keys for `samples` results of each row; the samples of a row are adjacent. Zeros where
+    no row draws, which run nothing on the device.
 
     Args:
         key: a PRNG key (typed or raw), an int seed, or None: a fresh seed at every call, since
@@ -58,24 +58,13 @@ def row_keys(
     if is_integer(seed) and not 0 <= seed < 2**32:  # JAX drops higher bits
         raise InputError(f"key: a seed is from 0 to 2**32 - 1, found {quoted(seed)}")
     if not sampling and (seed is None or is_integer(seed)):
-        return _unused_keys(batch * samples)
+        zeros: Any = np.zeros((batch * samples, 3), np.uint32)
+        return zeros
     if seed is None:
         if under_jit:
             raise InputError("key: sampling inside jax.jit needs a key, as an argument")
         seed = secrets.randbits(32)
     return _random_keys(_typed_key(seed), row_ids, samples)
-
-
-def _unused_keys(count: int) -> Key[Array, " Bn"]:
-    """Keys that no row draws with; unlike `_random_keys`, making them compiles nothing."""
-    shape = _key_shape(jax.config.jax_default_prng_impl)  # pyright: ignore[reportAttributeAccessIssue]
-    return jax.random.wrap_key_data(jax.device_put(np.zeros((count, *shape), np.uint32)))
-
-
-@functools.cache
-def _key_shape(implementation: str) -> tuple[int, ...]:
-    """Shape of the data of one key."""
-    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=implementation))).shape
 
 
 def _typed_key(key: Any) -> Key[Array, ""]:

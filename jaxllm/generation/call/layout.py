@@ -11,7 +11,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Key
+from jaxtyping import Array, Key, UInt32
 
 from jaxllm.cache.variants import PLAIN, CacheKind
 from jaxllm.common.errors import InputError, UnsupportedError, quoted
@@ -33,7 +33,7 @@ def build_layout(
     request: Request,
     padded: PaddedBatch,
     strategy: AnyStrategy,
-    keys: Key[Array, " Bn"],
+    keys: Key[Array, " Bn"] | UInt32[Array, "Bn 3"],
     past: PastKeyValues | None,
 ) -> tuple[PrefillInputs, int, int | None]:
     """Pads the arrays of a call to buckets and sizes its cache.
@@ -123,7 +123,10 @@ def prefill_chunk_size(request: Request, strategy: AnyStrategy) -> int | None:
 
 
 def prefill_inputs(
-    request: Request, padded: PaddedBatch, keys: Key[Array, " Bn"], kind: CacheKind
+    request: Request,
+    padded: PaddedBatch,
+    keys: Key[Array, " Bn"] | UInt32[Array, "Bn 3"],
+    kind: CacheKind,
 ) -> PrefillInputs:
     """The padded arrays of a call that starts with an empty cache."""
     sequences, mask, last_column = sequence_buffers(padded, request.new_token_bucket, request.pad)

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxllm.cache.kv_cache import Cache, write_columns
 from jaxllm.generation.strategies.drafts import (
@@ -170,7 +170,7 @@ class AssistedState:
     """New tokens of each row, the end token included."""
     reason: Int[Array, " B"]
     """`RUNNING`, or why the row has ended."""
-    keys: Key[Array, " B"]
+    keys: Key[Array, " B"] | UInt32[Array, "B _"]
     """One random key per row; draws depend only on it and on the position of the token."""
     step: Int[Array, ""]
     """Rounds so far (not new tokens: rows accept different numbers of drafts)."""

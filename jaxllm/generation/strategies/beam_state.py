@@ -265,7 +265,7 @@ class BeamState:
     reason: Int[Array, " B"]
     """`RUNNING` while beams of the row may enter the pool; then `LENGTH`, whatever its sequences
     end with, or `NONFINITE`."""
-    keys: Key[Array, " B"] | UInt32[Array, "B 2"]
+    keys: Key[Array, " B"] | UInt32[Array, "B _"]
     """One key per row, as raw data in batch slots. Step t draws with fold_in(key, t)."""
     beam_cache: BeamCache
     """Keys and values of the prompt and of every beam."""

@@ -50,7 +50,7 @@ class SampleState:
     """New tokens of each row, the end token included."""
     reason: Int[Array, " B"]
     """`RUNNING`, or why the row has ended."""
-    keys: Key[Array, " B"] | UInt32[Array, "B 2"]
+    keys: Key[Array, " B"] | UInt32[Array, "B _"]
     """One key per row, as raw data in batch slots. Step t draws with fold_in(key, t), so a row's
     draws do not depend on the batch."""
     step: Int[Array, ""] | Int[Array, " B"]

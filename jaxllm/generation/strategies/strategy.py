@@ -59,7 +59,8 @@ class PrefillInputs:
     """int32. The column of `decoder_inputs` that holds each row's last real token."""
     keys: Key[Array, " Bn"] | UInt32[Array, "Bn 3"]
     """Random keys, one for each sample; the samples of a row are adjacent. In batch slots the seed,
-    the number of the row and the number of the sample, from which `with_random_keys` makes them."""
+    the number of the row and the number of the sample, from which `with_random_keys` makes them.
+    Zeros where no row draws."""
     cache_kind: CacheKind = PLAIN
     past_cache: Cache | None = None
     """Cache of an earlier call. `decoder_inputs` and `last_column` then describe only the new

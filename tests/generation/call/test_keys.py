@@ -44,9 +44,8 @@ def test_keys_of_greedy_search_compile_nothing(key):
         unused = row_keys(key, None, 3, 2, sampling=False, under_jit=False)
     finally:
         clock.close()
-    drawn = row_keys(0, None, 3, 2, sampling=True, under_jit=False)
-    assert (unused.shape, unused.dtype) == (drawn.shape, drawn.dtype)
-    assert clock.programs <= 1  # row ids are put on the device
+    assert len(unused) == 3 * 2
+    assert clock.programs == 0
 
 
 def test_sampling_inside_jit_needs_a_key():
