@@ -26,9 +26,8 @@ from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import BatchOutput, BatchRow, RawRow, error_output
 from jaxllm.batch.static_batches import run_static_batch, static_batches
 from jaxllm.batch.tables.columns import ColumnChoice
-from jaxllm.batch.tables.outputs import OutputTable, arrow_table, has_types, output_writer
 from jaxllm.batch.tables.read import RESULTS, read_table, table_of_frame
-from jaxllm.batch.tables.source import Source
+from jaxllm.batch.tables.source import OutputTable, Source, arrow_table, has_types, output_writer
 from jaxllm.batch.task_run import TaskRun
 from jaxllm.common.arguments import checked, checked_function, checked_iterable, checks_flags
 from jaxllm.common.errors import (

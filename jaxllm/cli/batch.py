@@ -25,10 +25,9 @@ from jaxllm.batch import BatchGenerator
 from jaxllm.batch.constraints import CONSTRAINT_KEYS, constraint_source, only_one
 from jaxllm.batch.generator import RowPlan
 from jaxllm.batch.job.identity import ENVIRONMENT, checkpoint_digests
-from jaxllm.batch.job.job import Job, RowEngine, StreamedJob
+from jaxllm.batch.job.job import Job, RowEngine, StreamedJob, explained
 from jaxllm.batch.job.journal import check_output, check_paths, started_elsewhere
-from jaxllm.batch.job.ray_engine import RayEngine
-from jaxllm.batch.job.report import explained
+from jaxllm.batch.job.ray_actors import RayEngine
 from jaxllm.batch.row_tasks import (
     EMBED_KEYS,
     EMBED_RESULTS,
@@ -39,11 +38,9 @@ from jaxllm.batch.row_tasks import (
 )
 from jaxllm.batch.rows import BatchOutput
 from jaxllm.batch.tables import ColumnChoice, Source, read_source
-from jaxllm.batch.tables.columns import generation_keys
-from jaxllm.batch.tables.outputs import has_types, output_writer
+from jaxllm.batch.tables.columns import generation_keys, row_template
 from jaxllm.batch.tables.read import RESULTS
-from jaxllm.batch.tables.source import OpenAIRequests
-from jaxllm.batch.tables.templates import row_template
+from jaxllm.batch.tables.source import OpenAIRequests, has_types, output_writer
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.checkpoint.load import choose_dtypes, compute_dtype_of, open_checkpoint
 from jaxllm.cli.devices import DEFAULT_RESOURCES, RAY, local_mesh

@@ -3,8 +3,12 @@
 `AsyncEngine` streams the tokens of each request. `jaxllm serve` puts an HTTP server before it.
 """
 
-from jaxllm.serve.async_engine import AsyncEngine, GenerationStream
-from jaxllm.serve.engine_thread import EngineStoppedError, QueueFullError
+from jaxllm.serve.async_engine import (
+    AsyncEngine,
+    EngineStoppedError,
+    GenerationStream,
+    QueueFullError,
+)
 from jaxllm.serve.live_run import Chunk, TokenLogprob
 
 __all__ = [

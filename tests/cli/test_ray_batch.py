@@ -20,7 +20,7 @@ from paths import ROOT
 from ray_clusters import CPUS, actor_processes, two_nodes
 
 import jaxllm
-from jaxllm.batch.job.ray_stage import row_seed
+from jaxllm.batch.job.ray_actors import row_seed
 from jaxllm.cli.generate import main
 
 MODEL = ROOT / "tests" / "data" / "conformance" / "models" / "s_llama_tok"

@@ -18,7 +18,7 @@ from small_tokenizers import small_tokenizer
 import jaxllm
 from jaxllm.common.compiling import CompileClock
 from jaxllm.serve import AsyncEngine, QueueFullError, async_engine
-from jaxllm.serve.engine_thread import EngineStoppedError
+from jaxllm.serve.async_engine import EngineStoppedError
 from jaxllm.serve.http.api_types import SamplingFields
 from jaxllm.serve.http.state import ServerState
 

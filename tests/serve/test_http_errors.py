@@ -20,10 +20,9 @@ from starlette.testclient import TestClient
 from jaxllm.common.errors import InputError
 from jaxllm.serve import EngineStoppedError, QueueFullError
 from jaxllm.serve.http.api_types import ApiError
-from jaxllm.serve.http.app import make_app
+from jaxllm.serve.http.app import make_app, read_limited
 from jaxllm.serve.http.server import JsonFormatter, bound_socket, listen
 from jaxllm.serve.http.state import Limits
-from jaxllm.serve.http.streaming import read_limited
 
 KEYS = (b"key-1", b"key-2", "clé".encode())
 KEY = {"Authorization": "Bearer key-1"}

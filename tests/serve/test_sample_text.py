@@ -16,9 +16,8 @@ from jaxllm.generation.stopping import StopStringCriteria, StopStringMatcher
 from jaxllm.serve import AsyncEngine
 from jaxllm.serve.http.answers import ChatAnswer, Usage, chat_logprobs, completion_logprobs
 from jaxllm.serve.http.api_types import ChatRequest, read_body
-from jaxllm.serve.http.pieces import Choice, Piece, SampleText
+from jaxllm.serve.http.pieces import Choice, Piece, SampleText, split_tool_calls
 from jaxllm.serve.http.state import ServerState
-from jaxllm.serve.http.tool_calls import split_tool_calls
 from jaxllm.serve.live_run import TokenLogprob
 from jaxllm.tokenizers import FastTokenizer
 from jaxllm.tokenizers.byte_level import byte_tokenizer

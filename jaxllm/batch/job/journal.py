@@ -36,7 +36,7 @@ from jaxllm.batch.job.identity import (
     job_id,
 )
 from jaxllm.batch.tables.columns import FAILED
-from jaxllm.batch.tables.outputs import Line, encoded
+from jaxllm.batch.tables.source import Line, encoded
 from jaxllm.common.errors import DataError, MissingFileError, RunError, naming_file, quoted
 from jaxllm.common.files import LOCK_FILE, RunLock, read_json, sync_folder, write_whole
 from jaxllm.parallel.environment import changed_environment

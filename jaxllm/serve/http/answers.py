@@ -21,14 +21,18 @@ from jaxllm.common.errors import InputError
 from jaxllm.generation.settings.resolve import target_settings
 from jaxllm.serve.async_engine import GenerationStream
 from jaxllm.serve.http.api_types import ChatRequest, CompletionRequest, SamplingFields
-from jaxllm.serve.http.pieces import Choice, Piece, collect, overlap, pieces_of
-from jaxllm.serve.http.state import ServerState
-from jaxllm.serve.http.tool_calls import (
+from jaxllm.serve.http.pieces import (
     START,
+    Choice,
+    Piece,
     ToolCall,
+    collect,
+    overlap,
+    pieces_of,
     split_tool_calls,
     tool_names,
 )
+from jaxllm.serve.http.state import ServerState
 from jaxllm.serve.live_run import TokenLogprob
 from jaxllm.tokenizers.messages import read_tools
 from jaxllm.tokenizers.tokenizer import Tokenizer

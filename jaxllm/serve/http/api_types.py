@@ -18,7 +18,7 @@ from jaxllm.common.errors import (
 )
 from jaxllm.common.files import parse_json
 from jaxllm.common.validation import from_plain
-from jaxllm.serve.engine_thread import EngineStoppedError, QueueFullError
+from jaxllm.serve.async_engine import EngineStoppedError, QueueFullError
 from jaxllm.serve.live_rows import MAX_TOP_LOGPROBS
 
 T = TypeVar("T")

@@ -18,8 +18,7 @@ from jaxllm.batch.rows import BatchOutput, RawRow
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.common.validation import from_plain
 from jaxllm.models.decoder import GenerativeModel
-from jaxllm.serve.async_engine import AsyncEngine
-from jaxllm.serve.engine_thread import EngineStoppedError
+from jaxllm.serve.async_engine import AsyncEngine, EngineStoppedError
 from jaxllm.serve.http.answers import Answer, ChatAnswer, CompletionAnswer, Usage
 from jaxllm.serve.http.api_types import (
     ChatRequest,

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Float32
 
-from jaxllm.batch.tables.templates import RowTemplate
+from jaxllm.batch.tables.columns import RowTemplate
 from jaxllm.common.errors import ConfigError, DataError, nearest
 from jaxllm.models.model import Model
 from jaxllm.parallel.placement import put_batch

@@ -18,9 +18,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from jaxllm.batch.tables.columns import RowTemplate
 from jaxllm.batch.tables.read import kind_of, read_table
 from jaxllm.batch.tables.table import BOM, JsonLines, csv_rows, dataset_cells, digest_of_rows
-from jaxllm.batch.tables.templates import RowTemplate
 from jaxllm.common.cells import Cells
 from jaxllm.common.errors import DataError, MissingFileError, naming_file
 from jaxllm.common.files import expanded, parse_json

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import yaml
 
 import jaxllm
-from jaxllm.batch.tables.templates import template_text
+from jaxllm.batch.tables.columns import template_text
 from jaxllm.checkpoint.load import read_config_file
 from jaxllm.common.compiling import cache_folder
 from jaxllm.common.errors import (

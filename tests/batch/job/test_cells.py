@@ -23,8 +23,8 @@ import jaxllm
 from jaxllm.batch.job.job import Job
 from jaxllm.batch.rows import BatchOutput, error_output
 from jaxllm.batch.tables import ColumnChoice, Source, read_source
-from jaxllm.batch.tables.outputs import has_types
-from jaxllm.batch.tables.templates import RowTemplate
+from jaxllm.batch.tables.columns import RowTemplate
+from jaxllm.batch.tables.source import has_types
 from jaxllm.common.errors import ConfigError, DataError, InputError, JaxLLMError
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.data import DataConfig, ModelInfo, large_files

@@ -20,7 +20,7 @@ from recorded_job import RecordedEngine, run
 
 from jaxllm.batch.job.job import Job
 from jaxllm.batch.tables import ColumnChoice, Source, read, read_source, table
-from jaxllm.batch.tables.outputs import OutputTable, output_writer
+from jaxllm.batch.tables.source import OutputTable, output_writer
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import DataError, JaxLLMError, MissingExtraError, UnsupportedError
 

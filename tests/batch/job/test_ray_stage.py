@@ -11,7 +11,7 @@ from paths import ROOT
 import jaxllm
 from jaxllm import BatchGenerator
 from jaxllm.batch.job import JaxLLMStage
-from jaxllm.batch.job.ray_stage import row_seed
+from jaxllm.batch.job.ray_actors import row_seed
 from jaxllm.common.errors import DataError, InputError
 
 MODEL = str(ROOT / "tests" / "data" / "conformance" / "models" / "s_llama_tok")

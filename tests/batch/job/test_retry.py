@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from recorded_job import RecordedEngine, run
 
-from jaxllm.batch.job.job import Job
+from jaxllm.batch.job.job import Job, explained
 from jaxllm.batch.job.journal import check_output
-from jaxllm.batch.job.report import explained
 from jaxllm.batch.rows import BatchOutput, RawRow, error_output
 from jaxllm.batch.tables import ColumnChoice, read_source
 from jaxllm.common.errors import InputError, RunError

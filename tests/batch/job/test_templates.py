@@ -15,7 +15,7 @@ from recorded_job import RecordedEngine, run
 
 from jaxllm.batch.job.job import Job
 from jaxllm.batch.tables import ColumnChoice, Source, read_source
-from jaxllm.batch.tables.templates import RowTemplate
+from jaxllm.batch.tables.columns import RowTemplate
 from jaxllm.common.errors import DataError, InputError, JaxLLMError
 
 CSV = (
