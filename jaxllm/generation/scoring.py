@@ -123,20 +123,18 @@ def score(
         rows = enumerate(zip(*texts, strict=True))
         pairs = [text_pair(model, tokenizer, i, *row) for i, row in rows]
         ids = ([pair[0] for pair in pairs], [pair[1] for pair in pairs])
-    scores = dict(
-        stream_scores(
-            model,
-            *ids,
-            attention_mask=attention_mask,
-            completion_mask=completion_mask,
-            batch_size=batch_size,
-        )
+    scores = stream_scores(
+        model,
+        *ids,
+        attention_mask=attention_mask,
+        completion_mask=completion_mask,
+        batch_size=batch_size,
     )
-    token_log_probs = [scores[i].token_log_probs for i in range(len(scores))]
+    _, token_log_probs, is_greedy = zip(*sorted(scores, key=lambda score: score[0]), strict=True)
     return ScoreOutput(
         log_likelihoods=np.array([x.sum() for x in token_log_probs], np.float32),
-        is_greedy=np.array([scores[i].is_greedy for i in range(len(scores))], bool),
-        token_log_probs=token_log_probs,
+        is_greedy=np.array(is_greedy, bool),
+        token_log_probs=list(token_log_probs),
     )
 
 
@@ -171,14 +169,6 @@ def _texts(name: str, values: Any) -> list[str]:
     return texts
 
 
-@dataclasses.dataclass(frozen=True)
-class PairScore:
-    """Score of one completion; the fields are those of a row of `ScoreOutput`."""
-
-    token_log_probs: Float[np.ndarray, " _"]
-    is_greedy: bool
-
-
 def stream_scores(
     model: GenerativeModel,
     prompts: TokenRows,
@@ -187,8 +177,9 @@ def stream_scores(
     attention_mask: TokenRows | None = None,
     completion_mask: TokenRows | None = None,
     batch_size: int = 32,
-) -> Iterator[tuple[int, PairScore]]:
-    """Yields the index and score of each pair as its batch ends, the longest pairs first.
+) -> Iterator[tuple[int, Float[np.ndarray, " _"], bool]]:
+    """Yields the score of each pair as its batch ends, the longest pairs first: the pair's index,
+    the log-probabilities of the completion's tokens, and whether greedy search generates it.
 
     Arguments and errors are those of `score`.
     """
@@ -202,7 +193,7 @@ def stream_scores(
                 f"score: the model's logits for pair {i} are NaN or infinite; check the weights, "
                 "or compute in float32 (dtype='float32')"
             )
-        yield i, PairScore(log_probs, bool(is_best.all()))
+        yield i, log_probs, bool(is_best.all())
 
 
 def batch_scorer(model: GenerativeModel) -> Callable[[list[Pair]], list[tuple[np.ndarray, ...]]]:

@@ -218,10 +218,10 @@ class JaxLM(TemplateLM):
         prompts, completions = zip(*pairs, strict=True)
         answers: dict[int, tuple[float, bool]] = {}
         with counted(self._reporter, "log-likelihoods", len(requests)) as advance:
-            for i, score in stream_scores(
+            for i, log_probs, is_greedy in stream_scores(
                 self.model, prompts, completions, batch_size=self.batch_size
             ):
-                answers[i] = float(score.token_log_probs.sum()), score.is_greedy
+                answers[i] = float(log_probs.sum()), is_greedy
                 if (strings := requests[i][0]) is not None:
                     self.cache_hook.add_partial("loglikelihood", strings, answers[i])
                 advance()

@@ -81,19 +81,9 @@ class CallArguments:
                 raise InputError(f"{name}: {why}")
 
 
-INPUTS = (
-    "input_ids",
-    "attention_mask",
-    "inputs_embeds",
-    "token_type_ids",
-    "decoder_input_ids",
-    "decoder_attention_mask",
-    "encoder_outputs",
-    "encoder_hidden_states",
-    "encoder_attention_mask",
-)
+ARGUMENTS = tuple(field.name for field in dataclasses.fields(CallArguments))
+INPUTS = ARGUMENTS[: ARGUMENTS.index("assistant_model")]
 """Arguments that are inputs of the model."""
-ARGUMENTS = frozenset(field.name for field in dataclasses.fields(CallArguments))
 UNSUPPORTED = {
     "assistant_tokenizer": "an assistant of another vocabulary",
     "synced_gpus": "synced devices",
@@ -101,7 +91,7 @@ UNSUPPORTED = {
     "custom_generate": "custom_generate",
 }
 
-GENERATE_ARGUMENTS = ARGUMENTS | UNSUPPORTED.keys() | {"streamer"}
+GENERATE_ARGUMENTS = frozenset({*ARGUMENTS, *UNSUPPORTED, "streamer"})
 """Keyword arguments of generate() that are not config fields."""
 
 
@@ -120,8 +110,9 @@ def split_keywords(keywords: Mapping[str, Any]) -> tuple[CallArguments, dict[str
     flag = keywords.get("return_past_key_values", False)
     checked(flag, (bool, np.bool_), "return_past_key_values", "True or False")
     arguments = CallArguments(**{k: v for k, v in keywords.items() if k in ARGUMENTS})
-    elsewhere = ARGUMENTS | UNSUPPORTED.keys()
-    return arguments, {k: v for k, v in keywords.items() if k not in elsewhere}
+    return arguments, {
+        k: v for k, v in keywords.items() if k not in ARGUMENTS and k not in UNSUPPORTED
+    }
 
 
 def needed_tokenizer(tokenizer: T | None, field: str) -> T:

@@ -186,15 +186,20 @@ def one_word(value: object) -> tuple[int, ...]:
     return result
 
 
-def words(value: Any) -> tuple[tuple[int, ...], ...]:
-    """Checks for a non-empty list of non-empty lists of token ids, stored as tuples."""
+def _each(check: Callable[[Any], T], value: Any, expected: str) -> tuple[T, ...]:
+    """Checks the items of a non-empty list, stored as a tuple."""
     try:
-        result = () if isinstance(value, Mapping) else tuple(map(one_word, value))
+        result = () if isinstance(value, Mapping) else tuple(map(check, value))
     except (TypeError, ValueError):
         result = ()
     if not result:
-        raise BadValueError("a non-empty list of non-empty lists of token ids")
+        raise BadValueError(expected)
     return result
+
+
+def words(value: Any) -> tuple[tuple[int, ...], ...]:
+    """Checks for a non-empty list of non-empty lists of token ids, stored as tuples."""
+    return _each(one_word, value, "a non-empty list of non-empty lists of token ids")
 
 
 def phrases(value: Any) -> tuple[tuple[Any, ...], ...]:
@@ -208,13 +213,7 @@ def phrases(value: Any) -> tuple[tuple[Any, ...], ...]:
         is_list = isinstance(item, Sequence | np.ndarray) and len(item) > 0
         return words(item) if is_list and np.ndim(item[0]) == 1 else one_word(item)
 
-    try:
-        result = () if isinstance(value, Mapping) else tuple(map(check, value))
-    except (TypeError, ValueError):
-        result = ()
-    if not result:
-        raise BadValueError("a non-empty list of phrases, which are lists of token ids")
-    return result
+    return _each(check, value, "a non-empty list of phrases, which are lists of token ids")
 
 
 def biases(value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:

@@ -34,7 +34,6 @@ from jaxllm.generation.settings.fields import (
     Field,
     Settings,
     setting,
-    with_fields,
 )
 from jaxllm.models.decoder import GenerativeModel
 
@@ -110,7 +109,6 @@ DRAFT = Condition("a draft", lambda config, assistant: bool(draft_options(config
 OTHER_VOCABULARY = Condition("assistant_tokenizer", lambda config, assistant: False)
 
 
-@with_fields
 class GenerationConfig(Settings):
     """Generation settings: immutable, validated, compared and hashed by value.
 

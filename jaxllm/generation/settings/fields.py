@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
 
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.common.arguments import checked_path
@@ -21,8 +21,6 @@ from jaxllm.common.files import make_folder, read_json, write_json
 from jaxllm.common.spelling import closest
 from jaxllm.generation.inputs.arguments import GENERATE_ARGUMENTS
 from jaxllm.generation.inputs.values import checked_by, is_number, is_traced
-
-C = TypeVar("C", bound=type)
 
 FILE_NAME = "generation_config.json"
 _MAX_FILE_BYTES = 1 << 20
@@ -144,13 +142,10 @@ def setting(*, default: object, converter: Callable[[Any], Any], doc: str, **fac
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(setting,))
-def with_fields(cls: C) -> C:
-    """Tells type checkers that the class has a keyword argument for each field that it declares."""
-    return cls
-
-
 class Settings:
     """Base class of GenerationConfig: creation, copying and comparison.
+
+    Type checkers see a keyword argument for each field that a subclass declares.
 
     Attributes:
         fields: declared fields, by name.

@@ -60,16 +60,15 @@ def merged_config(
     config. If neither of the first two sets `eos_token_id`, all end tokens of the model's files
     apply.
     """
-    if generation_config is None:
-        generation_config = GenerationConfig()
-    elif isinstance(generation_config, Mapping):
+    if isinstance(generation_config, Mapping):
         for name in generation_config:
             checked(name, (str,), "generation_config", "names of fields")
         generation_config = GenerationConfig(**generation_config)
-    elif not isinstance(generation_config, GenerationConfig):
+    elif not isinstance(generation_config, GenerationConfig | None):
         raise InputError(
             f"generation_config: expected a GenerationConfig, found {type(generation_config)}"
         )
+    generation_config = generation_config or GenerationConfig()
     explicit = generation_config.merge(GenerationConfig(**fields))
     for name, value in explicit.to_dict().items():
         if FIELDS[name].static and any_traced(value):
@@ -230,42 +229,36 @@ def resolve_max_length(
     >>> resolve_max_length(GenerationConfig(max_new_tokens=5), prompt_len=10)
     15
     """
-    settings = config.to_dict()
+    for new, total in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")):
+        if getattr(config, new) is not None and total in config.explicit:
+            warn(f"`{total}` has no effect beside `{new}`")
+    is_default = config.max_new_tokens is None and "max_length" not in config.to_dict()
     if config.max_new_tokens is not None:
-        if "max_length" in config.explicit:
-            warn("`max_length` has no effect beside `max_new_tokens`")
         max_length = prompt_len + config.max_new_tokens
-    elif "max_length" in settings:
-        max_length = config.max_length
-    else:
+    elif is_default:
         max_length = prompt_len + config.max_length
         max_length = max_length if max_positions is None else min(max_length, max_positions)
-    if config.min_new_tokens is not None:
-        if "min_length" in config.explicit:
-            warn("`min_length` has no effect beside `min_new_tokens`")
-        min_length = prompt_len + config.min_new_tokens
     else:
-        min_length = config.min_length
-
-    if not is_traced(max_length):
+        max_length = config.max_length
+    if is_traced(max_length):
+        return max_length
+    if prompt_len >= max_length:
         prompt = "the decoder's prompt" if is_encoder_decoder else "the prompt"
-        if prompt_len >= max_length == max_positions and "max_length" not in settings:
-            raise InputError(
-                f"{prompt} has {counted(prompt_len)}, but the model's context has {max_positions}: "
-                "nothing can be generated; shorten it, or set `max_new_tokens`"
-            )
-        if prompt_len >= max_length:
-            raise InputError(
-                f"{prompt} has {counted(prompt_len)}, but `max_length` is {max_length}: "
-                "nothing can be generated; raise it, or set `max_new_tokens`"
-            )
-        name = "min_length" if config.min_new_tokens is None else "min_new_tokens"
-        # A minimum from a checkpoint's file does not forbid a call with a smaller maximum.
-        if name in config.explicit and not is_traced(min_length) and min_length > max_length:
-            raise InputError(
-                f"`{name}` asks for at least {min_length} tokens in all, but the maximum is "
-                f"{max_length}: lower it, or raise `max_new_tokens`"
-            )
+        limit = f"`max_length` is {max_length}: nothing can be generated; raise it"
+        if is_default:
+            limit = f"the model's context has {max_length}: nothing can be generated; shorten it"
+        raise InputError(
+            f"{prompt} has {counted(prompt_len)}, but {limit}, or set `max_new_tokens`"
+        )
+    name, min_length = "min_length", config.min_length
+    if config.min_new_tokens is not None:
+        name, min_length = "min_new_tokens", prompt_len + config.min_new_tokens
+    # A minimum from a checkpoint's file does not forbid a call with a smaller maximum.
+    if name in config.explicit and not is_traced(min_length) and min_length > max_length:
+        raise InputError(
+            f"`{name}` asks for at least {min_length} tokens in all, but the maximum is "
+            f"{max_length}: lower it, or raise `max_new_tokens`"
+        )
     return max_length
 
 
