@@ -16,7 +16,7 @@ from jaxllm.common.errors import InputError, UnsupportedError, quoted, warn
 from jaxllm.generation.inputs.arguments import PaddedBatch
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.registration import registered_strategy
-from jaxllm.generation.request import Request, decoder_prompt
+from jaxllm.generation.request import PROMPT_TRANSFORMS, Request, decoder_prompt
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig, generation_mode
 from jaxllm.generation.settings.resolve import (
     UnusedFieldWarning,
@@ -212,7 +212,7 @@ class RowReader:
             elif warning.message.field in fields:
                 raise InputError(str(warning.message))
         for name, value in config.to_dict().items():
-            if value and (FIELDS[name].per_call or FIELDS[name].record):
+            if value and (FIELDS[name].record or name in PROMPT_TRANSFORMS):
                 raise UnsupportedError(f"{name}: not for rows of a batch; use jaxllm.generate")
         if config.num_return_sequences > MAX_SEQUENCES:
             raise InputError(

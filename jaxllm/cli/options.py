@@ -109,9 +109,9 @@ def _is_usable(field: Field, in_server: bool) -> bool:
     supported = field.supported or (field,)  # a value other than the default
     if field.library_only or field.record or not any(v and v != field.default for v in supported):
         return False
-    is_served = field.slots and not field.per_call
     # Each request to a server sets its length.
-    return not in_server or (is_served and field.name not in ("max_length", "max_new_tokens"))
+    is_served = field.slots and field.name not in ("max_length", "max_new_tokens")
+    return not in_server or is_served
 
 
 def generation_fields(arguments: argparse.Namespace) -> dict[str, Any]:

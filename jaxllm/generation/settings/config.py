@@ -269,7 +269,7 @@ class GenerationConfig(Settings):
         doc="token ids that must not be the first new token", token_ids=True)
     token_healing: bool = setting(default=False, converter=boolean,
         doc="generates the prompt's last token again, in case it was cut off", neutral=False,
-        per_call=True, provider="jaxllm.contrib.token_healing")
+        slots=False, provider="jaxllm.contrib.token_healing")
     guidance_scale: float | None = setting(default=None, converter=number("[-1e30, 1e30]"),
         doc="classifier-free guidance: weight of the prompt against negative prompts; 1 is off",
         slots=False)

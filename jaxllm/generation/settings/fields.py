@@ -36,7 +36,6 @@ INERT_GENERATION_KEYS = frozenset({
 OFF_GENERATION_KEYS = frozenset({"ignore_eos", "skip_special_tokens", "trust_remote_code"})
 """Keys of generation_config.json that have no effect while they are false, 0 or empty."""
 
-
 SPECIAL_TOKENS = frozenset({"pad_token_id", "bos_token_id", "eos_token_id"})
 """Fields that are unset by -1 in a file, as by null."""
 
@@ -81,7 +80,6 @@ class Field:
         static: True if the value determines the program or is read on the host; never a tracer.
         slots: True if rows in which the field has an effect can run in slots (continuous batching)
             and in a server; other rows run in static batches.
-        per_call: True if only a whole call can set the field, not a row of a batch.
         provider: module that registers what the field enables; imported by a call that sets it.
         record: True if the field asks for a record of each step, which only a whole call can.
         token_ids: True if the integers in a value are token ids, which must be in the vocabulary.
@@ -99,7 +97,6 @@ class Field:
     execution: bool = False
     static: bool = False
     slots: bool = True
-    per_call: bool = False
     provider: str | None = None
     record: bool = False
     token_ids: bool = False
