@@ -48,12 +48,7 @@ from jaxllm.generation.strategies.constrained_beam import (
 )
 from jaxllm.generation.strategies.contrastive import Contrastive
 from jaxllm.generation.strategies.dola import DoLa, layers_to_contrast
-from jaxllm.generation.strategies.drafts import (
-    AssistantModel,
-    Draft,
-    EarlyExit,
-    PromptLookup,
-)
+from jaxllm.generation.strategies.drafts import AssistantModel, Draft, EarlyExit, PromptLookup
 from jaxllm.generation.strategies.group_beam import GroupBeamSearch
 from jaxllm.generation.strategies.sample import Sample, SampleState
 from jaxllm.generation.strategies.strategy import (

@@ -29,11 +29,7 @@ from jaxllm.generation.inputs.arguments import (
     padded_rows,
     run_in_batches,
 )
-from jaxllm.generation.inputs.values import (
-    any_traced,
-    bucket,
-    is_traced,
-)
+from jaxllm.generation.inputs.values import any_traced, bucket, is_traced
 from jaxllm.generation.request import decoder_prompt
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.resolve import target_settings

@@ -232,10 +232,10 @@ def checked_types(
     """Checks token types; returns int32 [B, T], a NumPy array unless traced, or None."""
     if token_type_ids is None:
         return None
-    types = check.token_id_array("token_type_ids", token_type_ids, model.config.vocab_size)
+    types = checked_ids("token_type_ids", token_type_ids, model.config.vocab_size)
     if types.shape != prompt.mask.shape:
         raise InputError(f"token_type_ids: expected {prompt.mask.shape}, found {types.shape}")
-    return types if is_traced(types) else np.asarray(types)
+    return types
 
 
 def last_token_columns(mask: HostArray) -> HostArray:

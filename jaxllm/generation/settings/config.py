@@ -29,12 +29,7 @@ from jaxllm.generation.inputs.values import (
     token_ids,
     words,
 )
-from jaxllm.generation.settings.fields import (
-    Condition,
-    Field,
-    Settings,
-    setting,
-)
+from jaxllm.generation.settings.fields import Condition, Field, Settings, setting
 from jaxllm.models.decoder import GenerativeModel
 
 _WATERMARK = "jaxllm.contrib.watermark"

@@ -12,14 +12,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxllm.common.arguments import checked, checked_count
-from jaxllm.common.errors import (
-    ConfigError,
-    InputError,
-    UnsupportedError,
-    counted,
-    quoted,
-    warn,
-)
+from jaxllm.common.errors import ConfigError, InputError, UnsupportedError, counted, quoted, warn
 from jaxllm.generation.inputs.arguments import PaddedBatch, check_positions
 from jaxllm.generation.inputs.values import any_traced, is_traced
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig, is_contrastive
@@ -75,10 +68,8 @@ def merged_config(
             raise InputError(f"{name}: must be known outside jax.jit; found a tracer")
     if model.card is None:
         check_explicit(model, explicit)
-        model_defaults = GenerationConfig()
-    else:
-        model_defaults = model.card.generation_config or GenerationConfig()
-    config = check_for_use(model_defaults.merge(explicit))
+    own = getattr(model.card, "generation_config", None) or GenerationConfig()
+    config = check_for_use(own.merge(explicit))
     check_consistent(config, assistant_model)
     for name, value in config.to_dict().items():
         if (provider := FIELDS[name].provider) and value is not FIELDS[name].neutral:
@@ -90,8 +81,8 @@ def merged_config(
     if "eos_token_id" in explicit.to_dict():
         return config, token_tuple(config.eos_token_id)
     card = model.checked_card("generate")
-    own = token_tuple(model_defaults.eos_token_id)
-    end_tokens = (*own, *card.config.eos_token_ids, *card.tokenizer_eos)
+    own_ends = token_tuple(own.eos_token_id)
+    end_tokens = (*own_ends, *card.config.eos_token_ids, *card.tokenizer_eos)
     known = tuple(dict.fromkeys(i for i in end_tokens if 0 <= i < model.config.vocab_size))
     if card.unknown_eos and not known:
         warn(
