@@ -114,15 +114,15 @@ class Group:
             return [Task(row, 0, num_sequences=row.samples) for row in self.rows]
         return [Task(row, sample) for row in self.rows for sample in range(row.samples)]
 
-    def processors(self, row: BatchRow) -> LogitsProcessorList:
-        """The logits processors of a row of the group."""
-        return processors_of(row, self.shared_fields, self.vocab_size)
+    def processors(self, task: Task) -> LogitsProcessorList:
+        """The logits processors of a task."""
+        return processors_of(task.row, self.shared_fields, self.vocab_size)
 
-    def strategy(self, rows: Sequence[BatchRow]) -> AnyStrategy:
-        """The strategy of the group with the numbers of the given rows, as host arrays."""
-        config = rows[0].config
+    def strategy(self, tasks: Sequence[Task]) -> AnyStrategy:
+        """The strategy of the group with the numbers of some tasks, as host arrays."""
+        config = tasks[0].row.config
         if config.num_beams > 1:
-            penalties: Any = np.array([row.config.length_penalty for row in rows], np.float32)
+            penalties: Any = np.array([t.row.config.length_penalty for t in tasks], np.float32)
             return BeamSearch(
                 length_penalty=penalties,
                 num_beams=config.num_beams,
@@ -130,22 +130,23 @@ class Group:
                 early_stopping=config.early_stopping,
                 sampling=self.sampling,
             )
-        return Sample(sampling=self.sampling, sampled_rows=self.sampled(rows))
+        return Sample(sampling=self.sampling, sampled_rows=self.sampled(tasks))
 
     @staticmethod
-    def sampled(rows: Sequence[BatchRow]) -> Any:
-        """bool [B]. The rows that sample; the others take the best token."""
-        return np.array([bool(row.config.do_sample) for row in rows])
+    def sampled(tasks: Sequence[Task]) -> Any:
+        """bool [B]. The tasks that sample; the others take the best token."""
+        return np.array([bool(task.row.config.do_sample) for task in tasks])
 
-    def settings(self, rows: Sequence[BatchRow]) -> DecodeSettings:
-        """Settings of the given rows of the group, as host arrays."""
+    def settings(self, tasks: Sequence[Task]) -> DecodeSettings:
+        """Settings of some tasks of the group, as host arrays."""
+        rows = [task.row for task in tasks]
         eos: Any = np.full((len(rows), self.eos_width), NO_TOKEN, np.int32)
         for i, row in enumerate(rows):
             eos[i, : len(row.eos)] = row.eos
         max_length: Any = np.array([row.max_length for row in rows], np.int32)
         pad: Any = np.int32(0)
         return DecodeSettings(
-            processors=RowProcessors.of([self.processors(row) for row in rows]),
+            processors=RowProcessors.of([self.processors(task) for task in tasks]),
             eos=eos,
             pad=pad,
             max_length=max_length,
@@ -259,4 +260,4 @@ def prompt_rows(tasks: Sequence[Task], group: Group, sizes: Sizes, width: int) -
         last_column=length - 1,
         keys=keys,
     )
-    return PromptRows(group.strategy(rows), group.settings(rows), inputs)
+    return PromptRows(group.strategy(tasks), group.settings(tasks), inputs)

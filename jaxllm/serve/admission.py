@@ -26,7 +26,7 @@ from jaxllm.common.hardware import default_device, nbytes
 from jaxllm.generation.inputs.arguments import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.models.decoder import GenerativeModel
-from jaxllm.serve.live_rows import LiveGroup, LiveTask
+from jaxllm.serve.live_tasks import LiveGroup, LiveTask
 
 DEFAULT_CHUNK_SIZE = {"cpu": 256}
 DEFAULT_ACCELERATOR_CHUNK_SIZE = 512

@@ -24,7 +24,7 @@ from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.generator import check_model, check_tokenizer, checked_slots
 from jaxllm.batch.memory import Prediction, fitting_slots, memory_budget, predict
 from jaxllm.batch.row_reader import RowReader
-from jaxllm.batch.rows import BatchOutput
+from jaxllm.batch.rows import BatchOutput, BatchRow
 from jaxllm.batch.slot_pool import few_slots
 from jaxllm.batch.slots import Sizes
 from jaxllm.common.errors import InputError, JaxLLMError
@@ -37,8 +37,8 @@ from jaxllm.models.decoder_only import with_rope_per_row
 from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.parallel.sharding import row_shards
 from jaxllm.serve.admission import PrefixCounts, buckets, prefill_options
-from jaxllm.serve.live_rows import LiveRow, LiveRowReader, LiveTask, live_group, live_tasks
 from jaxllm.serve.live_run import Chunk, LiveRun
+from jaxllm.serve.live_tasks import LiveTask, RequestReader, live_group
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 _RATE_SEQUENCES = 64
@@ -219,7 +219,7 @@ class GenerationStream:
     Used as a context manager, it cancels the request when the block ends early.
     """
 
-    def __init__(self, thread: EngineThread, row: LiveRow) -> None:
+    def __init__(self, thread: EngineThread, row: BatchRow) -> None:
         self._thread, self.row = thread, row
         self._loop = asyncio.get_running_loop()
         self._chunks: asyncio.Queue[Chunk] = asyncio.Queue()
@@ -369,7 +369,7 @@ class AsyncEngine:
         per_row = with_rope_per_row(model)
         group = live_group(steps_per_call, model.config.vocab_size)
         reader = RowReader(model, tokenizer, fields, seed, default_new_tokens)
-        self._reader = LiveRowReader(reader, group, sizes)
+        self._reader = RequestReader(reader, tokenizer, group, sizes)
         widest = self._warm_up_task(self._widths[-1])
         budget = memory_budget(memory, 1 if mesh is None else mesh.size)
 
@@ -470,13 +470,16 @@ class AsyncEngine:
         grammar: GrammarLogitsProcessor | None = None,
     ) -> list[GenerationStream]:
         """Queues all of some requests, or none; arguments and errors are those of `submit`."""
-        rows = [
-            self._reader.read(next(self._numbers), request, logprobs=logprobs, grammar=grammar)
-            for request in requests
-        ]
-        streams = [GenerationStream(self._thread, row) for row in rows]
-        tasks = (live_tasks(stream.row, self.tokenizer, stream) for stream in streams)
-        self._thread.submit([*itertools.chain.from_iterable(tasks)])
+        options = {"logprobs": logprobs, "grammar": grammar}
+        read = [self._reader.read(next(self._numbers), each, **options) for each in requests]
+        streams = [GenerationStream(self._thread, tasks[0].row) for tasks in read]
+        self._thread.submit(
+            [
+                dataclasses.replace(task, request=stream)
+                for stream, tasks in zip(streams, read, strict=True)
+                for task in tasks
+            ]
+        )
         return streams
 
     async def generate(self, request: Any, **options: Any) -> BatchOutput:
@@ -495,7 +498,7 @@ class AsyncEngine:
         if not self.model.is_encoder_decoder:
             length -= 1  # for the new token
         fields = {"input_ids": np.zeros(length, int), "max_new_tokens": 1}
-        return LiveTask(self._reader.read(0, fields), 0)
+        return self._reader.read(0, fields)[0]
 
     def _warm_up(self) -> None:
         """Runs all programs once, so that they are compiled."""

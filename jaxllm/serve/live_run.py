@@ -31,7 +31,7 @@ from jaxllm.generation.strategies.strategy import (
 )
 from jaxllm.models.decoder import Decoder
 from jaxllm.serve.admission import Admission, PrefillOptions, PrefixCounts
-from jaxllm.serve.live_rows import (
+from jaxllm.serve.live_tasks import (
     ALL_TOKENS,
     LiveGroup,
     LiveTask,
@@ -173,7 +173,7 @@ class LiveRun:
                 return self._decode(0)
         self._prefill_is_next = True
         failed = self._write_masks()
-        has_grammars = any(task.row.grammar for task in self.running)
+        has_grammars = any(task.grammar for task in self.running)
         return [*failed, *self._decode(1 if has_grammars else self._steps_per_call)]
 
     def _decode(self, steps: int) -> list[tuple[LiveTask, Chunk]]:
@@ -185,7 +185,7 @@ class LiveRun:
     def _write_masks(self) -> list[tuple[LiveTask, Chunk]]:
         """Writes the masks of all rows into the slots if one changes, and ends those whose grammar
         fails, such as one that is too complex."""
-        if not any(task.row.changes_mask(task.tokens) for task in self.running):
+        if not any(task.changes_mask() for task in self.running):
             return []
         every_token = np.full(-(-self._vocab // WORD_BITS), ALL_TOKENS)
         masks = [every_token] * self._pool.slots.count
@@ -194,7 +194,7 @@ class LiveRun:
             if task is None:
                 continue
             try:
-                masks[slot] = task.row.mask(task.tokens, self._vocab)
+                masks[slot] = task.mask(self._vocab)
             except JaxLLMError as error:
                 failed[slot] = task, Chunk(task.sample, (), error=error)
         self._release([*failed])
@@ -258,7 +258,7 @@ def _chunk(task: LiveTask, result: Result, slot: int) -> Chunk:
     if end is not None and (end < len(tokens) or reason != "eos"):
         tokens, reason = tokens[:end], "stop"
     logprobs = None
-    if task.row.logprobs:
+    if task.logprobs:
         assert result.logprobs is not None
         kept = list(columns)[: len(tokens)]
         logprobs = tuple(_logprob(result.logprobs, slot, column) for column in kept)

@@ -17,7 +17,6 @@ from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.serve import AsyncEngine, admission
 from jaxllm.serve.admission import Prefix, PrefixStore
-from jaxllm.serve.live_rows import live_tasks
 
 CHUNK = 16
 OPTIONS: dict[str, Any] = {"slots": 4, "context": 128, "prefill_chunk_size": CHUNK}
@@ -106,7 +105,7 @@ def test_running_requests_decode_between_the_chunks_of_a_long_prompt() -> None:
     short = {"input_ids": [5, 6], "max_new_tokens": 100, "eos_token_id": None}
 
     def submit(name: str, row: dict[str, Any]) -> None:
-        run.add(live_tasks(engine._reader.read(0, row), None, name))
+        run.add(dataclasses.replace(task, request=name) for task in engine._reader.read(0, row))
 
     def step() -> tuple[int, int, list[str]]:
         """Columns of prompts and decode steps of one step, and the requests with new tokens."""

@@ -1,4 +1,4 @@
-"""Rows of live requests, and the one group that all of them share.
+"""Live requests: how they are read, their tasks, and the one group that all of them share.
 
 The programs of a batch depend on which fields its rows use. A server does not know the next
 request, so its group applies every field that may differ between rows, at the neutral value where
@@ -59,42 +59,40 @@ class TokenMaskLogitsProcessor(LogitsProcessor):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class LiveRow(BatchRow):
-    """A checked request."""
+class LiveTask(Task):
+    """One sample of a checked request, from the queue to its end.
+
+    The host looks for its stop strings, and writes a mask for its grammar and its forced token,
+    which the settings of its row lack.
+    """
 
     logprobs: bool
-    stop_strings: tuple[str, ...]
+    """The request asks for log-probabilities."""
+    stops: StopStringMatcher | None
     grammar: GrammarLogitsProcessor | None
-    forced_token: int | None = None
+    forced_token: int | None
     """First new token, such as a language; a grammar is that of the tokens after it."""
-
-    def changes_mask(self, new_tokens: Sequence[int]) -> bool:
-        """True if the mask after some new tokens may differ from the mask before the last one."""
-        is_forced = self.forced_token is not None and len(new_tokens) <= 1
-        return is_forced or self.grammar is not None
-
-    def mask(self, new_tokens: Sequence[int], vocab_size: int) -> UInt32[np.ndarray, " W"]:
-        """The tokens that are allowed after some new tokens, as bits."""
-        if self.forced_token is not None:
-            if not new_tokens:
-                is_allowed = np.arange(vocab_size)[None] == self.forced_token
-                return pack_bits(is_allowed)[0]
-            new_tokens = new_tokens[1:]
-        if self.grammar is None:
-            return np.full(-(-vocab_size // WORD_BITS), ALL_TOKENS)
-        return self.grammar.allowed_bits(new_tokens, vocab_size)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LiveTask(Task):
-    """One sample of a request, from the queue to its end."""
-
-    row: LiveRow
     request: Any = None
     """Caller's handle of the request."""
-    stops: StopStringMatcher | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
     """New tokens so far."""
+
+    def changes_mask(self) -> bool:
+        """True if the mask of the next token may differ from that of the newest one."""
+        is_forced = self.forced_token is not None and len(self.tokens) <= 1
+        return is_forced or self.grammar is not None
+
+    def mask(self, vocab_size: int) -> UInt32[np.ndarray, " W"]:
+        """The tokens that are allowed next, as bits."""
+        tokens = self.tokens
+        if self.forced_token is not None:
+            if not tokens:
+                is_allowed = np.arange(vocab_size)[None] == self.forced_token
+                return pack_bits(is_allowed)[0]
+            tokens = tokens[1:]
+        if self.grammar is None:
+            return np.full(-(-vocab_size // WORD_BITS), ALL_TOKENS)
+        return self.grammar.allowed_bits(tokens, vocab_size)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -104,16 +102,16 @@ class LiveGroup(Group):
     window: int
     """Steps after which the slots are read."""
 
-    def processors(self, row: BatchRow) -> LogitsProcessorList:
-        assert isinstance(row, LiveRow)
-        mask = TokenMaskLogitsProcessor(row.mask((), self.vocab_size))
-        return processors_of(row, self.shared_fields, self.vocab_size, extra=[mask])
+    def processors(self, task: Task) -> LogitsProcessorList:
+        assert isinstance(task, LiveTask)
+        mask = TokenMaskLogitsProcessor(task.mask(self.vocab_size))
+        return processors_of(task.row, self.shared_fields, self.vocab_size, extra=[mask])
 
-    def strategy(self, rows: Sequence[BatchRow]) -> StreamedSample:
-        reports: Any = np.array([isinstance(row, LiveRow) and row.logprobs for row in rows])
+    def strategy(self, tasks: Sequence[Task]) -> StreamedSample:
+        reports: Any = np.array([isinstance(task, LiveTask) and task.logprobs for task in tasks])
         return StreamedSample(
             sampling=self.sampling,
-            sampled_rows=self.sampled(rows),
+            sampled_rows=self.sampled(tasks),
             window=self.window,
             top_logprobs=min(MAX_TOP_LOGPROBS, self.vocab_size),
             reports_logprobs=reports,
@@ -133,21 +131,24 @@ def live_group(steps_per_call: int, vocab_size: int) -> LiveGroup:
     )
 
 
-class LiveRowReader:
+class RequestReader:
     """Reads requests: rows of `BatchGenerator` that can run in the group of live requests.
 
     Args:
         reader: reads the rows.
+        tokenizer: the model's, for stop strings.
         sizes: of the slots; their number does not matter.
     """
 
-    def __init__(self, reader: RowReader, group: LiveGroup, sizes: Sizes) -> None:
-        self._reader, self._group, self._sizes = reader, group, sizes
+    def __init__(
+        self, reader: RowReader, tokenizer: Tokenizer | None, group: LiveGroup, sizes: Sizes
+    ) -> None:
+        self._reader, self._tokenizer, self._group, self._sizes = reader, tokenizer, group, sizes
         plain = self._reader.read(RawRow(0, 0, {"input_ids": [0], "max_new_tokens": 1}))
         self._check_fields(plain, None)
         self.eos = plain.eos
         """End tokens of requests that do not set their own."""
-        self._signature = self._signature_of(_live_row(plain))
+        self._signature = signature(group.processors(self._task(plain, 0)))
 
     def read(
         self,
@@ -156,8 +157,8 @@ class LiveRowReader:
         *,
         logprobs: bool = False,
         grammar: GrammarLogitsProcessor | None = None,
-    ) -> LiveRow:
-        """Reads and checks a request.
+    ) -> list[LiveTask]:
+        """Reads and checks a request: a task for each of its samples.
 
         Raises:
             JaxLLMError: it is wrong, or needs what slots do not have.
@@ -169,13 +170,32 @@ class LiveRowReader:
         self._check_lengths(row)
         if grammar is None and row.constraint is not None:
             grammar = row.constraint.grammar
-        live_row = _live_row(row, logprobs=logprobs, grammar=grammar)
-        if self._signature_of(live_row) != self._signature:
+        tasks = [self._task(row, sample, logprobs, grammar) for sample in range(row.samples)]
+        if signature(self._group.processors(tasks[0])) != self._signature:
             raise self._unsupported(row, raw)
-        return live_row
+        return tasks
 
-    def _signature_of(self, row: LiveRow) -> Any:
-        return signature(self._group.processors(row))
+    def _task(
+        self,
+        row: BatchRow,
+        sample: int,
+        logprobs: bool = False,
+        grammar: GrammarLogitsProcessor | None = None,
+    ) -> LiveTask:
+        config, stops = row.config, None
+        if self._tokenizer is not None and config.stop_strings:
+            prompt = row.decoder_prompt.tolist()
+            stops = StopStringMatcher(self._tokenizer, config.stop_strings, prompt)
+        forced = config.forced_bos_token_id if config.begin_suppress_tokens is None else None
+        names = ["stop_strings"] if forced is None else ["stop_strings", "forced_bos_token_id"]
+        return LiveTask(
+            dataclasses.replace(row, config=config.without(names), constraint=None),
+            sample,
+            logprobs=logprobs,
+            stops=stops,
+            grammar=grammar,
+            forced_token=forced if len(row.decoder_prompt) == 1 else None,
+        )
 
     def _check_fields(self, row: BatchRow, raw: Any) -> None:
         if row.config.num_beams > 1 or not fits_slots(row):
@@ -211,33 +231,3 @@ class LiveRowReader:
                 f"a slot holds {limit}; ask for at most {max(limit - prompt, 0)}"
                 f"{'' if encoder_columns else ', or shorten the prompt'}"
             )
-
-
-def _live_row(
-    row: BatchRow, *, logprobs: bool = False, grammar: GrammarLogitsProcessor | None = None
-) -> LiveRow:
-    """The row with its stop strings and its forced token apart from the settings: the host looks
-    for the one, and writes a mask for the other."""
-    values = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
-    forced = row.config.forced_bos_token_id if row.config.begin_suppress_tokens is None else None
-    names = ["stop_strings"] if forced is None else ["stop_strings", "forced_bos_token_id"]
-    values["config"] = row.config.without(names)
-    values["constraint"] = None  # the host writes its masks
-    return LiveRow(
-        **values,
-        logprobs=logprobs,
-        stop_strings=row.config.stop_strings or (),
-        grammar=grammar,
-        forced_token=forced if len(row.decoder_prompt) == 1 else None,
-    )
-
-
-def live_tasks(row: LiveRow, tokenizer: Tokenizer | None, request: Any) -> list[LiveTask]:
-    """A task for each sample of a request."""
-
-    def stops() -> StopStringMatcher | None:
-        if tokenizer is None or not row.stop_strings:
-            return None
-        return StopStringMatcher(tokenizer, row.stop_strings, row.decoder_prompt.tolist())
-
-    return [LiveTask(row, sample, request=request, stops=stops()) for sample in range(row.samples)]
