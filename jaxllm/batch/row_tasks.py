@@ -460,7 +460,7 @@ class Embedder:
         count = len(texts)
         texts = [*texts, *[(FILLER, 0)] * (-len(texts) % row_shards(self._mesh))]
         rows = [ids for ids, _ in texts]
-        tokens, mask = padded_rows(rows, bucket(max(map(len, rows)), SMALLEST_BUCKET))
+        tokens, mask = padded_rows(rows)
         pooled = mask & (np.arange(mask.shape[1]) >= np.array([[skipped] for _, skipped in texts]))
         program = self._programs.get(tokens.shape, partial(_pooled, **self._options))
         with use_mesh(self._mesh):

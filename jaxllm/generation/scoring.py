@@ -23,13 +23,8 @@ from jaxllm.common.arguments import (
     checks_flags,
 )
 from jaxllm.common.errors import InputError, NonFiniteError, quoted
-from jaxllm.generation.inputs.arguments import (
-    SMALLEST_BUCKET,
-    TokenRows,
-    padded_rows,
-    run_in_batches,
-)
-from jaxllm.generation.inputs.values import any_traced, bucket, is_traced
+from jaxllm.generation.inputs.arguments import TokenRows, padded_rows, run_in_batches
+from jaxllm.generation.inputs.values import any_traced, is_traced
 from jaxllm.generation.request import decoder_prompt
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.resolve import target_settings
@@ -271,19 +266,14 @@ def make_pair(model: GenerativeModel, i: int, prompt: np.ndarray, completion: np
 
 def padded_pairs(pairs: list[Pair]) -> tuple[Any, ...]:
     """Arguments of `_score_batch`, padded to buckets."""
-    decoder, mask = padded([pair.decoder for pair in pairs])
-    targets, _ = padded([pair.completion for pair in pairs])
+    decoder, mask = padded_rows([pair.decoder for pair in pairs])
+    targets, _ = padded_rows([pair.completion for pair in pairs])
     first_column = np.array([len(p.decoder) - len(p.completion) for p in pairs], np.int32)
     encoder: dict[str, Any] = {}
     encoder_rows = [pair.encoder for pair in pairs if pair.encoder is not None]
     if encoder_rows:
-        encoder["input_ids"], encoder["attention_mask"] = padded(encoder_rows)
+        encoder["input_ids"], encoder["attention_mask"] = padded_rows(encoder_rows)
     return encoder, decoder, mask, first_column, targets
-
-
-def padded(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids [B, T] and padding mask of rows, padded on the right to a bucket."""
-    return padded_rows(rows, bucket(max(map(len, rows)), SMALLEST_BUCKET))
 
 
 @jax.jit

@@ -247,13 +247,17 @@ def last_token_columns(mask: HostArray) -> HostArray:
 
 
 def padded_rows(
-    rows: Sequence[Int[np.ndarray, " _"]], width: int
+    rows: Sequence[Int[np.ndarray, " _"]], width: int | None = None
 ) -> tuple[Int[np.ndarray, "R W"], Bool[np.ndarray, "R W"]]:
     """Ids and padding mask of rows, padded on the right with 0.
+
+    Args:
+        width: number of columns. None: the bucket of the longest row.
 
     >>> [x.tolist() for x in padded_rows([np.array([5, 6]), np.array([7])], 3)]
     [[[5, 6, 0], [7, 0, 0]], [[True, True, False], [True, False, False]]]
     """
+    width = bucket(max(map(len, rows)), SMALLEST_BUCKET) if width is None else width
     ids, mask = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), bool)
     for i, row in enumerate(rows):
         ids[i, : len(row)], mask[i, : len(row)] = row, True
