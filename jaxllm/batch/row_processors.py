@@ -13,7 +13,12 @@ from jaxllm.batch.rows import BatchRow
 from jaxllm.generation.inputs.arguments import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.generation.processors import LogitsProcessor, LogitsProcessorList
-from jaxllm.generation.processors.build import REGISTERED, WHEN_SAMPLING, build_processors
+from jaxllm.generation.processors.build import (
+    REGISTERED,
+    WHEN_SAMPLING,
+    ProcessorInputs,
+    build_processors,
+)
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.resolve import MAX_COLUMNS
 
@@ -115,11 +120,5 @@ def processors_of(
         **_per_row_values(row.config, shared_fields, len(row.decoder_prompt)),
         do_sample=any(FIELDS[name].only_sampling for name in shared_fields),
     )
-    return build_processors(
-        config,
-        prompt_len=len(row.decoder_prompt),
-        max_length=row.max_length,
-        eos_token_id=row.eos,
-        vocab_size=vocab_size,
-        extra=extra,
-    )
+    inputs = ProcessorInputs(config, len(row.decoder_prompt), row.max_length, row.eos, vocab_size)
+    return build_processors(inputs, extra=extra)

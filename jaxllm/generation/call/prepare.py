@@ -26,7 +26,7 @@ from jaxllm.generation.inputs.arguments import (
     split_keywords,
 )
 from jaxllm.generation.inputs.values import any_traced, id_table
-from jaxllm.generation.processors.build import build_processors
+from jaxllm.generation.processors.build import ProcessorInputs, build_processors
 from jaxllm.generation.registration import check_assistant_inputs, select_strategy
 from jaxllm.generation.request import (
     Request,
@@ -235,20 +235,22 @@ def decode_settings(
     Args:
         padded: the prompts of the request, padded to their bucket.
     """
-    config, encoder_input = request.config, request.encoder_input
+    config = request.config
+    # The decoder's prompt does not stand in for an encoder's input without ids.
+    encoder_input = padded if request.encoder_input is None else request.encoder_input
+    inputs = ProcessorInputs(
+        config,
+        prompt_len=request.start_len,
+        max_length=request.max_length,
+        eos=request.eos,
+        vocab_size=request.model.config.vocab_size,
+        encoder_ids=encoder_input.ids,
+        encoder_mask=encoder_input.mask,
+    )
     stops, time_limits = build_criteria(config, request.arguments)
     settings = DecodeSettings(
         processors=build_processors(
-            config,
-            prompt_len=request.start_len,
-            max_length=request.max_length,
-            eos_token_id=request.eos,
-            vocab_size=request.model.config.vocab_size,
-            encoder_input_ids=None if encoder_input is None else encoder_input.ids,
-            encoder_mask=None if encoder_input is None else encoder_input.mask,
-            # The decoder's prompt does not stand in for an encoder's input without ids.
-            prompt_ids=None if request.model.is_encoder_decoder else padded.ids,
-            prompt_mask=padded.mask,
+            inputs,
             prefix_allowed_tokens_fn=request.arguments.prefix_allowed_tokens_fn,
             extra=processor_list(request.arguments.logits_processor),
         ),

@@ -72,6 +72,11 @@ class History(NamedTuple):
         prompt = None if prompt_len is None else per_sequence(prompt_len)
         return cls(ids, real, tokens, size, length, prompt)
 
+    @property
+    def first_new(self) -> Int[Array, "#B 1"]:
+        """Column of the first new token. Without ``prompt_len``, all columns are the prompt's."""
+        return self.length if self.prompt_len is None else self.prompt_len
+
     def last(self, count: int) -> tuple[Int[Array, "B count"], Bool[Array, "B count"]]:
         """The last ``count`` tokens of each row, and a mask of those that exist."""
         return self._at(self.size - count + jnp.arange(count)[None])
@@ -196,16 +201,14 @@ def logits_processor(*, static: tuple[str, ...] = (), rows: bool = False) -> Cal
         cls.has_rows = rows
         leaves = tuple(field.name for field in fields(cls) if field.name not in static)
 
-        def flatten(processor: object) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
-            children = [
-                (jax.tree_util.GetAttrKey(name), getattr(processor, name)) for name in leaves
-            ]
+        def flatten(processor: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+            keys = map(jax.tree_util.GetAttrKey, leaves)
+            children = [(key, getattr(processor, key.name)) for key in keys]
             return children, tuple(getattr(processor, name) for name in static)
 
         def unflatten(aux: tuple[Any, ...], children: Iterable[Any]) -> Any:
             processor = object.__new__(cls)
-            store(processor, **dict(zip(leaves, children, strict=True)))
-            store(processor, **dict(zip(static, aux, strict=True)))
+            store(processor, **dict(zip((*leaves, *static), (*children, *aux), strict=True)))
             return processor
 
         jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
@@ -214,10 +217,19 @@ def logits_processor(*, static: tuple[str, ...] = (), rows: bool = False) -> Cal
     return decorate
 
 
-def store(processor: object, **values: object) -> None:
-    """Sets the fields of a frozen processor, in its ``__init__``."""
+def store(
+    processor: object, convert: Callable[[str, str, Any], Any] | None = None, /, **values: Any
+) -> None:
+    """Sets the fields of a frozen processor, in its ``__init__``.
+
+    Args:
+        convert: ``(owner, name, value) -> leaf``, such as ``values.int_rows``: checks an argument
+            and converts it. None: the values are leaves.
+    """
+    owner = type(processor).__name__
     for name, value in values.items():
-        object.__setattr__(processor, name, value)
+        leaf = value if convert is None else convert(owner, name, value)
+        object.__setattr__(processor, name, leaf)
 
 
 def tuple_of_callables(cls: C) -> C:

@@ -28,9 +28,11 @@ class ProcessorInputs:
     eos: tuple[int, ...]
     """End-of-sequence tokens in force; may be empty."""
     vocab_size: int
-    encoder_ids: Int[Array, "B S"] | None
+    """Number of scores."""
+    encoder_ids: Int[Array, "B S"] | None = None
     """The encoder's input; for a decoder-only model, the prompt."""
-    encoder_mask: Bool[Array, "B S"] | None
+    encoder_mask: Bool[Array, "B S"] | None = None
+    """Its padding mask."""
 
     @property
     def min_tokens_to_keep(self) -> int:
@@ -160,16 +162,8 @@ processors and the warpers, "last" after all others; see `registration.register_
 
 
 def build_processors(
-    config: GenerationConfig,
+    inputs: ProcessorInputs,
     *,
-    prompt_len: int | Int[Array, ""],
-    max_length: int | Int[Array, ""],
-    eos_token_id: tuple[int, ...],
-    vocab_size: int,
-    encoder_input_ids: Int[Array, "B S"] | None = None,
-    encoder_mask: Bool[Array, "B S"] | None = None,
-    prompt_ids: Int[Array, "B T"] | None = None,
-    prompt_mask: Bool[Array, "B T"] | None = None,
     prefix_allowed_tokens_fn: Callable[..., Iterable[int]] | None = None,
     extra: Iterable[Callable[..., Scores]] = (),
 ) -> LogitsProcessorList:
@@ -180,15 +174,7 @@ def build_processors(
     are always in the list when sampling.
 
     Args:
-        config: the settings.
-        prompt_len: length of the prompt with its padding (for T5, of the decoder's prompt).
-        max_length: maximum length of a row, prompt and padding included.
-        eos_token_id: the end-of-sequence tokens in force; may be empty.
-        vocab_size: number of scores.
-        encoder_input_ids: the encoder's input; None for decoder-only models, which use the prompt.
-        encoder_mask: its padding mask.
-        prompt_ids: the prompt, used where `encoder_input_ids` is None.
-        prompt_mask: its padding mask.
+        inputs: the settings, and what they depend on.
         prefix_allowed_tokens_fn: `(batch_id, ids) -> allowed token ids`.
         extra: the caller's own processors, placed after the built-in ones and before the warpers.
             One of the same class as a built-in one replaces it.
@@ -197,11 +183,8 @@ def build_processors(
         InputError: a field names a token outside the vocabulary, or needs an input or an end token
             that is missing.
     """
-    _check_ids(config, eos_token_id, vocab_size)
-    encoder = (encoder_input_ids, encoder_mask)
-    if encoder_input_ids is None:
-        encoder = (prompt_ids, prompt_mask)
-    inputs = ProcessorInputs(config, prompt_len, max_length, eos_token_id, vocab_size, *encoder)
+    config = inputs.config
+    _check_ids(inputs)
     built = _build(_PENALTIES, inputs)
     if prefix_allowed_tokens_fn is not None:
         # Each beam group calls it separately, with the rows of that group. Without beams a prompt
@@ -251,12 +234,13 @@ def _merged(
     return [*merged, *(p for p in extra if not any(p is m for m in merged))]
 
 
-def _check_ids(config: GenerationConfig, eos: tuple[int, ...], vocab_size: int) -> None:
-    for name, value in {**config.to_dict(), "eos_token_id": eos}.items():
+def _check_ids(inputs: ProcessorInputs) -> None:
+    for name, value in {**inputs.config.to_dict(), "eos_token_id": inputs.eos}.items():
         if not FIELDS[name].token_ids or value is None:
             continue
         for token in ids_in(value):
-            if not is_traced(token) and not 0 <= token < vocab_size:
+            if not is_traced(token) and not 0 <= token < inputs.vocab_size:
                 raise InputError(
-                    f"`{name}` names token {token}, but the vocabulary has {vocab_size} tokens"
+                    f"`{name}` names token {token}, but the vocabulary has {inputs.vocab_size} "
+                    "tokens"
                 )

@@ -144,11 +144,13 @@ class HostRow(NamedTuple):
         ids: int64 ``[cur_len]``.
         real: bool ``[cur_len]``; False at padding, and after the row's end.
         prompt_len: columns before the first new token.
+        sequence: number of the sequence, of which drafts have several rows.
     """
 
     ids: np.ndarray
     real: np.ndarray
     prompt_len: int
+    sequence: int = 0
 
 
 Rule: TypeAlias = Callable[[list[HostRow], int], np.ndarray]
@@ -168,13 +170,16 @@ def allowed_tokens(
     history: History,
     prompt_len: Int[Array, "#B 1"],
     vocab_size: int,
+    columns: int = 1,
 ) -> Bool[Array, "B V"]:
-    """Calls a rule (see :func:`call_on_host`); True at the tokens that it allows."""
+    """Calls a rule (see :func:`call_on_host`); True at the tokens that it allows.
+
+    ``columns`` is the number of consecutive rows that belong to one sequence.
+    """
     rows, words = history.ids.shape[0], -(-vocab_size // WORD_BITS)
-    if is_traced(number):
-        call = partial(_call_rule, vocab_size)
-    else:  # a concrete number binds the program to this rule and keeps it alive
-        call = partial(_call_rule, vocab_size, rule=rule_of(number))
+    # A concrete number binds the program to this rule and keeps it alive.
+    rule = None if is_traced(number) else rule_of(number)
+    call = partial(_call_rule, vocab_size, columns, rule)
     bits = call_on_host(
         call,
         jax.ShapeDtypeStruct((rows, words), jnp.uint32),
@@ -187,12 +192,13 @@ def allowed_tokens(
 
 
 def _call_rule(
-    vocab_size: int, number: np.ndarray, *table: np.ndarray, rule: Rule | None = None
+    vocab_size: int, columns: int, rule: Rule | None, number: np.ndarray, *table: np.ndarray
 ) -> np.ndarray:
     # NumPy only: a callback must not call JAX.
+    arrays = map(np.asarray, table)
     rows = [
-        HostRow(ids[:length].astype(np.int64), real[:length], int(prompt_len))
-        for ids, real, length, prompt_len in zip(*map(np.asarray, table), strict=True)
+        HostRow(ids[:length].astype(np.int64), real[:length], int(prompt_len), i // columns)
+        for i, (ids, real, length, prompt_len) in enumerate(zip(*arrays, strict=True))
     ]
     return (rule_of(number) if rule is None else rule)(rows, vocab_size)
 
@@ -288,25 +294,14 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
         """
         scores = jnp.asarray(scores, jnp.float32)
         rows, vocab_size = scores.shape
-        if rows % self.num_beams:
+        if rows % (self.num_beams * columns):
             raise InputError(f"{rows} rows of scores do not divide into {self.num_beams} beams")
-
-        def allowed_in(ids: Array, length: CurLen, real: Array | None) -> Array:
-            history = History.of(ids, length, real, prompt_len)
-            # Without `prompt_len`, no column counts as new.
-            first = history.length if history.prompt_len is None else history.prompt_len
-            return allowed_tokens(self.rule, history, first, vocab_size)
-
-        if columns == 1:
-            allowed = allowed_in(input_ids, cur_len, mask)
-        else:  # one draft column of all sequences at a time, so that row indices give prompts
-            parts: Any = (input_ids, cur_len, mask)
-            table = [jnp.swapaxes(x.reshape(-1, columns, *x.shape[1:]), 0, 1) for x in parts]
-            allowed = jax.lax.map(lambda column: allowed_in(*column), table)
-            allowed = jnp.swapaxes(allowed, 0, 1).reshape(rows, vocab_size)
+        history = History.of(input_ids, cur_len, mask, prompt_len)
+        allowed = allowed_tokens(self.rule, history, history.first_new, vocab_size, columns)
         constrained = jnp.where(allowed, scores, -jnp.inf)
-        no_candidate_left = (constrained.max(-1) == -jnp.inf).reshape(-1, self.num_beams).all(-1)
-        no_candidate_left = jnp.repeat(no_candidate_left, self.num_beams)[:, None]
+        is_stuck = (constrained.max(-1) == -jnp.inf).reshape(-1, self.num_beams, columns)
+        no_candidate_left = is_stuck.all(axis=1, keepdims=True)
+        no_candidate_left = jnp.broadcast_to(no_candidate_left, is_stuck.shape).reshape(rows, 1)
         return jnp.where(no_candidate_left & allowed, 0.0, constrained)
 
 
@@ -318,7 +313,7 @@ def _allowed_rows(
         if not row.real[row.prompt_len :].all():
             allowed[number] = True  # the row has ended
             continue
-        batch_id = number // num_beams
+        batch_id = row.sequence // num_beams
         ids = np.concatenate([row.ids[~row.real], row.ids[row.real]])
         out = function(batch_id, ids)
         if not isinstance(out, Iterable):
@@ -368,9 +363,8 @@ class HostLogitsProcessor(LogitsProcessor):
         store(self, fn=checked_function(fn, f"{type(self).__name__}: fn"))
 
     def process(self, history: History, scores: Scores) -> Scores:
-        first = history.length if history.prompt_len is None else history.prompt_len
         columns = jnp.arange(history.ids.shape[1])[None]
-        is_old = (columns < first) | (columns >= history.length)
+        is_old = (columns < history.first_new) | (columns >= history.length)
         return call_by_row(self.fn, history, scores, scores, (history.real | is_old).all(axis=1))
 
 

@@ -7,7 +7,6 @@ unlike in ``repetition_penalty``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import jax.numpy as jnp
@@ -188,9 +187,14 @@ class HammingDiversityLogitsProcessor(LogitsProcessor):
         return scores - self.diversity_penalty[:, None] * jnp.repeat(counts, group_size, axis=0)
 
 
-@dataclass(frozen=True, init=False, eq=False)
-class _NewTokenPenalty(LogitsProcessor):
-    """Base class of penalties on tokens that were generated before; the prompt does not count."""
+@logits_processor(rows=True)
+class FrequencyPenaltyLogitsProcessor(LogitsProcessor):
+    """Subtracts ``penalty`` once for each time that a token was generated before.
+
+    >>> penalise = FrequencyPenaltyLogitsProcessor(0.5, prompt_len=1)
+    >>> penalise(jnp.array([[0, 2, 2, 1]]), jnp.zeros((1, 3)), 4).tolist()
+    [[0.0, -0.5, -1.0]]
+    """
 
     penalty: Float[Array, " R"]
     prompt_len: Int[Array, " R"] | None
@@ -214,11 +218,11 @@ class _NewTokenPenalty(LogitsProcessor):
 
     def weight(self, counts: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Factor of the penalty, from the number of times that each token was generated."""
-        raise NotImplementedError
+        return counts
 
 
 @logits_processor(rows=True)
-class PresencePenaltyLogitsProcessor(_NewTokenPenalty):
+class PresencePenaltyLogitsProcessor(FrequencyPenaltyLogitsProcessor):
     """Subtracts ``penalty`` from the scores of tokens that were generated before.
 
     >>> penalise = PresencePenaltyLogitsProcessor(0.5, prompt_len=1)
@@ -228,19 +232,6 @@ class PresencePenaltyLogitsProcessor(_NewTokenPenalty):
 
     def weight(self, counts: Float[Array, "B V"]) -> Float[Array, "B V"]:
         return (counts > 0).astype(jnp.float32)
-
-
-@logits_processor(rows=True)
-class FrequencyPenaltyLogitsProcessor(_NewTokenPenalty):
-    """Subtracts ``penalty`` once for each time that a token was generated before.
-
-    >>> penalise = FrequencyPenaltyLogitsProcessor(0.5, prompt_len=1)
-    >>> penalise(jnp.array([[0, 2, 2, 1]]), jnp.zeros((1, 3)), 4).tolist()
-    [[0.0, -0.5, -1.0]]
-    """
-
-    def weight(self, counts: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        return counts
 
 
 @logits_processor(rows=True)

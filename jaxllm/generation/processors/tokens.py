@@ -58,7 +58,7 @@ class ForcedBOSTokenLogitsProcessor(LogitsProcessor):
     bos_token_id: Int[Array, "R E"]
 
     def __init__(self, bos_token_id: int | Array) -> None:
-        store(self, bos_token_id=id_table(type(self).__name__, "bos_token_id", bos_token_id))
+        store(self, id_table, bos_token_id=bos_token_id)
 
     def process(self, history: History, scores: Scores) -> Scores:
         return force(scores, self.bos_token_id, history.length == 1)
@@ -72,12 +72,8 @@ class ForcedEOSTokenLogitsProcessor(LogitsProcessor):
     eos_token_id: Int[Array, "R E"]
 
     def __init__(self, max_length: int | Array, eos_token_id: TokenIds) -> None:
-        owner = type(self).__name__
-        store(
-            self,
-            max_length=int_rows(owner, "max_length", max_length),
-            eos_token_id=id_table(owner, "eos_token_id", eos_token_id),
-        )
+        store(self, int_rows, max_length=max_length)
+        store(self, id_table, eos_token_id=eos_token_id)
 
     def process(self, history: History, scores: Scores) -> Scores:
         is_last = history.length == self.max_length[:, None] - 1
@@ -91,8 +87,7 @@ class SuppressTokensLogitsProcessor(ScoresProcessor):
     suppress_tokens: Int[Array, "R E"]
 
     def __init__(self, suppress_tokens: TokenIds) -> None:
-        table = id_table(type(self).__name__, "suppress_tokens", suppress_tokens)
-        store(self, suppress_tokens=table)
+        store(self, id_table, suppress_tokens=suppress_tokens)
 
     def process(self, history: History, scores: Scores) -> Scores:
         return forbid(scores, self.suppress_tokens)
@@ -106,12 +101,8 @@ class SuppressTokensAtBeginLogitsProcessor(LogitsProcessor):
     begin_index: Int[Array, " R"]
 
     def __init__(self, begin_suppress_tokens: TokenIds, begin_index: int | Array) -> None:
-        owner = type(self).__name__
-        store(
-            self,
-            begin_suppress_tokens=id_table(owner, "begin_suppress_tokens", begin_suppress_tokens),
-            begin_index=int_rows(owner, "begin_index", begin_index),
-        )
+        store(self, id_table, begin_suppress_tokens=begin_suppress_tokens)
+        store(self, int_rows, begin_index=begin_index)
 
     def process(self, history: History, scores: Scores) -> Scores:
         at_begin = history.length == self.begin_index[:, None]
@@ -182,13 +173,9 @@ class NoBadWordsLogitsProcessor(LogitsProcessor):
     def __init__(
         self, bad_words_ids: Sequence[Sequence[int]], eos_token_id: TokenIds | None = None
     ) -> None:
-        owner = type(self).__name__
-        ends = [] if eos_token_id is None else eos_token_id
-        store(
-            self,
-            words=word_table(checked_by(owner, "bad_words_ids", words, bad_words_ids)),
-            eos_token_id=id_table(owner, "eos_token_id", ends),
-        )
+        lists = checked_by(type(self).__name__, "bad_words_ids", words, bad_words_ids)
+        store(self, words=word_table(lists))
+        store(self, id_table, eos_token_id=[] if eos_token_id is None else eos_token_id)
 
     def process(self, history: History, scores: Scores) -> Scores:
         single = jnp.all(self.words[..., :-1] == NO_TOKEN, axis=-1)
@@ -264,12 +251,8 @@ class MinLengthLogitsProcessor(LogitsProcessor):
     eos_token_id: Int[Array, "R E"]
 
     def __init__(self, min_length: int | Array, eos_token_id: TokenIds) -> None:
-        owner = type(self).__name__
-        store(
-            self,
-            min_length=int_rows(owner, "min_length", min_length),
-            eos_token_id=id_table(owner, "eos_token_id", eos_token_id),
-        )
+        store(self, int_rows, min_length=min_length)
+        store(self, id_table, eos_token_id=eos_token_id)
 
     def process(self, history: History, scores: Scores) -> Scores:
         early = history.length < self.min_length[:, None]
@@ -290,13 +273,9 @@ class MinNewTokensLengthLogitsProcessor(LogitsProcessor):
         min_new_tokens: int | Array,
         eos_token_id: TokenIds,
     ) -> None:
-        owner = type(self).__name__
-        store(
-            self,
-            prompt_length_to_skip=int_rows(owner, "prompt_length_to_skip", prompt_length_to_skip),
-            min_new_tokens=int_rows(owner, "min_new_tokens", min_new_tokens),
-            eos_token_id=id_table(owner, "eos_token_id", eos_token_id),
-        )
+        lengths = {"prompt_length_to_skip": prompt_length_to_skip, "min_new_tokens": min_new_tokens}
+        store(self, int_rows, **lengths)
+        store(self, id_table, eos_token_id=eos_token_id)
 
     def is_neutral(self) -> Bool[Array, " R"]:
         return self.min_new_tokens == 0
@@ -329,12 +308,10 @@ class ExponentialDecayLengthPenalty(LogitsProcessor):
         owner, name = type(self).__name__, "exponential_decay_length_penalty"
         start, factor = checked_by(owner, name, decay, exponential_decay_length_penalty)
         prompt = int_rows(owner, "input_ids_seq_length", input_ids_seq_length)
-        store(
-            self,
-            regulation_start=int_rows(owner, name, start) + prompt,
-            regulation_factor=float_leaf(owner, name, factor, "(0, inf)")[None],
-            eos_token_id=id_table(owner, "eos_token_id", eos_token_id),
-        )
+        start = int_rows(owner, name, start) + prompt
+        factor = float_leaf(owner, name, factor, "(0, inf)")[None]
+        store(self, regulation_start=start, regulation_factor=factor)
+        store(self, id_table, eos_token_id=eos_token_id)
 
     def process(self, history: History, scores: Scores) -> Scores:
         excess = history.length - self.regulation_start[:, None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,23 +11,16 @@ import pytest
 
 from jaxllm.common.errors import InputError
 from jaxllm.generation import processors as P
-from jaxllm.generation.processors.build import build_processors
+from jaxllm.generation.processors.build import ProcessorInputs, build_processors
 from jaxllm.generation.settings.config import GenerationConfig
 
 PROMPT = np.array([[0, 5, 6], [4, 5, 6]], np.int32)
 MASK = np.array([[False, True, True], [True, True, True]])
 
 
-def build(config, **kwargs):
-    defaults = {
-        "prompt_len": 3,
-        "max_length": 10,
-        "eos_token_id": (1,),
-        "vocab_size": 23,
-        "prompt_ids": PROMPT,
-        "prompt_mask": MASK,
-    }
-    return build_processors(config, **{**defaults, **kwargs})
+def build(config, extra=(), **changes):
+    inputs = ProcessorInputs(config, 3, 10, (1,), 23, PROMPT, MASK)
+    return build_processors(dataclasses.replace(inputs, **changes), extra=extra)
 
 
 def names(processors) -> list[str]:
@@ -150,8 +145,8 @@ def test_the_first_token_that_is_not_forced(fields, prompt_len, begin):
 
 def test_beams_keep_more_than_the_end_tokens():
     config = GenerationConfig(do_sample=True, num_beams=2)
-    assert build(config, eos_token_id=(1, 2))[-1].min_tokens_to_keep == 3
-    assert build(config, eos_token_id=())[-1].min_tokens_to_keep == 2
+    assert build(config, eos=(1, 2))[-1].min_tokens_to_keep == 3
+    assert build(config, eos=())[-1].min_tokens_to_keep == 2
     assert build(config.replace(num_beams=1))[-1].min_tokens_to_keep == 1
 
 
@@ -162,11 +157,11 @@ def test_the_prompt_stands_in_for_the_encoder():
     actual = build(config)(PROMPT, scores, 3)
     assert np.flatnonzero(actual[0] == 2.0).tolist() == [5, 6]  # not the padding, token 0
     encoder = np.array([[9, 8], [8, 8]])
-    actual = build(config, encoder_input_ids=encoder)(PROMPT, scores, 3)
+    actual = build(config, encoder_ids=encoder, encoder_mask=None)(PROMPT, scores, 3)
     assert np.flatnonzero(actual[0] == 2.0).tolist() == [8, 9]
     for field in ({"encoder_repetition_penalty": 2.0}, {"encoder_no_repeat_ngram_size": 2}):
         with pytest.raises(InputError, match=next(iter(field))):
-            build(GenerationConfig(**field), prompt_ids=None)
+            build(GenerationConfig(**field), encoder_ids=None)
 
 
 @pytest.mark.parametrize(
@@ -187,10 +182,10 @@ def test_tokens_outside_the_vocabulary_are_named(name, value):
 
 def test_end_tokens_are_checked_and_needed():
     with pytest.raises(InputError, match="`eos_token_id` names token 23"):
-        build(GenerationConfig(), eos_token_id=(1, 23))
+        build(GenerationConfig(), eos=(1, 23))
     with pytest.raises(InputError, match="needs an `eos_token_id`"):
-        build(GenerationConfig(exponential_decay_length_penalty=(1, 1.5)), eos_token_id=())
-    assert names(build(GenerationConfig(min_length=5), eos_token_id=())) == ["MinLength"]
+        build(GenerationConfig(exponential_decay_length_penalty=(1, 1.5)), eos=())
+    assert names(build(GenerationConfig(min_length=5), eos=())) == ["MinLength"]
 
 
 @pytest.mark.ci

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.generation.processors.top_k_top_p import (
+from jaxllm.generation.processors.warpers import (
     CANDIDATES,
     entropy_mask,
     from_ordered_bits,

@@ -52,6 +52,7 @@ def rule_of(case, vocab_size):
         {"num_beams": 2},
         {"num_beams": 4, "num_return_sequences": 2},
         {"num_beams": 2, "num_return_sequences": 2, "do_sample": True},
+        {"do_sample": True, "num_return_sequences": 3, "prompt_lookup_num_tokens": 2},
     ],
     ids=str,
 )
