@@ -17,6 +17,7 @@ import numpy as np
 from jaxllm.common.errors import InputError, UnsupportedError, quoted
 from jaxllm.generation.inputs.arguments import check_positions
 from jaxllm.generation.inputs.values import (
+    as_leaf,
     boolean,
     bucket,
     float_leaf,
@@ -222,7 +223,7 @@ def _contrastive(call: Call) -> AnyStrategy:
     if k > vocabulary:
         raise InputError(f"top_k: {k} candidates of a vocabulary of {vocabulary}")
     assert call.config.penalty_alpha is not None
-    alpha = float_leaf("generate()", "penalty_alpha", call.config.penalty_alpha, "[0, 1]")
+    alpha = as_leaf(call.config.penalty_alpha, np.float32)
     return Contrastive(alpha=alpha, k=k, low_memory=bool(call.config.low_memory))
 
 
@@ -245,9 +246,8 @@ def _beam_fields(call: Call) -> dict[str, Any]:
             "low_memory: only contrastive search has it (transformers refuses it with beams, too); "
             "beams share the prompt's keys and values anyway"
         )
-    penalty = float_leaf("generate()", "length_penalty", config.length_penalty, "(-inf, inf)")
     return {
-        "length_penalty": penalty,
+        "length_penalty": as_leaf(config.length_penalty, np.float32),
         "num_beams": config.num_beams,
         "num_return_sequences": config.num_return_sequences,
         "early_stopping": config.early_stopping,
@@ -332,9 +332,7 @@ def _assisted(call: Call) -> AnyStrategy:
         num_tokens, grows = config.prompt_lookup_num_tokens, False
         size = config.max_matching_ngram_size
         size = DEFAULT_NGRAM_SIZE if size is None else size
-        draft: Draft = PromptLookup(
-            int_leaf("generate()", "max_matching_ngram_size", size, least=1)
-        )
+        draft: Draft = PromptLookup(as_leaf(size, np.int32))
     else:
         settings = assistant_settings(config, assistant_model)
         num_tokens = settings.num_assistant_tokens
@@ -343,14 +341,12 @@ def _assisted(call: Call) -> AnyStrategy:
     longest = bucket(2 * num_tokens if grows else num_tokens, SMALLEST_DRAFT)
     return Assisted(
         draft=draft,
-        num_assistant_tokens=int_leaf("generate()", "num_assistant_tokens", num_tokens),
+        num_assistant_tokens=as_leaf(num_tokens, np.int32),
         grows=np.bool_(grows),  # pyright: ignore[reportArgumentType]
         sampling=bool(config.do_sample),
         max_draft=min(longest, bucket(call.max_new_tokens, SMALLEST_DRAFT)),
         num_return_sequences=config.num_return_sequences,
-        ensemble_weight=None
-        if weight is None
-        else float_leaf("generate()", "assistant_ensemble_weight", weight, "(0, 1)"),
+        ensemble_weight=None if weight is None else as_leaf(weight, np.float32),
     )
 
 
@@ -358,12 +354,7 @@ def network_draft(
     model: GenerativeModel, settings: GenerationConfig, assistant_model: GenerativeModel | None
 ) -> Draft:
     """The draft of an assistant model, or of the model's own first layers."""
-    threshold = float_leaf(
-        "generate()",
-        "assistant_confidence_threshold",
-        settings.assistant_confidence_threshold,
-        "[0, 1]",
-    )
+    threshold = as_leaf(settings.assistant_confidence_threshold, np.float32)
     if assistant_model is not None:
         check_assistant(model, assistant_model)
         return AssistantModel(assistant_model, threshold)

@@ -316,16 +316,19 @@ def anything(value: object) -> Any:
     return value
 
 
+def as_leaf(value: Number, dtype: type) -> Array:
+    """Converts a checked number to a scalar of ``dtype``, a NumPy array unless it is a tracer."""
+    convert = jnp.asarray if is_traced(value) else np.asarray
+    return convert(value, dtype)  # pyright: ignore[reportReturnType]  (a leaf like any other)
+
+
 def float_leaf(owner: str, name: str, value: Number, interval: str) -> Float[Array, ""]:
     """Converts ``value`` to a float32 scalar; checks the interval unless it is a tracer.
 
     Raises:
         InputError: it is not a number in the interval; the message names ``owner`` and ``name``.
     """
-    stored = checked_by(owner, name, number(interval), value)
-    if is_traced(stored):
-        return jnp.asarray(stored, jnp.float32)
-    return np.float32(stored)  # pyright: ignore[reportReturnType]  (a leaf like any other)
+    return as_leaf(checked_by(owner, name, number(interval), value), np.float32)
 
 
 def int_leaf(owner: str, name: str, value: object, *, least: int = 0) -> Int[Array, " ..."]:
