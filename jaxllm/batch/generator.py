@@ -20,15 +20,13 @@ from jaxllm.batch.memory import (
     plans,
     too_large_error,
 )
-from jaxllm.batch.row_groups import FinishedSequence, Group, groups
-from jaxllm.batch.row_processors import check_processors, fits_slots
+from jaxllm.batch.row_groups import FinishedSequence, Group, check_processors, fits_slots, groups
 from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import BatchOutput, BatchRow, RawRow, error_output
-from jaxllm.batch.static_batches import run_static_batch, static_batches
 from jaxllm.batch.tables.columns import ColumnChoice
 from jaxllm.batch.tables.read import RESULTS, read_table, table_of_frame
 from jaxllm.batch.tables.source import OutputTable, Source, arrow_table, has_types, output_writer
-from jaxllm.batch.task_run import TaskRun
+from jaxllm.batch.task_run import TaskRun, run_static_batch, static_batches
 from jaxllm.common.arguments import checked, checked_function, checked_iterable, checks_flags
 from jaxllm.common.errors import (
     InputError,

@@ -10,10 +10,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxllm.batch.programs import decode_slots, prefill_slots, slot_shapes
 from jaxllm.batch.row_groups import Group, Task, prefill_batch, sizes_for
 from jaxllm.batch.rows import BatchRow
-from jaxllm.batch.slots import PromptRows, Sizes, Slots
+from jaxllm.batch.slots import PromptRows, Sizes, Slots, decode_slots, prefill_slots, slot_shapes
 from jaxllm.common.errors import InputError
 from jaxllm.common.hardware import default_device, format_bytes, host_memory, nbytes, own_memory
 from jaxllm.generation.inputs.values import is_integer

@@ -16,8 +16,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from jaxllm.batch.counts import BatchCounts
-from jaxllm.batch.programs import (
+from jaxllm.batch.row_groups import Group, Task, prompt_rows
+from jaxllm.batch.slots import (
     DecodeProgress,
+    PromptRows,
+    Sizes,
+    Slots,
     decode_slots,
     empty_slots,
     extend_prompt,
@@ -26,8 +30,6 @@ from jaxllm.batch.programs import (
     slot_shapes,
     steps_per_check_for,
 )
-from jaxllm.batch.row_groups import Group, Task, prompt_rows
-from jaxllm.batch.slots import PromptRows, Sizes, Slots
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.models.decoder import Decoder
 from jaxllm.parallel.field_axes import Axes, map_with_axes

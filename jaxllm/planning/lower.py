@@ -14,11 +14,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxllm.batch.memory import traced_programs
-from jaxllm.batch.programs import slot_shapes
 from jaxllm.batch.row_groups import groups, prefill_batch, sizes_for
 from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import RawRow
-from jaxllm.batch.slots import PromptRows, Sizes, Slots
+from jaxllm.batch.slots import PromptRows, Sizes, Slots, slot_shapes
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError, quoted
 from jaxllm.generation.call.prepare import PreparedCall, prepare_call

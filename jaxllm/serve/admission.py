@@ -16,10 +16,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from jaxllm.batch.programs import empty_arrays, prompt_cache_shapes
 from jaxllm.batch.row_groups import prefill_batch
 from jaxllm.batch.slot_pool import SlotPool
-from jaxllm.batch.slots import Sizes
+from jaxllm.batch.slots import Sizes, empty_arrays, prompt_cache_shapes
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.common.hardware import default_device, nbytes

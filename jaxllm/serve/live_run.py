@@ -14,9 +14,8 @@ from jax.sharding import Mesh
 from jaxtyping import UInt32
 
 from jaxllm.batch.counts import BatchCounts
-from jaxllm.batch.programs import DecodeProgress
 from jaxllm.batch.slot_pool import SlotPool
-from jaxllm.batch.slots import Sizes, place
+from jaxllm.batch.slots import DecodeProgress, Sizes, place
 from jaxllm.common.errors import JaxLLMError
 from jaxllm.generation.processors.base import RowProcessors
 from jaxllm.generation.processors.host import WORD_BITS

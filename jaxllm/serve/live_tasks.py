@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, UInt32
 
-from jaxllm.batch.row_groups import Group, Task
-from jaxllm.batch.row_processors import fits_slots, per_row_fields, processors_of
+from jaxllm.batch.row_groups import Group, Task, fits_slots, per_row_fields, processors_of
 from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import BatchRow, RawRow
 from jaxllm.batch.slots import Sizes

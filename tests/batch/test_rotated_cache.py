@@ -11,7 +11,7 @@ import tiny
 from batch_tools import differences, uneven_rows
 
 from jaxllm import BatchGenerator
-from jaxllm.batch import programs
+from jaxllm.batch import slots
 from jaxllm.cache.slot_cache import RotatedCache, SlotCache
 from jaxllm.models.build_options import Options
 from jaxllm.planning import lower
@@ -36,7 +36,7 @@ def test_rows_equal_rows_alone(
     family: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots are refilled at many offsets, and the columns of most rows pass the last slot."""
-    monkeypatch.setattr(programs, "writes_one_slot", lambda platform: True)
+    monkeypatch.setattr(slots, "writes_one_slot", lambda platform: True)
     model = tiny.make(family, **changes)
     rows = uneven_rows(16, prompts=8, new=8)
     prompts: list[SlotCache] = []
@@ -57,7 +57,7 @@ def test_a_tpu_writes_keys_and_values_with_a_slice(
     platform: str, scatters: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A scatter there copies the whole cache before and after the loop."""
-    monkeypatch.setattr(programs, "platform_of_arrays", lambda tree: platform)
+    monkeypatch.setattr(slots, "platform_of_arrays", lambda tree: platform)
     target = importlib.import_module("jaxllm.planning.topology")
     monkeypatch.setattr(target, "platform_of", lambda device: platform)
     model = tiny.make("llama", num_hidden_layers=1)

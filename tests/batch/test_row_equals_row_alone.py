@@ -10,7 +10,7 @@ import tiny
 from batch_tools import differences, uneven_rows
 
 from jaxllm import BatchGenerator
-from jaxllm.batch import programs
+from jaxllm.batch import slots
 
 SMALL = {
     "llama": {"num_hidden_layers": 1},
@@ -44,7 +44,7 @@ def test_greedy_rows_equal_rows_alone():
 
 def test_rows_with_four_steps_between_checks_equal_rows_alone(monkeypatch):
     """As on a GPU; rows end, and slots become free, between two checks."""
-    monkeypatch.setattr(programs, "steps_between_checks", lambda platform: 4)
+    monkeypatch.setattr(slots, "steps_between_checks", lambda platform: 4)
     engine = check(model("llama"), uneven_rows(16, prompts=16, new=16, seed=3), slots=4)
     assert engine.counts.decode_steps % 4 == 0
 

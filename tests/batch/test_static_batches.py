@@ -11,8 +11,8 @@ import tiny
 from batch_tools import differences
 
 from jaxllm import BatchGenerator
-from jaxllm.batch import static_batches
-from jaxllm.batch.row_processors import fits_slots
+from jaxllm.batch import task_run
+from jaxllm.batch.row_groups import fits_slots
 from jaxllm.batch.rows import RawRow
 from jaxllm.common.errors import InputError
 from jaxllm.generation.settings.config import FIELDS
@@ -86,14 +86,14 @@ def test_an_error_is_its_rows_alone():
 def test_batches_are_halved_when_memory_runs_out(monkeypatch):
     rows = three_rows(**BEAMS)
     expected = BatchGenerator(model("llama"), slots=12).generate(rows)
-    generate = static_batches.generate
+    generate = task_run.generate
 
     def refuse(net, ids, *arguments, **options):
         if len(ids) > 1:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
         return generate(net, ids, *arguments, **options)
 
-    monkeypatch.setattr(static_batches, "generate", refuse)
+    monkeypatch.setattr(task_run, "generate", refuse)
     engine = BatchGenerator(model("llama"), slots=12)
     assert engine.generate(rows) == expected
     assert engine.counts.halvings == 2  # 4 rows at once, 2, 1

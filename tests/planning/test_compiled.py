@@ -47,7 +47,7 @@ LONG: dict[str, dict[str, Any]] = {
 def test_lowered_decode_steps(platform: str, family: str, monkeypatch: Any) -> None:
     """The loop over tokens is the only one, and no array of keys or values is transposed."""
     target = importlib.import_module("jaxllm.planning.topology")
-    slot_programs = importlib.import_module("jaxllm.batch.programs")
+    slot_programs = importlib.import_module("jaxllm.batch.slots")
     monkeypatch.setattr(target, "platform_of", lambda device: platform)
     monkeypatch.setattr(slot_programs, "platform_of_arrays", lambda tree: platform)
     model = tiny.cached(family)

@@ -12,7 +12,7 @@ import tiny
 from batch_tools import differences
 from small_tokenizers import small_tokenizer
 
-from jaxllm.batch import programs
+from jaxllm.batch import slots
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.serve import AsyncEngine, admission
@@ -55,7 +55,7 @@ def test_answers_equal_generate_alone_and_the_programs_stay_the_same(
     family: str, rotated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if rotated:
-        monkeypatch.setattr(programs, "writes_one_slot", lambda platform: True)
+        monkeypatch.setattr(slots, "writes_one_slot", lambda platform: True)
     layer = {"gpt2": {"n_layer": 1}, "mistral": {"sliding_window": 20}}
     model = model_of(family, **layer.get(family, {"num_hidden_layers": 1}))
     rows = rows_with_a_system_prompt()
