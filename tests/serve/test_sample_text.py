@@ -16,7 +16,7 @@ from jaxllm.generation.stopping import StopStringCriteria, StopStringMatcher
 from jaxllm.serve import AsyncEngine
 from jaxllm.serve.http.answers import ChatAnswer, Usage, chat_logprobs, completion_logprobs
 from jaxllm.serve.http.api_types import ChatRequest, read_body
-from jaxllm.serve.http.pieces import Choice, Piece, SampleText, split_tool_calls
+from jaxllm.serve.http.pieces import Piece, SampleText, split_tool_calls
 from jaxllm.serve.http.state import ServerState
 from jaxllm.serve.live_run import TokenLogprob
 from jaxllm.tokenizers import FastTokenizer
@@ -214,7 +214,7 @@ def test_only_the_first_tool_call_is_answered_without_parallel_calls(parallel, n
     model = tiny.make("llama", num_hidden_layers=1, vocab_size=len(TOKENIZER))
     state = ServerState(AsyncEngine(model, TOKENIZER, slots=1, context=64), TOKENIZER, "tiny")
     answer = ChatAnswer(state, request, Usage())
-    whole = answer.choice(Choice(text, finish_reason="stop"))
+    whole = answer.choice(Piece(0, text, (), None, "stop"))
     assert whole["message"]["content"] == "Well."
     assert whole["finish_reason"] == "tool_calls"
     pieces = [Piece(0, part, (), None, None) for part in (text[:20], text[20:90], text[90:])]

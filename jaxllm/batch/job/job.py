@@ -9,7 +9,7 @@ import dataclasses
 import json
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -88,38 +88,35 @@ class Job:
         with Journal(self.output, self.identity, **options) as journal:
             self.resumed = len(journal.done)
             missing = [i for i in range(len(self.source)) if i not in journal.done]
-            watch = RunWatch(clock)
+            counters = run_counters(clock)
             for output in self.engine.answer(map(self.source.row, missing)):
                 journal.add(output.index, self.source.result(output), row_facts(output))
                 yield output
-            self._finish(journal, watch.counters(self.engine))
+            self._finish(journal, counters(self.engine))
 
     def _finish(self, journal: Journal, run: RunCounters) -> None:
-        records = journal.records(len(self.source))
+        source, count = self.source, len(self.source)
         self.report = Report(
-            input=self.source.name,
+            input=source.name,
             output=str(self.output),
             settings=journal.settings,
             resumed=self.resumed,
             run=run,
-            **row_statistics(records),
+            **row_statistics(journal.records(count)),
         )
+
+        def lines() -> Iterator[Line]:
+            records = journal.records(count)
+            return (source.output_line(record["index"], record["line"]) for record in records)
+
         self._write_errors(journal)
         if self.report.successes:
-            journal.merge(lambda file: self._write(file, self._output(journal)))
+            table = OutputTable(source.columns, lines, source.arrow())
+            journal.merge(lambda file: self._write(file, table))
             with naming_file(self.report_path, RunError, "written"):
                 write_whole(self.report_path, self.report.to_json())
         # Last: a job stopped before this still has all its rows and is merged again.
         journal.finish(keep=bool(self.report.successes and self.report.errors))
-
-    def _output(self, journal: Journal) -> OutputTable:
-        count = len(self.source)
-
-        def lines() -> Iterator[Line]:
-            for record in journal.records(count):
-                yield self.source.output_line(record["index"], record["line"])
-
-        return OutputTable(self.source.columns, lines, self.source.arrow())
 
     def _write_errors(self, journal: Journal) -> None:
         """Writes the rows with errors as rows of JSONL that can be an input; removes the file of an
@@ -140,28 +137,17 @@ class Job:
             write_whole(self.errors_path, b"".join(lines))
 
 
-class RunWatch:
-    """Measures one run of an engine, from when it is made.
-
-    Args:
-        clock: counts compilations.
-    """
-
-    def __init__(self, clock: CompileClock) -> None:
-        self._clock, self._start = clock, time.monotonic()
-        self._before = clock.seconds, clock.programs, clock.cached
-
-    def counters(self, engine: RowEngine) -> RunCounters:
-        """The counters of the run, now that it has ended."""
-        seconds, programs, cached = self._before
-        return RunCounters(
-            counts=engine.counts,
-            memory=engine.memory,
-            seconds=time.monotonic() - self._start,
-            compile_seconds=self._clock.seconds - seconds,
-            programs=self._clock.programs - programs,
-            programs_from_cache=self._clock.cached - cached,
-        )
+def run_counters(clock: CompileClock) -> Callable[[RowEngine], RunCounters]:
+    """Begins to measure a run of an engine; the function gives its counters when it has ended."""
+    start, seconds, programs, cached = time.monotonic(), clock.seconds, clock.programs, clock.cached
+    return lambda engine: RunCounters(
+        counts=engine.counts,
+        memory=engine.memory,
+        seconds=time.monotonic() - start,
+        compile_seconds=clock.seconds - seconds,
+        programs=clock.programs - programs,
+        programs_from_cache=clock.cached - cached,
+    )
 
 
 class StreamedJob:
@@ -186,7 +172,7 @@ class StreamedJob:
         Raises:
             BrokenPipeError: the reader of the stream is gone.
         """
-        watch = RunWatch(clock)
+        counters = run_counters(clock)
         waiting: dict[int, bytes] = {}
         records = []
         next_index = 0
@@ -204,7 +190,7 @@ class StreamedJob:
             output="stdout",
             settings={},
             resumed=0,
-            run=watch.counters(self.engine),
+            run=counters(self.engine),
             **row_statistics(records),
         )
 

@@ -15,7 +15,6 @@ rows have errors the folder stays, so that these rows can be tried again (`retry
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import filecmp
 import hashlib
 import json
@@ -49,14 +48,6 @@ _MAX_IDENTITY_BYTES = 1 << 24
 _JOURNAL_FILES = frozenset({"rows.jsonl", "merged", "job.json", "finished.json", LOCK_FILE})
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Position of a finished row in the journal's file."""
-
-    offset: int
-    length: int
-
-
 class Journal:
     """The journal of one job; a context manager, which holds the job's lock.
 
@@ -76,8 +67,8 @@ class Journal:
         self, output: Path, identity: Mapping[str, Any], *, resume: bool, retry: bool = False
     ) -> None:
         self.output, self.folder = output, journal_folder(output)
-        self.done: dict[int, Place] = {}
-        """Finished rows by row number."""
+        self.done: dict[int, int] = {}
+        """Finished rows: where the line of each begins in the file of rows, by row number."""
         check_paths(output)
         self._lock = RunLock(self.folder)
         self._rows = self.folder / "rows.jsonl"
@@ -89,7 +80,7 @@ class Journal:
         except BaseException:
             self._lock.release()
             raise
-        self._uncommitted: list[tuple[int, Place]] = []
+        self._uncommitted: list[tuple[int, int]] = []
         self._committed_at = -COMMIT_SECONDS  # so that the first row is on the disk at once
 
     def _open(self, identity: Mapping[str, Any], *, resume: bool, retry: bool) -> None:
@@ -137,7 +128,7 @@ class Journal:
         data = with_checksum({"job": self.job_id, "index": index, "facts": facts, "line": line})
         with naming_file(self._rows, RunError, "written"):
             self._file.write(data)
-        self._uncommitted.append((index, Place(self._offset, len(data))))
+        self._uncommitted.append((index, self._offset))
         self._offset += len(data)
         waited = time.monotonic() - self._committed_at
         if len(self._uncommitted) >= COMMIT_ROWS or waited > COMMIT_SECONDS:
@@ -161,23 +152,18 @@ class Journal:
         """
         self.commit()
         for index in range(count):
-            place = self.done.get(index)
-            if place is None:
+            if index not in self.done:
                 raise RunError(f"{self.folder}: row {index} is missing; run with --resume")
             with naming_file(self._rows, RunError, "read"):
-                self._file.seek(place.offset)  # writing goes on at the end, wherever this reads
-                data = self._file.read(place.length)
-            yield self._checked_record(data, index)
-
-    def _checked_record(self, data: bytes, index: int) -> dict[str, Any]:
-        """The record in some bytes of the file of rows, which must be that of row `index`."""
-        if is_intact(data):
-            record = json.loads(data)
-            if (record["job"], record["index"]) == (self.job_id, index):
-                return record
-        raise DataError(
-            f"{self._rows}: was changed by another program while the job ran; run with --resume"
-        )
+                self._file.seek(self.done[index])  # writing goes on at the end, wherever this reads
+                data = self._file.readline()
+            record = json.loads(data) if is_intact(data) else {}
+            if (record.get("job"), record.get("index")) != (self.job_id, index):
+                raise DataError(
+                    f"{self._rows}: was changed by another program while the job ran; run with "
+                    "--resume"
+                )
+            yield record
 
     def merge(self, write: Callable[[BinaryIO], None]) -> None:
         """Writes the output, and renames it into place at the end.
@@ -261,14 +247,14 @@ def _checksum(content: bytes) -> bytes:
     return b'{"crc32": "%08x", ' % zlib.crc32(content)
 
 
-def read_rows(path: Path, job: str) -> tuple[dict[int, Place], set[int]]:
-    """The finished rows in a file, and which of them have an error; the last record of a row
-    counts. An incomplete last line, which a kill leaves, is cut off.
+def read_rows(path: Path, job: str) -> tuple[dict[int, int], set[int]]:
+    """Where the finished rows in a file begin, and which of them have an error; the last record of
+    a row counts. An incomplete last line, which a kill leaves, is cut off.
 
     Raises:
         DataError: another line is damaged, or a record is of another job.
     """
-    rows: dict[int, Place] = {}
+    rows: dict[int, int] = {}
     failed: set[int] = set()
     offset = 0
     with path.open("r+b") as file:
@@ -283,7 +269,7 @@ def read_rows(path: Path, job: str) -> tuple[dict[int, Place], set[int]]:
             if record["job"] != job:
                 raise DataError(f"{where}: is a row of another job; move the folder {path.parent}")
             index = record["index"]
-            rows[index] = Place(offset, len(data))
+            rows[index] = offset
             (failed.discard if record["facts"].get("error_kind") is None else failed.add)(index)
             offset += len(data)
     return rows, failed
@@ -298,7 +284,8 @@ def is_finished(
     Raises:
         RunError: an output or a journal exists and `resume` is False; or the journal or report
             belongs to another job, and the message names the first part of the identity that
-            differs; or `retry`, and the journal of the finished job is gone.
+            differs; or `retry`, and the journal of the finished job is gone, or a file that it
+            wrote has changed.
     """
     folder = journal_folder(output)
     started = started_file(folder)
@@ -317,7 +304,17 @@ def is_finished(
         return False
     report, finished = read_report(output), finished_file(folder)
     if retry and finished.exists():
-        check_finished(output, read_json_file(finished), identity)
+        before = read_json_file(finished)
+        check_identity(before, identity, retry=True)
+        for path, digest, advice in (
+            (output, OUTPUT_DIGEST, f"move {output} away"),
+            (errors_file(output), ERRORS_DIGEST, "run it as an --input of its own"),
+        ):
+            if path.exists() and file_digest(path) != before.get(digest):
+                raise RunError(
+                    f"--retry-errors: {path} has changed since the job wrote it, and would be "
+                    f"replaced; {advice}"
+                )
     if not output.exists():
         return False  # nothing was done before it was stopped
     if report is None:
@@ -331,26 +328,6 @@ def is_finished(
             f"on {errors_file(output)} instead, with another --output"
         )
     return False
-
-
-def check_finished(output: Path, before: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Checks that a finished job can be tried again.
-
-    Args:
-        before: the identity of the job, and the digests of the files that it wrote.
-
-    Raises:
-        RunError: it is another job, or one of the files has changed.
-    """
-    check_identity(before, identity, retry=True)
-    errors = errors_file(output)
-    for path, digest in ((output, OUTPUT_DIGEST), (errors, ERRORS_DIGEST)):
-        if path.exists() and file_digest(path) != before.get(digest):
-            advice = f"move {path} away" if path == output else "run it as an --input of its own"
-            raise RunError(
-                f"--retry-errors: {path} has changed since the job wrote it, and would be "
-                f"replaced; {advice}"
-            )
 
 
 def read_report(output: Path) -> dict[str, Any] | None:
@@ -398,16 +375,17 @@ def check_paths(output: Path) -> None:
     Raises:
         MissingFileError: its folder does not exist.
         RunError: it is a folder, or a name is too long, or no path; or a link to a file that is
-            missing, which would be replaced; or the journal's folder holds other files.
+            missing, which would be replaced; or the journal's folder, which is removed with its
+            files, holds other files; or a file of errors, which would be replaced, is no such file.
     """
     with naming_file(output, RunError, "created"):
         if output.is_dir():
             raise RunError(f"--output: {output} is a folder; name a file in it")
         if not output.parent.is_dir():
             raise MissingFileError(f"--output: {output.parent}: no such folder; create it")
-        report, errors = report_file(output), errors_file(output)
+        report, errors, folder = report_file(output), errors_file(output), journal_folder(output)
         # The longest name is that of the file of errors while it is written.
-        for path in (output, journal_folder(output), errors.with_name(f".{errors.name}.partial")):
+        for path in (output, folder, errors.with_name(f".{errors.name}.partial")):
             with contextlib.suppress(FileNotFoundError):
                 path.lstat()
         for path in (output, report, errors):
@@ -416,38 +394,29 @@ def check_paths(output: Path) -> None:
                     f"{path}: is a link to {path.readlink()}, which is missing; give another "
                     "--output, or remove it"
                 )
-        check_journal_folder(journal_folder(output))
-        check_errors_file(errors)
+        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+            what = "a link" if folder.is_symlink() else "no folder"
+            raise RunError(f"{folder}: is {what}, but jobs keep their rows in it; move it")
+        entries = folder.iterdir() if folder.exists() else ()
+        if others := sorted(path.name for path in entries if not is_of_journal(path)):
+            raise RunError(
+                f"{folder}: holds {quoted(others[0])}, which no job wrote; move it, or give "
+                "another --output"
+            )
+        if errors.exists() and not is_errors_file(errors):
+            raise RunError(
+                f"{errors}: exists, but is no file of a job's errors; give another --output"
+            )
 
 
-def check_errors_file(path: Path) -> None:
-    """Raises RunError if a file, which a job would replace, is no file of errors."""
-    if not path.exists():
-        return
+def is_errors_file(path: Path) -> bool:
+    """True if the first line of a file is a row with an error."""
     with path.open("rb") as file:
         first = file.readline(_MAX_IDENTITY_BYTES)
     with contextlib.suppress(ValueError):
-        if isinstance(row := json.loads(first), dict) and FAILED in row:
-            return
-    raise RunError(f"{path}: exists, but is no file of a job's errors; give another --output")
-
-
-def check_journal_folder(folder: Path) -> None:
-    """Checks that a folder holds no files but a job's, which are removed with it.
-
-    Raises:
-        RunError: it is a link or no folder, or holds something else; names the first.
-    """
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        what = "a link" if folder.is_symlink() else "no folder"
-        raise RunError(f"{folder}: is {what}, but jobs keep their rows in it; move it")
-    entries = folder.iterdir() if folder.exists() else ()
-    others = sorted(path.name for path in entries if not is_of_journal(path))
-    if others:
-        raise RunError(
-            f"{folder}: holds {quoted(others[0])}, which no job wrote; move it, or give another "
-            "--output"
-        )
+        row = json.loads(first)
+        return isinstance(row, dict) and FAILED in row
+    return False
 
 
 def is_of_journal(path: Path) -> bool:

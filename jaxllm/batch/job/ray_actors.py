@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.generator import BatchGenerator
-from jaxllm.batch.job.job import RowEngine, RunCounters, RunWatch
+from jaxllm.batch.job.job import RowEngine, RunCounters, run_counters
 from jaxllm.batch.memory import Prediction
 from jaxllm.batch.row_reader import checked_seed
 from jaxllm.batch.rows import BatchOutput, RawRow
@@ -84,9 +84,9 @@ class EngineActor:
         if self._failure is not None:
             return self._failure
         try:
-            watch, engine = RunWatch(self._clock), self._make_engine()
+            counters, engine = run_counters(self._clock), self._make_engine()
             outputs = list(engine.answer(rows))
-            return BatchResult(self._name, outputs, watch.counters(engine))
+            return BatchResult(self._name, outputs, counters(engine))
         except JaxLLMError as error:
             return error
 

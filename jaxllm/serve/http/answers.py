@@ -23,7 +23,6 @@ from jaxllm.serve.async_engine import GenerationStream
 from jaxllm.serve.http.api_types import ChatRequest, CompletionRequest, SamplingFields
 from jaxllm.serve.http.pieces import (
     START,
-    Choice,
     Piece,
     ToolCall,
     collect,
@@ -164,7 +163,7 @@ class Answer(abc.ABC):
         self.usage.prompt_tokens = sum(stream.prompt_tokens for stream in streams)
         return streams
 
-    def selected(self, choices: list[Choice]) -> list[Choice]:
+    def selected(self, choices: list[Piece]) -> list[Piece]:
         """The choices that are the answer, of all that were generated."""
         return choices
 
@@ -214,7 +213,7 @@ class Answer(abc.ABC):
                 stream.cancel()
 
     @abc.abstractmethod
-    def choice(self, choice: Choice) -> dict[str, Any]:
+    def choice(self, choice: Piece) -> dict[str, Any]:
         """A whole choice."""
 
     def first_choices(self, count: int) -> list[dict[str, Any]]:
@@ -252,26 +251,20 @@ class CompletionAnswer(Answer):
         language = {} if request.tgt_lang is None else {"tgt_lang": request.tgt_lang}
         return await self.submit(ids, request.max_tokens, logprobs=logprobs, **language)
 
-    def selected(self, choices: list[Choice]) -> list[Choice]:
+    def selected(self, choices: list[Piece]) -> list[Piece]:
         """The `n` most probable choices of each prompt, the best first, with `best_of`."""
         request = self.request
         if request.best_of is None:
             return choices
-        best: list[Choice] = []
+        best: list[Piece] = []
         for start in range(0, len(choices), request.samples):
             of_prompt = choices[start : start + request.samples]
             of_prompt.sort(key=lambda choice: choice.mean_logprob, reverse=True)
             best += of_prompt[: request.n]
         return best
 
-    def choice(self, choice: Choice) -> dict[str, Any]:
-        logprobs = None
-        if self.request.logprobs is not None:
-            pairs = [*zip(choice.tokens, choice.logprobs, strict=True)]
-            logprobs = completion_logprobs(
-                self.tokenizer, pairs, choice.offsets, self.request.logprobs
-            )
-        return {"text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+    def choice(self, choice: Piece) -> dict[str, Any]:
+        return self.piece_choices(choice)[0]
 
     def piece_choices(self, piece: Piece) -> list[dict[str, Any]]:
         logprobs = None
@@ -348,22 +341,22 @@ class ChatAnswer(Answer):
         limit = request.max_completion_tokens or request.max_tokens
         return await self.submit([ids], limit, logprobs=request.logprobs)
 
-    def choice(self, choice: Choice) -> dict[str, Any]:
+    def choice(self, choice: Piece) -> dict[str, Any]:
         content, calls = self._split(choice.text)
-        message: dict[str, Any] = {"role": "assistant", "content": content or None}
-        message["refusal"] = None
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         reason = choice.finish_reason
         if calls:
+            message["content"] = content or None
             message["tool_calls"] = [call.to_json() for call in calls]
             reason = "tool_calls"
-        else:
-            message["content"] = content
-        logprobs = None
-        if self.request.logprobs:
-            logprobs = chat_logprobs(
-                self.tokenizer, choice.tokens, choice.logprobs, self.request.top_logprobs
-            )
-        return {"message": message, "logprobs": logprobs, "finish_reason": reason}
+        return {"message": message, "logprobs": self._logprobs(choice), "finish_reason": reason}
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        """The log-probabilities of a piece's tokens, if the request asks for them."""
+        if not self.request.logprobs:
+            return None
+        top, logprobs = self.request.top_logprobs, piece.logprobs or ()
+        return chat_logprobs(self.tokenizer, piece.tokens, logprobs, top)
 
     def first_choices(self, count: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
@@ -373,12 +366,7 @@ class ChatAnswer(Answer):
         ]
 
     def piece_choices(self, piece: Piece) -> list[dict[str, Any]]:
-        delta, reason = self._delta(piece)
-        logprobs = None
-        if piece.logprobs is not None:
-            logprobs = chat_logprobs(
-                self.tokenizer, piece.tokens, piece.logprobs, self.request.top_logprobs
-            )
+        (delta, reason), logprobs = self._delta(piece), self._logprobs(piece)
         if not delta and reason is None and logprobs is None:
             return []  # the text waits for the next token
         return [{"delta": delta, "logprobs": logprobs, "finish_reason": reason}]
@@ -406,6 +394,13 @@ class ChatAnswer(Answer):
                     content = {"content": text} if text else {}
                     return {**content, "tool_calls": deltas}, "tool_calls"
         return ({"content": text} if text else {}), reason
+
+
+ENDPOINTS: dict[str, tuple[type[SamplingFields], type[Answer]]] = {
+    "/v1/chat/completions": (ChatRequest, ChatAnswer),
+    "/v1/completions": (CompletionRequest, CompletionAnswer),
+}
+"""The classes of the requests to the endpoints that generate, and of their answers."""
 
 
 def _possible_call(text: str) -> int:

@@ -22,6 +22,10 @@ from jaxllm.serve.async_engine import EngineStoppedError, QueueFullError
 from jaxllm.serve.live_tasks import MAX_TOP_LOGPROBS
 
 T = TypeVar("T")
+Prompts = Annotated[
+    str | tuple[str, ...] | tuple[int, ...] | tuple[tuple[int, ...], ...],
+    "a string, a list of strings, token ids, or a list of lists of token ids",
+]
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -202,10 +206,7 @@ class ChatRequest(SamplingFields):
 class CompletionRequest(SamplingFields):
     """Body of /v1/completions."""
 
-    prompt: Annotated[
-        str | tuple[str, ...] | tuple[int, ...] | tuple[tuple[int, ...], ...],
-        "a string, a list of strings, token ids, or a list of lists of token ids",
-    ]
+    prompt: Prompts
     logprobs: int | None = None
     best_of: int | None = None
     """Choices that are generated, of which the `n` most probable ones are the answer."""
@@ -237,10 +238,7 @@ class CompletionRequest(SamplingFields):
 class EmbeddingRequest:
     """Body of /v1/embeddings."""
 
-    input: Annotated[
-        str | tuple[str, ...] | tuple[int, ...] | tuple[tuple[int, ...], ...],
-        "a string, a list of strings, token ids, or a list of lists of token ids",
-    ]
+    input: Prompts
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     user: str | None = None
@@ -361,11 +359,7 @@ class ApiError(Exception):
     @property
     def type(self) -> str:
         """OpenAI's name of the kind of error."""
-        names = {
-            401: "authentication_error",
-            404: "not_found_error",
-            429: "rate_limit_error",
-        }
+        names = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         default = "invalid_request_error" if self.status < 500 else "server_error"
         return names.get(self.status, default)
 
@@ -378,13 +372,8 @@ class ApiError(Exception):
         message = str(self)
         if len(message) > MAX_MESSAGE:
             message = message[:MAX_MESSAGE] + "..."
-        error = {
-            "message": message,
-            "type": self.type,
-            "param": self.param,
-            "code": self.code,
-        }
-        return {"error": error}
+        fields = {"message": message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": fields}
 
 
 def api_error(error: JaxLLMError) -> ApiError:

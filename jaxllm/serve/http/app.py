@@ -29,13 +29,12 @@ from starlette.types import Receive, Scope, Send
 
 from jaxllm.common.errors import InputError, JaxLLMError
 from jaxllm.common.threads import with_settings_of_this_thread
-from jaxllm.serve.http.answers import ChatAnswer, CompletionAnswer, Usage, chat_ids, prompt_ids
+from jaxllm.serve.http.answers import ENDPOINTS, Answer, Usage, chat_ids, prompt_ids
 from jaxllm.serve.http.api_types import (
     ApiError,
-    ChatRequest,
-    CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    SamplingFields,
     TokenizeRequest,
     api_error,
     read_body,
@@ -282,12 +281,10 @@ def endpoint(
             status = response.status_code
         except ClientGoneError:
             status, response = CLIENT_CLOSED_REQUEST, Response(status_code=CLIENT_CLOSED_REQUEST)
-        except asyncio.CancelledError:  # the server's time for draining is over
-            failure = stopped_error()
-            status, response = failure.status, _error_response(failure, call.headers)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             failure = _failure(error, call)
-            status, response = failure.status, _error_response(failure, call.headers)
+            status, headers = failure.status, {**failure.headers, **call.headers}
+            response = JSONResponse(failure.to_json(), status, headers)
         if not isinstance(response, EventStream):  # which ends later
             call.end(status, failure)
         return response
@@ -295,8 +292,10 @@ def endpoint(
     return Route(path, handle, methods=[method])
 
 
-def _failure(error: Exception, call: HttpCall) -> ApiError:
+def _failure(error: BaseException, call: HttpCall) -> ApiError:
     """The answer's error for an exception."""
+    if isinstance(error, asyncio.CancelledError):  # the server's time for draining is over
+        return stopped_error()
     if isinstance(error, ApiError):
         return error
     if isinstance(error, JaxLLMError):
@@ -309,13 +308,12 @@ def _failure(error: Exception, call: HttpCall) -> ApiError:
     return ApiError(500, f"internal error; see the server's log, request {call.id}")
 
 
-def _error_response(error: ApiError, headers: dict[str, str]) -> JSONResponse:
-    return JSONResponse(error.to_json(), error.status, {**error.headers, **headers})
-
-
-async def _answered(call: HttpCall, answer: Any) -> Response:
-    """The answer of a completion, whole or as a stream."""
-    state, request = call.state, answer.request
+async def completions(
+    request_class: type[SamplingFields], answer_class: type[Answer], call: HttpCall
+) -> Response:
+    """Answers messages or continues prompts, whole or as a stream."""
+    state, request = call.state, read_body(request_class, await call.body())
+    answer = answer_class(state, request, call.usage)
     state.check_model(request.model)
     if isinstance(state.engine, NoEngine):
         raise ApiError(404, "the model has no language-model head; this server only embeds")
@@ -332,18 +330,6 @@ async def _answered(call: HttpCall, answer: Any) -> Response:
 
     seconds = state.limits.request_seconds
     return EventStream(answer.events(streams), seconds, end, call.headers)
-
-
-async def chat_completions(call: HttpCall) -> Response:
-    """Answers messages."""
-    request = read_body(ChatRequest, await call.body())
-    return await _answered(call, ChatAnswer(call.state, request, call.usage))
-
-
-async def completions(call: HttpCall) -> Response:
-    """Continues prompts."""
-    request = read_body(CompletionRequest, await call.body())
-    return await _answered(call, CompletionAnswer(call.state, request, call.usage))
 
 
 async def embeddings(call: HttpCall) -> Response:
@@ -441,14 +427,7 @@ async def health(call: HttpCall) -> Response:
 
 async def metrics(call: HttpCall) -> Response:
     """Metrics for Prometheus."""
-    state = call.state
-    state.metrics.running.set(state.engine.running)
-    state.metrics.waiting.set(state.engine.waiting)
-    state.metrics.slots.set(state.engine.slots)
-    state.metrics.decode_steps.set(state.engine.counts.decode_steps)
-    state.metrics.prefix_hits.set(state.engine.prefix_counts.hits)
-    state.metrics.prefix_tokens.set(state.engine.prefix_counts.tokens)
-    content, content_type = state.metrics.render()
+    content, content_type = call.state.metrics.render()
     return Response(content, headers={**call.headers, "content-type": content_type})
 
 
@@ -470,8 +449,10 @@ class _Cors(CORSMiddleware):
 def make_app(state: ServerState) -> Starlette:
     """The ASGI application."""
     routes = [
-        endpoint(state, "/v1/chat/completions", chat_completions),
-        endpoint(state, "/v1/completions", completions),
+        *(
+            endpoint(state, path, functools.partial(completions, *classes))
+            for path, classes in ENDPOINTS.items()
+        ),
         endpoint(state, "/v1/embeddings", embeddings),
         endpoint(state, "/v1/models", models, "GET"),
         endpoint(state, "/v1/models/{name:path}", model, "GET"),

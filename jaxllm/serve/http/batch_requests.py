@@ -19,14 +19,8 @@ from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.common.validation import from_plain
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.serve.async_engine import AsyncEngine, EngineStoppedError
-from jaxllm.serve.http.answers import Answer, ChatAnswer, CompletionAnswer, Usage
-from jaxllm.serve.http.api_types import (
-    ChatRequest,
-    CompletionRequest,
-    SamplingFields,
-    api_error,
-    read_body,
-)
+from jaxllm.serve.http.answers import ENDPOINTS, Usage
+from jaxllm.serve.http.api_types import api_error, read_body
 from jaxllm.serve.http.state import Limits, ServerState
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
@@ -36,10 +30,6 @@ REQUESTS_PER_SLOT = 4
 """Requests that are in work at once, so that no slot waits for one."""
 MAX_BODY = 2**26
 """Bytes of a prompt."""
-ENDPOINTS: dict[str, tuple[type[SamplingFields], type[Answer]]] = {
-    "/v1/chat/completions": (ChatRequest, ChatAnswer),
-    "/v1/completions": (CompletionRequest, CompletionAnswer),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,34 +154,47 @@ class BatchRequests:
 
     async def _answer(self, row: RawRow) -> AnsweredRequest:
         usage, request_id = Usage(), f"batch_req_{uuid.uuid4().hex}"
+        # A row that is no request is called by its line, if nothing else names it.
+        custom_id = row.id if isinstance(row.id, str) else None
+
+        def line(response: dict[str, Any] | None, error: Any = None) -> dict[str, Any]:
+            names = {"id": request_id, "custom_id": custom_id}
+            return {**names, "response": response, "error": error}
+
+        def response(status: int, body: dict[str, Any]) -> dict[str, Any]:
+            return {"status_code": status, "request_id": request_id, "body": body}
+
+        def failed(error: JaxLLMError, line: dict[str, Any]) -> AnsweredRequest:
+            kind = type(error).__name__
+            return AnsweredRequest(
+                index=row.index, id=row.row_id, error=str(error), error_kind=kind, line=line
+            )
+
         try:
             if isinstance(row.raw, JaxLLMError):
                 raise row.raw
             request = from_plain(BatchRequest, row.raw)
         except JaxLLMError as error:
-            head = {"id": request_id, "custom_id": _custom_id(row), "response": None}
-            problem = {"code": "invalid_request", "message": _with_line(row, str(error))}
-            return _failed(row, error, {**head, "error": problem})
-
-        def line(status: int, body: dict[str, Any]) -> dict[str, Any]:
-            response = {"status_code": status, "request_id": request_id, "body": body}
-            custom_id = request.custom_id
-            return {"id": request_id, "custom_id": custom_id, "response": response, "error": None}
-
+            message = str(error)
+            if custom_id is None and not message.startswith("line "):
+                message = f"line {row.id}: {message}"
+            problem = {"code": "invalid_request", "message": message}
+            return failed(error, line(None, problem))
+        custom_id = request.custom_id
         try:
             body = await self._body(row.index, request, usage)
         except EngineStoppedError as error:  # no fault of the request
             raise self._engine.failure or error from None
         except JaxLLMError as error:
             failure = api_error(error)
-            return _failed(row, error, line(failure.status, failure.to_json()))
+            return failed(error, line(response(failure.status, failure.to_json())))
         return AnsweredRequest(
             index=row.index,
             id=row.row_id,
             finish_reasons=tuple(choice["finish_reason"] for choice in body["choices"]),
             prompt_tokens=usage.prompt_tokens,
             choice_lengths=tuple(usage.lengths.values()),
-            line=line(200, body),
+            line=line(response(200, body)),
         )
 
     async def _body(self, index: int, batch_request: BatchRequest, usage: Usage) -> dict[str, Any]:
@@ -207,21 +210,3 @@ class BatchRequests:
             changes["max_tokens"] = self._max_new_tokens
         answer = answer_class(self._state, dataclasses.replace(request, **changes), usage)
         return await answer.whole(await answer.start())
-
-
-def _custom_id(row: RawRow) -> str | None:
-    """A request's `custom_id`, if it has one."""
-    return row.id if isinstance(row.id, str) else None
-
-
-def _with_line(row: RawRow, message: str) -> str:
-    """The message, with the number of the line if nothing else names the request."""
-    is_named = isinstance(row.id, str) or message.startswith("line ")
-    return message if is_named else f"line {row.id}: {message}"
-
-
-def _failed(row: RawRow, error: JaxLLMError, line: dict[str, Any]) -> AnsweredRequest:
-    kind = type(error).__name__
-    return AnsweredRequest(
-        index=row.index, id=row.row_id, error=str(error), error_kind=kind, line=line
-    )

@@ -135,7 +135,7 @@ def overlap(text: str, stop: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """New text of one choice."""
+    """New text of one choice, or all of it."""
 
     index: int
     """Number of the choice."""
@@ -150,29 +150,11 @@ class Piece:
     """With `logprobs`: characters of the choice's text before each of its next tokens. They may lag
     behind the tokens, like the text."""
 
-
-@dataclasses.dataclass
-class Choice:
-    """A whole choice, collected from its pieces."""
-
-    text: str = ""
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
-    offsets: list[int] = dataclasses.field(default_factory=list)
-    finish_reason: str | None = None
-
     @property
     def mean_logprob(self) -> float:
         """Mean log-probability of its tokens, if they are reported."""
-        return sum(logprob.logprob for logprob in self.logprobs) / max(len(self.logprobs), 1)
-
-    def add(self, piece: Piece) -> None:
-        """Adds the next piece."""
-        self.text += piece.text
-        self.tokens += piece.tokens
-        self.logprobs += piece.logprobs or ()
-        self.offsets += piece.offsets
-        self.finish_reason = piece.finish_reason
+        logprobs = self.logprobs or ()
+        return sum(logprob.logprob for logprob in logprobs) / max(len(logprobs), 1)
 
 
 async def pieces_of(
@@ -223,12 +205,22 @@ async def merged(streams: Sequence[GenerationStream]) -> AsyncIterator[tuple[int
         await asyncio.gather(*pending, return_exceptions=True)
 
 
-async def collect(pieces: AsyncIterator[Piece], count: int) -> list[Choice]:
-    """All choices, when the last one has ended."""
-    choices = [Choice() for _ in range(count)]
+async def collect(pieces: AsyncIterator[Piece], count: int) -> list[Piece]:
+    """All choices, each as one piece, when the last one has ended."""
+    parts: list[list[Piece]] = [[] for _ in range(count)]
     async for piece in pieces:
-        choices[piece.index].add(piece)
-    return choices
+        parts[piece.index].append(piece)
+    chain = itertools.chain.from_iterable
+    return [
+        dataclasses.replace(
+            of_choice[-1],
+            text="".join(piece.text for piece in of_choice),
+            tokens=tuple(chain(piece.tokens for piece in of_choice)),
+            logprobs=tuple(chain(piece.logprobs or () for piece in of_choice)),
+            offsets=tuple(chain(piece.offsets for piece in of_choice)),
+        )
+        for of_choice in parts
+    ]
 
 
 @dataclasses.dataclass(frozen=True)

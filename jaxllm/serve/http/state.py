@@ -31,40 +31,39 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 
 
 
 class ServerMetrics:
-    """Counters and histograms, in a registry of their own."""
+    """Counters, histograms, and gauges of an engine, in a registry of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: AsyncEngine) -> None:
         client = require("prometheus_client", extra="serve", purpose="metrics")
         self._client = client
         self._registry = client.CollectorRegistry()
 
-        def metric(kind: Any, name: str, doc: str, labels: tuple[str, ...] = (), **options: Any):
+        def metric(kind: Any, name: str, doc: str, *labels: str, **options: Any) -> Any:
             return kind(f"jaxllm_{name}", doc, labels, registry=self._registry, **options)
 
-        path = ("path",)
-        self.requests = metric(
-            client.Counter, "requests", "Requests by path and status", ("path", "status")
-        )
-        self.seconds = metric(
-            client.Histogram, "request_seconds", "Time of a request", path, buckets=_SECONDS
-        )
-        self.first_token = metric(
-            client.Histogram,
-            "time_to_first_token_seconds",
-            "Time from a request to its first token",
-            path,
-            buckets=_SECONDS,
-        )
+        def histogram(name: str, doc: str) -> Any:
+            return metric(client.Histogram, name, doc, "path", buckets=_SECONDS)
+
+        doc = "Requests by path and status"
+        self.requests = metric(client.Counter, "requests", doc, "path", "status")
+        self.seconds = histogram("request_seconds", "Time of a request")
+        doc = "Time from a request to its first token"
+        self.first_token = histogram("time_to_first_token_seconds", doc)
         self.prompt_tokens = metric(client.Counter, "prompt_tokens", "Tokens of prompts")
         self.new_tokens = metric(client.Counter, "new_tokens", "Generated tokens")
-        self.running = metric(client.Gauge, "running_sequences", "Sequences in slots")
-        self.waiting = metric(client.Gauge, "waiting_sequences", "Sequences that wait for a slot")
-        self.slots = metric(client.Gauge, "slots", "Sequences that can be decoded at once")
-        self.decode_steps = metric(client.Gauge, "decode_steps", "Decode steps since the start")
-        self.prefix_hits = metric(client.Gauge, "prefix_hits", "Prompts with a kept prefix")
-        self.prefix_tokens = metric(
-            client.Gauge, "prefix_tokens", "Prompt tokens that a kept prefix saved"
-        )
+        gauges: dict[str, tuple[str, Callable[[], float]]] = {
+            "running_sequences": ("Sequences in slots", lambda: engine.running),
+            "waiting_sequences": ("Sequences that wait for a slot", lambda: engine.waiting),
+            "slots": ("Sequences that can be decoded at once", lambda: engine.slots),
+            "decode_steps": ("Decode steps since the start", lambda: engine.counts.decode_steps),
+            "prefix_hits": ("Prompts with a kept prefix", lambda: engine.prefix_counts.hits),
+            "prefix_tokens": (
+                "Prompt tokens that a kept prefix saved",
+                lambda: engine.prefix_counts.tokens,
+            ),
+        }
+        for name, (doc, value) in gauges.items():
+            metric(client.Gauge, name, doc).set_function(value)
 
     def render(self) -> tuple[bytes, str]:
         """The metrics as text, and its content type."""
@@ -123,7 +122,7 @@ class ServerState:
     @functools.cached_property
     def metrics(self) -> ServerMetrics:
         """Metrics for Prometheus, from when they are first used."""
-        return ServerMetrics()
+        return ServerMetrics(self.engine)
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError if a request names another model."""
