@@ -10,6 +10,9 @@ from conformance_runs import DATA
 
 import jaxllm
 from jaxllm import BatchGenerator
+from jaxllm.batch.row_groups import PER_ROW_FIELDS, groups
+from jaxllm.batch.row_reader import RowReader
+from jaxllm.batch.rows import RawRow
 
 MODEL = tiny.make("llama", num_hidden_layers=1)
 
@@ -36,6 +39,36 @@ def test_rows_of_other_programs_form_groups():
     rows[4]["suppress_tokens"] = [11]
     outputs = BatchGenerator(MODEL, slots=2).generate(rows)
     assert differences(MODEL, rows, outputs)[0] == []
+
+
+PER_ROW = {
+    "temperature": 0.5,
+    "top_k": 3,
+    "top_p": 0.9,
+    "min_p": 0.1,
+    "typical_p": 0.9,
+    "epsilon_cutoff": 0.01,
+    "eta_cutoff": 0.01,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "no_repeat_ngram_size": 2,
+    "logit_bias": {7: 1.0},
+    "min_new_tokens": 2,
+}
+
+
+def test_rows_of_one_program_may_differ_in_per_row_fields():
+    assert PER_ROW.keys() == PER_ROW_FIELDS
+    reader = RowReader(MODEL, None, {"max_new_tokens": 4, "do_sample": True}, seed=0)
+    for name, value in {**PER_ROW, "bad_words_ids": [[7]]}.items():
+        rows = [{"input_ids": [3, 4], **fields} for fields in ({name: value}, {}, {name: None})]
+        read = [reader.read(RawRow(i, i, row)) for i, row in enumerate(rows)]
+        found = groups(read, MODEL.config.vocab_size)
+        if name in PER_ROW:
+            assert [name in group.shared_fields for group in found] == [True], name
+        else:
+            assert [len(group.rows) for group in found] == [1, 2], name
 
 
 @pytest.mark.ci
