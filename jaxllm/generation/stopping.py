@@ -187,8 +187,8 @@ class EosTokenCriteria(StoppingCriteria):
         store(self, eos_token_id=id_table(type(self).__name__, "eos_token_id", eos_token_id))
 
     def reached(self, history: History, scores: Scores | None) -> Done:
-        newest, exists = history.last(1)
-        return jnp.any(exists & (newest == self.eos_token_id), axis=1)
+        newest, is_running = history.newest()
+        return jnp.any(is_running & (newest == self.eos_token_id), axis=1)
 
 
 @stopping_criterion(static=("fn",))
@@ -213,10 +213,9 @@ class HostCriteria(StoppingCriteria):
         store(self, fn=checked_function(fn, f"{type(self).__name__}: fn"))
 
     def reached(self, history: History, scores: Scores | None) -> Done:
-        columns = jnp.arange(history.ids.shape[1])[None]
-        newest_is_real = (history.real & (columns == history.length - 1)).any(axis=1)
-        none = jnp.zeros_like(newest_is_real)
-        return call_by_row(self.fn, history, scores, none, newest_is_real)
+        _, is_running = history.newest()
+        none = jnp.zeros_like(is_running[:, 0])
+        return call_by_row(self.fn, history, scores, none, is_running[:, 0])
 
 
 @stopping_criterion(static=("window",))

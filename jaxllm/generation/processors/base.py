@@ -77,15 +77,22 @@ class History(NamedTuple):
         """Column of the first new token. Without ``prompt_len``, all columns are the prompt's."""
         return self.length if self.prompt_len is None else self.prompt_len
 
+    def newest(self) -> tuple[Int[Array, "B 1"], Bool[Array, "B 1"]]:
+        """The token in the last column of each row, and whether the row was running there."""
+        column = jnp.broadcast_to(jnp.maximum(self.length - 1, 0), (len(self.ids), 1))
+        ids, real = (jnp.take_along_axis(x, column, axis=1) for x in (self.ids, self.real))
+        return ids, real
+
     def last(self, count: int) -> tuple[Int[Array, "B count"], Bool[Array, "B count"]]:
         """The last ``count`` tokens of each row, and a mask of those that exist."""
-        return self._at(self.size - count + jnp.arange(count)[None])
+        return self.back(count - jnp.arange(count)[None])
 
-    def back(self, steps: Int[Array, ""]) -> tuple[Int[Array, "B 1"], Bool[Array, "B 1"]]:
-        """The token ``steps`` before the next one (1: the last), and a mask of those that exist."""
-        return self._at(self.size - steps)
+    def back(self, steps: Int[Array, " ..."]) -> tuple[Int[Array, "B n"], Bool[Array, "B n"]]:
+        """The tokens ``steps`` before the next one (1: the last), and a mask of those that exist.
 
-    def _at(self, columns: Int[Array, "#B n"]) -> tuple[Int[Array, "B n"], Bool[Array, "B n"]]:
+        ``steps`` has the shape ``[1, n]``, or ``[]`` for one token.
+        """
+        columns = self.size - steps
         columns = jnp.broadcast_to(columns, (self.tokens.shape[0], columns.shape[1]))
         tokens = jnp.take_along_axis(self.tokens, jnp.maximum(columns, 0), axis=1, mode="clip")
         return tokens, columns >= 0

@@ -96,10 +96,6 @@ def _filter(warper: Callable[..., LogitsProcessor]) -> Builder:
     return lambda value, inputs: warper(value, min_tokens_to_keep=inputs.min_tokens_to_keep)
 
 
-def _on_new_tokens(processor: Callable[..., LogitsProcessor]) -> Builder:
-    return lambda value, inputs: processor(value, inputs.prompt_len)
-
-
 def _on_encoder(field: str, processor: Callable[..., LogitsProcessor]) -> Builder:
     def build(value: Any, inputs: ProcessorInputs) -> LogitsProcessor | None:
         has_effect = is_traced(value) or value != FIELDS[field].neutral
@@ -119,8 +115,8 @@ _PENALTIES: dict[str, Builder] = {
         "encoder_repetition_penalty", processors.EncoderRepetitionPenaltyLogitsProcessor
     ),
     "repetition_penalty": _alone(processors.RepetitionPenaltyLogitsProcessor),
-    "presence_penalty": _on_new_tokens(processors.PresencePenaltyLogitsProcessor),
-    "frequency_penalty": _on_new_tokens(processors.FrequencyPenaltyLogitsProcessor),
+    "presence_penalty": _alone(processors.PresencePenaltyLogitsProcessor),
+    "frequency_penalty": _alone(processors.FrequencyPenaltyLogitsProcessor),
     "logit_bias": _alone(processors.LogitBiasLogitsProcessor),
     "no_repeat_ngram_size": _alone(processors.NoRepeatNGramLogitsProcessor),
     "encoder_no_repeat_ngram_size": _on_encoder(

@@ -135,7 +135,8 @@ class TemperatureLogitsWarper(ScoresProcessor):
 class Filter(ScoresProcessor):
     """Base class of filters: sets the scores of tokens outside :meth:`keep` to ``filter_value``.
 
-    :meth:`keep` is not computed at run time if :meth:`off` is True for every row.
+    :meth:`keep` is not computed at run time if :meth:`off` is True for every row. By default a
+    filter is never off.
     """
 
     filter_value: Float[Array, " R"]
@@ -161,7 +162,7 @@ class Filter(ScoresProcessor):
         return lax.cond(jnp.all(off), lambda: scores, apply)
 
     def off(self, scores: Scores) -> Bool[Array, " R"]:
-        raise NotImplementedError
+        return jnp.zeros_like(self.filter_value, bool)
 
     def keep(self, scores: Scores) -> Bool[Array, "B V"]:
         raise NotImplementedError
@@ -244,9 +245,6 @@ class TopHLogitsWarper(Filter):
     def __init__(self, top_h: Number, filter_value: Number = NEG_INF) -> None:
         leaf = float_leaf(type(self).__name__, "top_h", top_h, "(0, 1]")[None]
         super().__init__(filter_value, 1, top_h=leaf)
-
-    def off(self, scores: Scores) -> Bool[Array, " R"]:
-        return jnp.zeros_like(self.top_h, bool)
 
     def keep(self, scores: Scores) -> Bool[Array, "B V"]:
         return entropy_mask(scores, self.top_h)
