@@ -272,10 +272,12 @@ class JaxLLMStage:
             raise DataError(f"no column 'id'; there are {table.column_names}")
         source = Source(ArrowTable("batch", table), self._choice, RESULTS, keeps_types=True)
         several = self._engine.returns_several or "num_return_sequences" in table.column_names
-        outputs = self._engine.answer(map(self._row, map(source.row, range(len(source)))))
-        lines = {
-            each.index: source.output_line(each.index, result(each, several)) for each in outputs
-        }
+        lines: dict[int, dict[str, Any]] = {}
+        for output in self._engine.answer(map(self._row, map(source.row, range(len(source))))):
+            result = output.to_dict()
+            if several and len(output.output_ids) == 1:  # a list, even for a single sequence
+                result |= {name: [result[name]] for name in RESULTS}
+            lines[output.index] = source.output_line(output.index, result)
         columns = [name for name in source.columns if name != "row"]  # the number in the batch
         kept = {"id": table.column("id"), **source.arrow()}
         ordered = [lines[index] for index in sorted(lines)]
@@ -286,14 +288,6 @@ class JaxLLMStage:
         if isinstance(row.raw, JaxLLMError):
             return row
         return dataclasses.replace(row, raw={"seed": row_seed(self._seed, row.row_id), **row.raw})
-
-
-def result(output: BatchOutput, several: bool) -> dict[str, Any]:
-    """The result of a row; with `several` of lists, even for a single sequence."""
-    line = output.to_dict()
-    if not several or len(output.output_ids) != 1:
-        return line
-    return {name: [value] if name in RESULTS else value for name, value in line.items()}
 
 
 def row_seed(seed: int, row_id: str | int | None) -> int:

@@ -184,10 +184,10 @@ def read_content(name: str) -> bytes:
     """
     path = expanded(name)
     if name == STDIN:
-        return _decompressed("stdin", _limited("stdin", sys.stdin.buffer), says_gzip=None)
+        return _decompressed("stdin", _limited("stdin: has", sys.stdin.buffer), says_gzip=None)
     try:
         with naming_file(path, DataError, "read"), path.open("rb") as file:
-            data = _limited(str(path), file)
+            data = _limited(f"{path}: has", file)
     except DataError as failure:
         if isinstance(failure.__cause__, FileNotFoundError):
             raise MissingFileError(
@@ -197,13 +197,20 @@ def read_content(name: str) -> bytes:
     return _decompressed(name, data, says_gzip=path.suffix.lower() == ".gz")
 
 
-def _limited(name: str, file: BinaryIO | gzip.GzipFile) -> bytes:
-    """All bytes of a file; it may be a pipe or a device, which has no size."""
+def _limited(source: str, file: BinaryIO | gzip.GzipFile) -> bytes:
+    """All bytes of a file; it may be a pipe or a device, which has no size.
+
+    Args:
+        source: what has them, as the beginning of a message.
+    """
     content = io.BytesIO()
     while chunk := file.read(_CHUNK):
         content.write(chunk)
         if content.tell() > MAX_INPUT_BYTES:
-            raise _too_large(f"{name}: has")
+            raise DataError(
+                f"{source} more than {MAX_INPUT_BYTES} bytes; split it into several files, a job "
+                "for each"
+            )
     return content.getvalue()
 
 
@@ -219,23 +226,10 @@ def _decompressed(name: str, data: bytes, *, says_gzip: bool | None) -> bytes:
     if says_gzip is False:
         raise DataError(f"{name}: is compressed by gzip; rename it to {name}.gz")
     try:
-        # A few kilobytes can become many gigabytes, so they are counted before they are kept.
-        size = 0
         with gzip.open(io.BytesIO(data)) as file:
-            while chunk := file.read(_CHUNK):
-                size += len(chunk)
-                if size > MAX_INPUT_BYTES:
-                    raise _too_large(f"{name}: decompresses to")
-        with gzip.open(io.BytesIO(data)) as file:
-            return _limited(name, file)
+            return _limited(f"{name}: decompresses to", file)
     except (EOFError, OSError, zlib.error) as failure:
         raise DataError(f"{name}: damaged gzip data ({failure}); fetch it again") from None
-
-
-def _too_large(found: str) -> DataError:
-    return DataError(
-        f"{found} more than {MAX_INPUT_BYTES} bytes; split it into several files, a job for each"
-    )
 
 
 def table_of_frame(frame: Any) -> tuple[Table, Callable[[Any, Mapping[str, str]], Any]]:

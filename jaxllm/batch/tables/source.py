@@ -338,16 +338,13 @@ def output_writer(output: Path) -> Writer:
         ".parquet": _write_parquet,
     }
     writer = writers.get(suffix, _write_jsonl)
-    return _gzipped(writer) if compressed else writer
+    return partial(_write_gzip, writer) if compressed else writer
 
 
-def _gzipped(writer: Writer) -> Writer:
-    def write(file: BinaryIO, table: OutputTable) -> None:
-        # Without a time, so that a job that is merged again writes the same bytes.
-        with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as compressed:
-            writer(compressed, table)  # pyright: ignore[reportArgumentType]
-
-    return write
+def _write_gzip(writer: Writer, file: BinaryIO, table: OutputTable) -> None:
+    # Without a time, so that a job that is merged again writes the same bytes.
+    with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as compressed:
+        writer(compressed, table)  # pyright: ignore[reportArgumentType]
 
 
 def _write_jsonl(file: BinaryIO, table: OutputTable) -> None:
@@ -373,12 +370,16 @@ def _write_parquet(file: BinaryIO, table: OutputTable) -> None:
 def arrow_table(table: OutputTable) -> Any:
     """An output as a `pyarrow.Table`."""
     pyarrow = require("pyarrow", extra="parquet", purpose="Parquet files and data frames")
+    text, ids = pyarrow.string(), pyarrow.list_(pyarrow.int64())
+    result_types = {"text": text, "output_ids": ids, "finish_reason": text}
 
     def column(name: str) -> Any:
         if name in table.arrow:
             return table.arrow[name]
         values = [line.get(name) for line in table.lines()]
-        for type_ in result_types(name, several=table.several):
+        one = result_types.get(name)
+        types = [] if one is None else [one, pyarrow.list_(one)]  # the likeliest first
+        for type_ in reversed(types) if table.several else types:
             with contextlib.suppress(pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
                 return pyarrow.array(values, type_)
         if all(value is None for value in values):
@@ -391,17 +392,6 @@ def arrow_table(table: OutputTable) -> Any:
         return pyarrow.array(map(_text, values), pyarrow.string())
 
     return pyarrow.table({name: column(name) for name in table.columns})
-
-
-def result_types(name: str, *, several: bool) -> list[Any]:
-    """Arrow types that a column of results may have, the likeliest first."""
-    pyarrow = require("pyarrow", extra="parquet", purpose="Parquet files and data frames")
-    text = pyarrow.string()
-    types = {"text": text, "output_ids": pyarrow.list_(pyarrow.int64()), "finish_reason": text}
-    if name not in types:
-        return []
-    one, list_ = types[name], pyarrow.list_(types[name])
-    return [list_, one] if several else [one, list_]
 
 
 def _text(value: Any) -> str | None:

@@ -145,11 +145,13 @@ class JsonLines(LineTable):
 
     def column_names(self) -> list[str]:
         """The keys of all lines, in the order in which they appear."""
-        keys: dict[str, None] = {}
+        return list(dict.fromkeys(key for cells in self._readable() for key in cells))
+
+    def _readable(self) -> Iterator[dict[str, Any]]:
+        """The cells of the lines that can be read."""
         for index in range(len(self)):
             with contextlib.suppress(JaxLLMError):
-                keys.update(dict.fromkeys(self.cells(index)))
-        return list(keys)
+                yield self.cells(index)
 
     def unread(self) -> str:
         """The error of the first line that cannot be read, as the end of a message."""
@@ -162,10 +164,7 @@ class JsonLines(LineTable):
 
     def first_keys(self) -> list[str]:
         """The keys of the first line that is an object; none if no line is."""
-        for index in range(len(self)):
-            with contextlib.suppress(JaxLLMError):
-                return list(self.cells(index))
-        return []
+        return list(next(self._readable(), ()))
 
     def text(self, index: int) -> str:
         line = self._data[self._starts[index] : self._stops[index]]

@@ -13,7 +13,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -88,6 +88,8 @@ class Answer(abc.ABC):
     """New tokens of a request without a limit; fewer where the slot ends."""
     limit_field = "max_tokens"
     """The request's field that limits the new tokens."""
+    first_event: ClassVar[dict[str, Any] | None] = None
+    """A choice in the event before its first token; None: there is no such event."""
 
     def __init__(self, state: ServerState, request: SamplingFields, usage: Usage) -> None:
         self.state, self.request, self.usage = state, request, usage
@@ -188,8 +190,9 @@ class Answer(abc.ABC):
             body = {**self._head, "object": self.chunk_object, "choices": list(choices)}
             return {**body, "usage": usage} if with_usage else body
 
-        for first in self.first_choices(self._count(streams)):
-            yield event([first])
+        if self.first_event is not None:
+            for index in range(self._count(streams)):
+                yield event([{"index": index, **self.first_event}])
         async for piece in self._pieces(streams):
             for choice in self.piece_choices(piece):
                 yield event([{"index": piece.index, **choice}])
@@ -215,10 +218,6 @@ class Answer(abc.ABC):
     @abc.abstractmethod
     def choice(self, choice: Piece) -> dict[str, Any]:
         """A whole choice."""
-
-    def first_choices(self, count: int) -> list[dict[str, Any]]:
-        """Choices of events before the first token."""
-        return []
 
     @abc.abstractmethod
     def piece_choices(self, piece: Piece) -> list[dict[str, Any]]:
@@ -324,6 +323,11 @@ class ChatAnswer(Answer):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     id_prefix = "chatcmpl"
+    first_event: ClassVar[dict[str, Any] | None] = {
+        "delta": {"role": "assistant", "content": ""},
+        "logprobs": None,
+        "finish_reason": None,
+    }
     request: ChatRequest
 
     def __init__(self, state: ServerState, request: ChatRequest, usage: Usage) -> None:
@@ -357,13 +361,6 @@ class ChatAnswer(Answer):
             return None
         top, logprobs = self.request.top_logprobs, piece.logprobs or ()
         return chat_logprobs(self.tokenizer, piece.tokens, logprobs, top)
-
-    def first_choices(self, count: int) -> list[dict[str, Any]]:
-        delta = {"role": "assistant", "content": ""}
-        return [
-            {"index": i, "delta": delta, "logprobs": None, "finish_reason": None}
-            for i in range(count)
-        ]
 
     def piece_choices(self, piece: Piece) -> list[dict[str, Any]]:
         (delta, reason), logprobs = self._delta(piece), self._logprobs(piece)

@@ -182,10 +182,13 @@ class HttpCall:
         self.id, self.usage = uuid.uuid4().hex, Usage()
         self.headers = {"x-request-id": self.id}
 
-    async def body(self) -> bytes:
-        """The body, within the limits of size and time."""
-        limits = self.state.limits
-        return await read_limited(self.request.receive, limits.body_bytes, limits.client_seconds)
+    async def read(self, request_class: type[T]) -> T:
+        """The body as a request to this server's model, within the limits of size and time."""
+        limits, receive = self.state.limits, self.request.receive
+        body = await read_limited(receive, limits.body_bytes, limits.client_seconds)
+        request: Any = read_body(request_class, body)
+        self.state.check_model(request.model)
+        return request
 
     def json(self, content: Any, status: int = 200) -> JSONResponse:
         """An answer."""
@@ -312,9 +315,8 @@ async def completions(
     request_class: type[SamplingFields], answer_class: type[Answer], call: HttpCall
 ) -> Response:
     """Answers messages or continues prompts, whole or as a stream."""
-    state, request = call.state, read_body(request_class, await call.body())
+    state, request = call.state, await call.read(request_class)
     answer = answer_class(state, request, call.usage)
-    state.check_model(request.model)
     if isinstance(state.engine, NoEngine):
         raise ApiError(404, "the model has no language-model head; this server only embeds")
     async with asyncio.timeout(state.limits.request_seconds):
@@ -337,8 +339,7 @@ async def embeddings(call: HttpCall) -> Response:
     state = call.state
     if state.embedder is None:
         raise ApiError(404, "embeddings are not served; start the server with --embeddings")
-    request = read_body(EmbeddingRequest, await call.body())
-    state.check_model(request.model)
+    request = await call.read(EmbeddingRequest)
     embedder, unpooled, inputs = state.embedder, 0, request.inputs
     prompt = embedder.recipe.prompt(request.prompt_name, request.prompt)
     if (request.prompt_name or request.prompt) is not None and not isinstance(inputs[0], str):
@@ -392,9 +393,7 @@ async def model(call: HttpCall) -> Response:
 
 async def tokenize(call: HttpCall) -> Response:
     """Token ids of a prompt or of messages."""
-    request = read_body(TokenizeRequest, await call.body())
-    state = call.state
-    state.check_model(request.model)
+    request, state = await call.read(TokenizeRequest), call.state
     if request.messages is not None:
         ids = await state.in_thread(chat_ids, state, request, request.tools is not None)
     else:
@@ -411,8 +410,7 @@ async def tokenize(call: HttpCall) -> Response:
 
 async def detokenize(call: HttpCall) -> Response:
     """Text of token ids."""
-    request = read_body(DetokenizeRequest, await call.body())
-    call.state.check_model(request.model)
+    request = await call.read(DetokenizeRequest)
     text = await asyncio.to_thread(call.state.tokenizer.decode, request.tokens)
     return call.json({"prompt": text})
 

@@ -65,8 +65,7 @@ class Connection(H11Protocol):
         self._application: Any = self.app
         self.app = cast(Any, self._answer)
         self._awaited: str | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._reading_timer: asyncio.TimerHandle | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         self._is_stopping = False
 
     @property
@@ -82,8 +81,8 @@ class Connection(H11Protocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._cancel_timer()
-        self._cancel_reading_timer()
+        for name in [*self._timers]:
+            self._cancel(name)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -102,7 +101,7 @@ class Connection(H11Protocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         if not self.transport.is_closing():
-            self._cancel_reading_timer()
+            self._cancel("reading")
 
     def timeout_keep_alive_handler(self) -> None:
         self._close()
@@ -113,7 +112,7 @@ class Connection(H11Protocol):
         A request whose body is incomplete is refused, since it may never be complete.
         """
         self._is_stopping = True
-        if self._reading_timer is not None:
+        if "reading" in self._timers:
             self._watch_reading(self._client_seconds)
         if self.cycle is None or self.cycle.response_complete:
             self._close()
@@ -167,11 +166,11 @@ class Connection(H11Protocol):
         if awaited == self._awaited:
             return
         self._awaited = awaited
-        self._cancel_timer()
+        self._cancel("request")
         if awaited == "reading":
             self._watch_reading(self._client_seconds)
         elif awaited is not None:
-            self._timer = self.loop.call_later(self._client_seconds, self._give_up)
+            self._timers["request"] = self.loop.call_later(self._client_seconds, self._give_up)
 
     def _what_is_awaited(self) -> str | None:
         if self.transport.is_closing():
@@ -194,11 +193,12 @@ class Connection(H11Protocol):
 
     def _watch_reading(self, seconds: float) -> None:
         """Closes the connection if the client has read nothing in so many seconds."""
-        self._cancel_reading_timer()
+        self._cancel("reading")
         if self._is_stopping:
             seconds = min(seconds, STOPPING_SECONDS)
         unread = self._unread_bytes()
-        self._reading_timer = self.loop.call_later(seconds, self._check_reading, seconds, unread)
+        timer = self.loop.call_later(seconds, self._check_reading, seconds, unread)
+        self._timers["reading"] = timer
 
     def _check_reading(self, seconds: float, unread: int) -> None:
         if self._unread_bytes() < unread:
@@ -219,15 +219,9 @@ class Connection(H11Protocol):
             return waiting
         return waiting + int.from_bytes(size, sys.byteorder)
 
-    def _cancel_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _cancel_reading_timer(self) -> None:
-        if self._reading_timer is not None:
-            self._reading_timer.cancel()
-            self._reading_timer = None
+    def _cancel(self, name: str) -> None:
+        if (timer := self._timers.pop(name, None)) is not None:
+            timer.cancel()
 
     # Ends.
 

@@ -169,10 +169,9 @@ class ServerState:
         without filters. Greedy search has one result, however many choices are asked for."""
         config = self.engine.model.generation_config or GenerationConfig()
         defaults = {**config.to_dict(), **self.engine.fields}
-        fields: dict[str, Any] = {}
-        for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
-            if getattr(request, name) is not None:
-                fields[name] = getattr(request, name)
+        penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+        fields: dict[str, Any] = {name: getattr(request, name) for name in penalties}
+        fields = {name: value for name, value in fields.items() if value is not None}
         if request.logit_bias:
             fields["logit_bias"] = request.logit_bias
         if request.min_tokens:
