@@ -46,10 +46,9 @@ from jaxllm.generation.loop import (
 from jaxllm.generation.processors.host import reraise_failures
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.strategies.beam_search import end_beams
-from jaxllm.generation.strategies.guidance import Guided
 from jaxllm.generation.strategies.records import check_record_size
 from jaxllm.generation.strategies.strategy import RUNNING, STOP, DecodeState, Result
-from jaxllm.models.decoder import FlatModel, GenerativeModel
+from jaxllm.models.decoder import GenerativeModel
 from jaxllm.parallel.sharding import use_mesh
 
 Prefilled = TypeVar("Prefilled")
@@ -185,7 +184,7 @@ def stream(
     ):
         if is_set:
             raise InputError(f"{name}: stream yields tokens alone; use generate")
-    return _chunks(program_model(call), call, chunk_size)
+    return _chunks(call, chunk_size)
 
 
 def compile_programs(
@@ -202,7 +201,7 @@ def compile_programs(
     `while_loading`.
     """
     call = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
-    flat, strategy, settings = program_model(call), call.strategy, call.settings
+    strategy, settings = call.strategy, call.settings
     compilations: list[Future[Any]] = []
     with use_mesh(call.mesh), ThreadPoolExecutor(1) as compiler:
 
@@ -225,18 +224,17 @@ def compile_programs(
 
             return compile_for
 
-        state = run_prefill(flat, call, compiled(prefill_program))
+        state = run_prefill(call, compiled(prefill_program))
         if needs_decoding(call):
-            arguments = decode_arguments(strategy, flat, state, settings, call.request.max_length)
-            compiled(decode_program)(*arguments)
+            compiled(decode_program)(*decode_arguments(call, state, call.request.max_length))
         compiled(finish_program)(strategy, state, settings)
     for compilation in compilations:
         compilation.result()  # raises what the compiler raised
 
 
-def _chunks(model: FlatModel, call: PreparedCall, chunk_size: int) -> Iterator[np.ndarray]:
+def _chunks(call: PreparedCall, chunk_size: int) -> Iterator[np.ndarray]:
     yielded = call.request.start_len
-    results = partial_results(model, call, chunk_size)
+    results = partial_results(call, chunk_size)
     take = jax.transfer_guard_host_to_device("allow")(next)  # not in what the caller does between
     while (found := take(results, None)) is not None:
         result, _ = found
@@ -251,25 +249,24 @@ def _chunks(model: FlatModel, call: PreparedCall, chunk_size: int) -> Iterator[n
 @jax.transfer_guard_host_to_device("allow")  # of the arrays that were prepared
 def run(call: PreparedCall, streamer: Streamer | None) -> GenerateOutput:
     """Runs the programs of a call: prefill, decode loop and finish."""
-    model = program_model(call)
-    strategy, settings = call.strategy, call.settings
+    strategy, settings, model = call.strategy, call.settings, call.model
     max_length = call.request.max_length
     if call.traced:
         for name, on_host in (("streamer", streamer), ("max_time", call.time_limits)):
             if on_host:
                 raise InputError(f"{name}: works on the host, outside jax.jit")
-        state = run_prefill(model, call, of_flat_model(prefill))
+        state = run_prefill(call, of_flat_model(prefill))
         state = of_flat_model(decode)(strategy, model, state, settings, jnp.int32(max_length))
         result = finish(strategy, state, settings)
         past = past_key_values(call, state)
         return generate_output(call, result, past, max_length, max_length - call.request.start_len)
     if streamer is not None or call.time_limits:
-        result, state = run_by_token(model, call, streamer)
+        result, state = run_by_token(call, streamer)
     else:
         with reraise_failures():
-            state = run_prefill(model, call, prefill_program)
+            state = run_prefill(call, prefill_program)
             if needs_decoding(call):
-                state = run_decode(strategy, model, state, settings, max_length)
+                state = run_decode(call, state, max_length)
             result = fetch_result(call, finish_program(strategy, state, settings))
     past = past_key_values(call, state)
     return generate_output(call, result, past, int(result.length), int(result.steps))
@@ -280,9 +277,7 @@ def needs_decoding(call: PreparedCall) -> bool:
     return call.request.max_new_tokens > 1 or not call.strategy.chooses_in_prefill
 
 
-def run_by_token(
-    model: FlatModel, call: PreparedCall, streamer: Streamer | None
-) -> tuple[Result, DecodeState]:
+def run_by_token(call: PreparedCall, streamer: Streamer | None) -> tuple[Result, DecodeState]:
     """Runs a call token by token, for a streamer or a time limit. Returns the result and the state.
 
     As in transformers, the streamer's `put` gets the prompt [B, T], then every step's tokens [B],
@@ -294,7 +289,7 @@ def run_by_token(
         streamer.put(jax.device_get(call.inputs.sequences)[:, : call.request.start_len])
     streamed = call.request.start_len
     last = None
-    for last in partial_results(model, call, chunk=1):
+    for last in partial_results(call, chunk=1):
         result, _ = last
         if streamer is not None:
             for column in range(streamed, int(result.length)):
@@ -307,9 +302,7 @@ def run_by_token(
     return fetch_result(call, result), state
 
 
-def partial_results(
-    model: FlatModel, call: PreparedCall, chunk: int
-) -> Iterator[tuple[Result, DecodeState]]:
+def partial_results(call: PreparedCall, chunk: int) -> Iterator[tuple[Result, DecodeState]]:
     """Yields the result so far and the state, after the first token and then at every multiple of
     `chunk` new tokens.
 
@@ -321,9 +314,9 @@ def partial_results(
     while True:
         with use_mesh(call.mesh), reraise_failures():
             if state is None:
-                state = run_prefill(model, call, prefill_program)
+                state = run_prefill(call, prefill_program)
             else:
-                state = run_decode(strategy, model, state, settings, next_length)
+                state = run_decode(call, state, next_length)
             result = fetch_progress(call, finish_program(strategy, state, settings))
         expired = any(limit.expired() for limit in call.time_limits)
         if expired and not beams:
@@ -348,16 +341,14 @@ def partial_results(
         next_length = min(call.request.start_len + chunks * chunk, call.request.max_length)
 
 
-def run_prefill(
-    model: FlatModel, call: PreparedCall, program: Callable[..., Prefilled]
-) -> Prefilled:
+def run_prefill(call: PreparedCall, program: Callable[..., Prefilled]) -> Prefilled:
     """Runs prefill and chooses the first token; returns what `program` returns: the state.
 
     Args:
         program: `prefill_program`, or `prefill` of a flat model inside the caller's jit.
     """
     settings = call.settings
-    arguments = (call.strategy, model, call.inputs, settings)
+    arguments = (call.strategy, call.model, call.inputs, settings)
     sizes = {
         "capacity": call.capacity,
         "new_token_bucket": call.request.new_token_bucket,
@@ -372,10 +363,3 @@ def run_prefill(
         if predicts_memory:
             check_memory(call, state)
     return program(*arguments, **sizes)
-
-
-def program_model(call: PreparedCall) -> FlatModel:
-    """The model as an argument of the compiled programs, with guidance wrapped in `Guided`."""
-    if call.negative is None:
-        return call.model
-    return FlatModel.of(Guided(call.model.model(), call.negative))

@@ -16,10 +16,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxllm.cache.kv_cache import Cache
+from jaxllm.generation.call.prepare import PreparedCall
+from jaxllm.generation.strategies.guidance import Guided
 from jaxllm.generation.strategies.strategy import (
     RUNNING,
     AnyStrategy,
     DecodeSettings,
+    DecodeState,
     PrefillInputs,
     Result,
     S,
@@ -56,6 +59,8 @@ def prefill(
         chunk_size: run the prompt in chunks of this many columns; None: at once.
     """
     encoded = None
+    if inputs.negative is not None:
+        model = Guided(model, inputs.negative)
     if inputs.past_cache is None:
         encoder_arguments, encoded = recorded_encoding(
             model, inputs.encoder_inputs, settings.decode_options
@@ -187,6 +192,9 @@ def decode(
             any number.
     """
 
+    if settings.is_guided:
+        model = Guided(model)
+
     def unfinished(state: S) -> Bool[Array, ""]:
         return jnp.any((state.reason == RUNNING) & (state.cur_len < max_length))
 
@@ -246,19 +254,15 @@ decode_program = jax.jit(
 finish_program = jax.jit(finish)
 
 
-def run_decode(
-    strategy: Strategy[S], model: FlatModel, state: S, settings: DecodeSettings, max_length: int
-) -> S:
+def run_decode(call: PreparedCall, state: S, max_length: int) -> S:
     """`decode`, compiled; checks as often as suits the platform whether a row is unfinished."""
-    return decode_program(*decode_arguments(strategy, model, state, settings, max_length))
+    return decode_program(*decode_arguments(call, state, max_length))
 
 
-def decode_arguments(
-    strategy: Strategy[S], model: FlatModel, state: S, settings: DecodeSettings, max_length: int
-) -> tuple[Any, ...]:
+def decode_arguments(call: PreparedCall, state: DecodeState, max_length: int) -> tuple[Any, ...]:
     """Arguments of `decode_program`."""
-    steps = steps_of(strategy, settings, platform_of_arrays(state.reason))
-    return strategy, model, state, settings, np.int32(max_length), steps
+    steps = steps_of(call.strategy, call.settings, platform_of_arrays(state.reason))
+    return call.strategy, call.model, state, call.settings, np.int32(max_length), steps
 
 
 def steps_of(strategy: AnyStrategy, settings: DecodeSettings, platform: str) -> int:

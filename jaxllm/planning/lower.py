@@ -21,7 +21,7 @@ from jaxllm.batch.slots import PromptRows, Sizes, Slots, slot_shapes
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError, quoted
 from jaxllm.generation.call.prepare import PreparedCall, prepare_call
-from jaxllm.generation.generate import program_model, run_prefill
+from jaxllm.generation.generate import run_prefill
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.loop import decode_program, prefill_program, steps_of
 from jaxllm.models.decoder import FlatModel
@@ -110,11 +110,11 @@ def abstract_request(target: Target, workload: Workload, fields: Mapping[str, An
     keywords = {"do_sample": False, "num_beams": 1, **fields, "max_new_tokens": workload.new}
     call = prepare_call(target.unplaced, ids, np.ones_like(ids), None, 0, keywords)
     flat = FlatModel.of(target.model)
-    arrays = (call.inputs, call.negative, call.settings, call.strategy)
+    arrays = (call.inputs, call.settings, call.strategy)
     arrays = shapes_of(arrays) if target.mesh is not None else on_device(arrays, target.device)
-    inputs, negative, settings, strategy = arrays
+    inputs, settings, strategy = arrays
     call = dataclasses.replace(
-        call, model=flat, inputs=inputs, negative=negative, settings=settings, strategy=strategy
+        call, model=flat, inputs=inputs, settings=settings, strategy=strategy
     )
     return call if target.mesh is None else call.on_mesh(target.mesh)
 
@@ -122,7 +122,7 @@ def abstract_request(target: Target, workload: Workload, fields: Mapping[str, An
 def decode_state(target: Target, call: PreparedCall) -> Any:
     """The state after prefill, as shapes with the shardings that the programs give it."""
     with target.context():
-        state = run_prefill(program_model(call), call, prefill_program.eval_shape)
+        state = run_prefill(call, prefill_program.eval_shape)
     if target.mesh is None:
         return on_device(state, target.device)
     shardings = field_shardings(state, target.mesh, batch=state.cache.mask.shape[0])
@@ -140,9 +140,8 @@ def lower_decode(
         max_length = on_device(max_length, target.device)
     else:
         max_length = put_everywhere(max_length, target.mesh)
-    model = program_model(call)
     with target.context():
-        arguments = (call.strategy, model, state, call.settings, max_length)
+        arguments = (call.strategy, call.model, state, call.settings, max_length)
         steps = steps_of(call.strategy, call.settings, target.device.platform)
         traced = decode_program.trace(*arguments, steps)
     position = len(jax.tree.leaves(call.strategy))
@@ -158,9 +157,8 @@ def lower_prefill(
 ) -> Iterator[LoweredProgram]:
     """The prefill of `generate`."""
     call = abstract_request(target, workload, fields)
-    model = program_model(call)
     with target.context():
-        traced = run_prefill(model, call, prefill_program.trace)
+        traced = run_prefill(call, prefill_program.trace)
     position = len(jax.tree.leaves(call.strategy))
     cache = decode_state(target, call).cache
     _, flops = forward_flops(target.unplaced, workload.prompt, workload.new)

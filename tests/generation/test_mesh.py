@@ -13,7 +13,7 @@ from compiling import compiled_as_users
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.generation import loop
-from jaxllm.generation.generate import prepare_call, program_model
+from jaxllm.generation.generate import prepare_call
 from jaxllm.parallel.sharding import make_mesh, use_mesh
 from jaxllm.parallel.placement import put_tree
 from tiny_meshes import make, mesh
@@ -84,7 +84,7 @@ COLLECTIVES = """
 def collectives(model, **fields):
     fields = {"max_new_tokens": 12, "pad_token_id": 0, **fields}
     call = prepare_call(model, ids, mask, None, None, fields)
-    bare = program_model(call)
+    bare = call.model
     with use_mesh(call.mesh):
         state = loop.prefill_program(
             call.strategy, bare, call.inputs, call.settings,

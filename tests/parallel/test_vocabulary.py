@@ -52,7 +52,7 @@ MODEL = """
 import jaxllm
 from compiling import compiled_as_users
 from jaxllm.generation import loop
-from jaxllm.generation.generate import prepare_call, program_model
+from jaxllm.generation.generate import prepare_call
 from jaxllm.parallel.placement import put_tree
 import tiny
 
@@ -65,7 +65,7 @@ for fields in ({}, {"do_sample": True, "top_k": 50, "top_p": 0.9, "temperature":
     np.testing.assert_array_equal(found, expected)
     key = fields.pop("key", None)
     call = prepare_call(there, ids, None, None, key, fields)
-    bare = program_model(call)
+    bare = call.model
     with use_mesh(call.mesh):
         state = loop.prefill_program(
             call.strategy, bare, call.inputs, call.settings,

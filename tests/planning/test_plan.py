@@ -29,7 +29,6 @@ from jaxllm.common.errors import (
 )
 from jaxllm.generation.call import prepare
 from jaxllm.generation.call.prepare import prepare_call
-from jaxllm.generation.generate import program_model
 from jaxllm.planning import LoweredProgram, abstract_model, hlo, lower
 from jaxllm.planning.plan import floor_us, plan_program, times_of
 from jaxllm.planning.topology import CHIPS, chip_and_count, find_topology
@@ -87,7 +86,7 @@ def test_the_lowered_programs_are_those_that_generate_runs(family: str) -> None:
     ids = tiny.ids(SMALL["batch"], SMALL["prompt"])
     keywords = {"max_new_tokens": SMALL["new"], "do_sample": False}
     call = prepare_call(model, ids, None, None, 0, keywords)
-    bare = program_model(call)
+    bare = call.model
     prefill, decode = (lower(model, name, **SMALL)[0].compile() for name in ("prefill", "decode"))
     # A compiled program refuses arguments of other shapes, dtypes or structure.
     state = prefill(call.strategy, bare, call.inputs, call.settings)

@@ -12,7 +12,7 @@ from compiling import compiled_as_users
 from conformance_runs import model
 
 from jaxllm.cache.attention_view import make_view, mask_array
-from jaxllm.generation.generate import prepare_call, program_model, run_prefill
+from jaxllm.generation.generate import prepare_call, run_prefill
 from jaxllm.generation.loop import decode_program, prefill_program
 from jaxllm.nn.block import Context
 
@@ -84,8 +84,8 @@ def compilations(call) -> list[str]:
 def started(name: str, ids, mask, **fields) -> tuple[Any, Any, Any]:
     """The model as the programs run it, the prepared call, and the state after prefill."""
     call = prepare_call(model(name), ids, mask, None, 0, fields)
-    bare = program_model(call)
-    return bare, call, run_prefill(bare, call, prefill_program)
+    bare = call.model
+    return bare, call, run_prefill(call, prefill_program)
 
 
 def compiled_loop(bare, call, state) -> str:

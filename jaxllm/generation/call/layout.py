@@ -26,6 +26,7 @@ from jaxllm.generation.inputs.values import HostArray, any_traced, bucket, int_l
 from jaxllm.generation.request import Request
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.resolve import MAX_COLUMNS
+from jaxllm.generation.strategies.guidance import NegativePrompt
 from jaxllm.generation.strategies.strategy import AnyStrategy, PrefillInputs
 
 
@@ -130,6 +131,9 @@ def prefill_inputs(
 ) -> PrefillInputs:
     """The padded arrays of a call that starts with an empty cache."""
     sequences, mask, last_column = sequence_buffers(padded, request.new_token_bucket, request.pad)
+    negative = request.negative
+    if negative is not None:
+        negative = NegativePrompt.of(negative.pad_to(request.width, request.pad))
     return PrefillInputs(
         decoder_inputs=request.decoder_inputs(padded),
         encoder_inputs=request.encoder_arguments,
@@ -140,6 +144,7 @@ def prefill_inputs(
         last_column=last_column,
         keys=keys,
         cache_kind=kind,
+        negative=negative,
     )
 
 

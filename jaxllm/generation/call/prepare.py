@@ -37,7 +37,7 @@ from jaxllm.generation.request import (
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.resolve import checked_lengths, checked_pad, merged_config
 from jaxllm.generation.stopping import MaxTimeCriteria, build_criteria
-from jaxllm.generation.strategies.guidance import NegativePrompt, negative_prompt
+from jaxllm.generation.strategies.guidance import negative_prompt
 from jaxllm.generation.strategies.strategy import AnyStrategy, DecodeSettings, PrefillInputs
 from jaxllm.models.decoder import FlatModel, GenerativeModel, checked_generative
 from jaxllm.models.decoder_only import with_rope_length
@@ -60,8 +60,6 @@ class PreparedCall:
     strategy: AnyStrategy
     inputs: PrefillInputs
     """The prompts, padded to buckets."""
-    negative: NegativePrompt | None
-    """The unconditional contexts of classifier-free guidance, padded to the prompts' bucket."""
     settings: DecodeSettings
     capacity: int
     """Number of cache slots."""
@@ -89,7 +87,6 @@ class PreparedCall:
             self,
             mesh=mesh,
             inputs=put_rows(dataclasses.replace(self.inputs, cache_kind=cache_kind), mesh),
-            negative=put_rows(self.negative, mesh),
             settings=put_everywhere(self.settings, mesh),
             strategy=put_everywhere(self.strategy, mesh),
         )
@@ -147,7 +144,6 @@ def prepare_call(
         model=flat,
         strategy=strategy,
         inputs=inputs,
-        negative=padded_negative_prompt(request),
         settings=settings,
         capacity=capacity,
         chunk_size=chunk_size,
@@ -220,13 +216,6 @@ def check_past_support(request: Request, strategy: AnyStrategy, past: PastKeyVal
         )
 
 
-def padded_negative_prompt(request: Request) -> NegativePrompt | None:
-    """The unconditional contexts padded to the prompt's bucket; None without guidance."""
-    if request.negative is None:
-        return None
-    return NegativePrompt.of(request.negative.pad_to(request.width, request.pad))
-
-
 def decode_settings(
     request: Request, padded: PaddedBatch
 ) -> tuple[DecodeSettings, tuple[MaxTimeCriteria, ...]]:
@@ -259,6 +248,7 @@ def decode_settings(
         max_length=np.int32(request.max_length),  # pyright: ignore[reportArgumentType]
         stops=stops,
         allow_nonfinite=bool(config.remove_invalid_values),
+        is_guided=request.negative is not None,
         keep_scores=bool(config.output_scores),
         keep_logits=bool(config.output_logits),
         keep_hidden_states=bool(config.output_hidden_states),

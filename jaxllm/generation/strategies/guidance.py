@@ -57,7 +57,6 @@ class NegativePrompt:
         )
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Guided:
     """A decoder-only model that also decodes unconditional contexts, with a `Decoder`'s methods.
@@ -67,7 +66,8 @@ class Guided:
     """
 
     model: Decoder
-    negative: NegativePrompt
+    negative: NegativePrompt | None = None
+    """Needed in prefill only."""
     is_encoder_decoder = False
 
     @property
@@ -123,6 +123,7 @@ class Guided:
             cache = cache.replace(length=concatenate_rows(length, length))
         unconditional = (tokens, mask, logits_column)
         if cache_is_empty:
+            assert self.negative is not None
             negative = self.negative.padded(mask.shape[1])
             unconditional = (negative.tokens, negative.mask, negative.last_column)
             if inputs_embeds is not None:
@@ -157,6 +158,7 @@ class Guided:
     ) -> DecodeOutput:
         """Runs the new part of a conversation, and unconditional contexts in additional rows."""
         negative, rows = self.negative, mask.shape[0]
+        assert negative is not None
         conditional = self.model.decode(tokens, mask, cache, **options)
         options.update(logits_column=negative.last_column, inputs_embeds=None)
         empty = cache.truncate(jnp.zeros((rows,), jnp.int32))

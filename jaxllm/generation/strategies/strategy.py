@@ -24,6 +24,7 @@ from jaxllm.cache.variants import PLAIN, CacheKind
 from jaxllm.common.errors import NonFiniteError
 from jaxllm.generation.processors import ForcedEOSTokenLogitsProcessor, LogitsProcessorList
 from jaxllm.generation.stopping import StoppingCriteriaList
+from jaxllm.generation.strategies.guidance import NegativePrompt
 from jaxllm.generation.strategies.records import Records
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.outputs import DecodeOutput
@@ -62,6 +63,8 @@ class PrefillInputs:
     the number of the row and the number of the sample, from which `with_random_keys` makes them.
     Zeros where no row draws."""
     cache_kind: CacheKind = PLAIN
+    negative: NegativePrompt | None = None
+    """Unconditional contexts of classifier-free guidance, padded to the prompts' bucket."""
     past_cache: Cache | None = None
     """Cache of an earlier call. `decoder_inputs` and `last_column` then describe only the new
     columns, padded on the right, and `cache_len` counts the real columns of each row, old and
@@ -98,6 +101,8 @@ class DecodeSettings:
     padded: bool = dataclasses.field(default=True, metadata={"static": True})
     """False if all rows start at column 0, as in batch slots: processors and criteria then need no
     mask."""
+    is_guided: bool = dataclasses.field(default=False, metadata={"static": True})
+    """Unconditional contexts are decoded too."""
     keep_scores: bool = dataclasses.field(default=False, metadata={"static": True})
     """`output_scores`."""
     keep_logits: bool = dataclasses.field(default=False, metadata={"static": True})
