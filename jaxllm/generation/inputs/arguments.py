@@ -205,25 +205,21 @@ def check_positions(
 
 def checked_ids(name: str, ids: object, vocab_size: int) -> HostArray:
     """Checks token ids; returns int32 [batch, length], a NumPy array unless traced."""
-    checked = check.checked_token_ids(name, ids, vocab_size)
-    if not check.has_known_sizes(checked.shape):
+    array = check.checked_token_ids(name, ids, vocab_size)
+    if not check.has_known_sizes(array.shape):
         raise InputError(
-            f"{name}: generate needs the numbers of rows and columns, found {checked.shape}; "
+            f"{name}: generate needs the numbers of rows and columns, found {array.shape}; "
             "export it for each size of a batch"
         )
-    return checked.astype(jnp.int32) if is_traced(checked) else checked
+    return array.astype(jnp.int32) if is_traced(array) else array
 
 
 def checked_mask(mask: object, shape: tuple[int, ...], name: str = "attention_mask") -> HostArray:
     """Checks for a mask of ``shape`` with a real token in every row; returns it as bool."""
-    checked = check.mask_of(name, mask, shape)
-    if is_traced(checked):
-        return checked
-    host = np.asarray(checked)
-    if not host.any(axis=1).all():
-        row = int(np.argmin(host.any(axis=1)))
-        raise InputError(f"{name}: row {row} has no real token")
-    return host
+    is_real = check.mask_of(name, mask, shape)
+    if not is_traced(is_real) and not (has_token := is_real.any(axis=1)).all():
+        raise InputError(f"{name}: row {int(np.argmin(has_token))} has no real token")
+    return is_real
 
 
 def checked_types(
@@ -267,8 +263,8 @@ def padded_rows(
 def checked_embeds(embeds: object, width: int) -> HostArray:
     """Checks `inputs_embeds`; returns a NumPy array unless traced, so that padding compiles
     nothing."""
-    checked = check.checked_embeddings("inputs_embeds", embeds, width)
-    return checked if is_traced(checked) else np.asarray(checked)
+    array = check.checked_embeddings("inputs_embeds", embeds, width)
+    return array if is_traced(array) else np.asarray(array)
 
 
 def pad_right(x: HostArray, extra: int, value: float) -> HostArray:

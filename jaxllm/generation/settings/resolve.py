@@ -135,9 +135,8 @@ def check_for_use(config: GenerationConfig) -> GenerationConfig:
         in_use = config.do_sample or (name == "top_k" and is_contrastive(config))
         if field.only_sampling and in_use:
             checked_value(field, value, "the model's files", ConfigError)
-        if field.supported is None:
-            continue
-        if not isinstance(value, np.ndarray | jax.Array) and value in field.supported:
+        is_array = isinstance(value, np.ndarray | jax.Array)
+        if field.supported is None or (not is_array and value in field.supported):
             continue
         if field.execution and name not in config.explicit:
             ineffective.add(name)
