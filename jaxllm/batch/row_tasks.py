@@ -217,7 +217,12 @@ class RowScorer(RowTask[Pair, tuple[np.ndarray, ...]]):
                     self._tokenizer.check_not_blank(text, name)
             if isinstance(row_input.completion, str):
                 model = self._with_language(row_input.tgt_lang)
-        prompt, completion = self._prompt_ids(row_input), self._completion(row_input, model)
+        # A causal model continues the prompt's tokens with the completion, so they have no end
+        # token; an encoder reads the end token that its tokenizer adds.
+        ends = model.is_encoder_decoder
+        encode = Tokenizer.encode if ends else Tokenizer.encode_beginning
+        prompt = self._prompts.ids(row_input, encode)
+        completion = self._completion(row_input, model)
         if completion is None:
             prompt, completion = self._split(row_input)
         return make_pair(model, row.index, prompt, completion)
@@ -249,12 +254,6 @@ class RowScorer(RowTask[Pair, tuple[np.ndarray, ...]]):
         elif row.tgt_lang is not None:
             raise InputError("tgt_lang: has no effect on a completion of token ids; leave it out")
         return checked_ids("completion", np.array([ids]), self._model.config.vocab_size)[0]
-
-    def _prompt_ids(self, row: ScoreInput) -> Int[np.ndarray, " T"]:
-        """The prompt's tokens. A causal model continues them with the completion, so they have no
-        end token; an encoder reads the end token that its tokenizer adds."""
-        ends = self._model.is_encoder_decoder
-        return self._prompts.ids(row, Tokenizer.encode if ends else Tokenizer.encode_beginning)
 
     def _split(self, row: ScoreInput) -> tuple[np.ndarray, np.ndarray]:
         """Prompt and completion of one text: the completion begins where the tokens differ from

@@ -15,6 +15,7 @@ from jaxllm.batch.tables.columns import ColumnChoice
 from jaxllm.batch.tables.source import EXAMPLE, OpenAIRequests, Source
 from jaxllm.batch.tables.table import (
     BOM,
+    CONTENT,
     MAX_INPUT_BYTES,
     ArrowTable,
     CsvTable,
@@ -23,7 +24,6 @@ from jaxllm.batch.tables.table import (
     ParquetTable,
     Table,
     checked_delimiter,
-    first_nonblank,
 )
 from jaxllm.common.errors import (
     DataError,
@@ -158,8 +158,8 @@ def check_content(name: str, data: bytes, kind: str) -> None:
     content = next((label for magic, label in _MAGIC.items() if data.startswith(magic)), None)
     if content is None and b"\0" in data[:4096]:
         content = "binary data"
-    first = first_nonblank(data, len(BOM) if data.startswith(BOM) else 0)
-    start = b"" if first is None else data[first : first + 1]
+    first = CONTENT.search(data, len(BOM) if data.startswith(BOM) else 0)
+    start = b"" if first is None else data[first.start() : first.start() + 1]
     if content is None and start == b"{" and kind not in ("JSONL", "Parquet"):
         content = "JSONL"
     if content is None and start == b"[" and kind == "JSONL":

@@ -67,7 +67,7 @@ class Source:
         *,
         keeps_types: bool = False,
     ) -> None:
-        self.choice = choice
+        self.choice, self.name, self.unit = choice, table.name, table.unit
         columns = table.column_names()
         used: list[str] = []
         self._kept: list[str] = []
@@ -96,14 +96,6 @@ class Source:
         """The kept columns whose cells are read."""
         self.copies = {choice.keep_prefix + name: name for name in self._kept}
         """The kept columns, by their names in the output."""
-
-    @property
-    def name(self) -> str:
-        return self.table.name
-
-    @property
-    def unit(self) -> str:
-        return self.table.unit
 
     def __len__(self) -> int:
         return len(self.table)
@@ -245,7 +237,8 @@ class OpenAIRequests(Source):
             raise InputError(
                 f"{flag}: {table.name} is an OpenAI batch file, with prompts in `body`"
             )
-        self.table, self.choice, self.sha256 = table, choice, table.sha256()
+        self.choice, self.name, self.unit = choice, table.name, table.unit
+        self.table, self.sha256 = table, table.sha256()
         self.columns = ["id", "custom_id", "response", "error"]
 
     def row(self, index: int) -> RawRow:

@@ -28,6 +28,8 @@ MAX_ROW_BYTES = 2**24
 MAX_ROWS = 2**22
 """Most rows of an input."""
 BOM = b"\xef\xbb\xbf"
+CONTENT = re.compile(rb"\S[^\n]*")
+"""The rest of a line that is not blank, from its first byte that is no white space."""
 _LINE = re.compile(rb"[^\r\n]+(?:\r\n?|\n)?|\r\n?|\n")
 """A line with its end; the last one may have none."""
 _MAX_LINES = 2**24
@@ -133,15 +135,12 @@ class JsonLines(LineTable):
 
     def __init__(self, name: str, data: bytes) -> None:
         super().__init__(name, data)
-        start = len(BOM) if data.startswith(BOM) else 0
-        number = 1
-        while (first := first_nonblank(data, start)) is not None:
-            number += data.count(b"\n", start, first)
-            start = max(start, data.rfind(b"\n", start, first) + 1)
-            stop = data.find(b"\n", start)
-            stop = len(data) if stop < 0 else stop
-            self._add_row(number, start, stop)
-            number, start = number + 1, stop + 1
+        number, start = 1, len(BOM) if data.startswith(BOM) else 0
+        for content in CONTENT.finditer(data, start):
+            number += data.count(b"\n", start, content.start())
+            start = max(start, data.rfind(b"\n", start, content.start()) + 1)
+            self._add_row(number, start, content.end())
+            start = content.end()
 
     def column_names(self) -> list[str]:
         """The keys of all lines, in the order in which they appear."""
@@ -180,23 +179,6 @@ class JsonLines(LineTable):
         if not isinstance(raw, dict):
             raise DataError(f"line {number}: is {type(raw).__name__}, not an object")
         return raw
-
-
-def first_nonblank(data: bytes, start: int = 0) -> int | None:
-    """Position of the first byte from `start` on that is no white space; None if there is none.
-
-    Looks at blocks, since blank lines may take any number of bytes.
-
-    >>> first_nonblank(b" \\n a"), first_nonblank(b"a ", 1)
-    (3, None)
-    """
-    size = 64
-    while block := data[start : start + size]:
-        rest = block.lstrip()
-        if rest:
-            return start + len(block) - len(rest)
-        start, size = start + size, min(16 * size, 2**20)
-    return None
 
 
 class CsvTable(LineTable):

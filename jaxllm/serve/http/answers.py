@@ -11,7 +11,7 @@ import secrets
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -291,30 +291,28 @@ def prompt_ids(
     """The token ids of prompts, whose texts are in the language `src_lang`.
 
     Args:
+        prompts: all of them texts, or all of them token ids.
         tokenize: encodes texts instead of the tokenizer's call.
 
     Raises:
         InputError: a prompt is empty or too long, or has an id that the model does not know.
     """
-    vocab_size, result = state.engine.model.config.vocab_size, []
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if name == "input" or state.engine.model.is_encoder_decoder:
-        for number, prompt in enumerate(prompts):
-            if isinstance(prompt, str):
-                state.tokenizer.check_not_blank(prompt, f"{name}[{number}]")
-    if src_lang is not None and len(texts) < len(prompts):
-        raise InputError("src_lang: has no effect on token ids; leave it out")
-    encoded: Iterator[list[int]] = iter(())
+    model, texts = state.engine.model, [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts:
+        if name == "input" or model.is_encoder_decoder:
+            for number, text in enumerate(texts):
+                state.tokenizer.check_not_blank(text, f"{name}[{number}]")
         options = {"max_bytes": state.limits.body_bytes, "src_lang": src_lang}
         batch = (tokenize or partial(state.tokenize, "__call__"))(texts, **options)
-        encoded = iter(batch["input_ids"])
-    for prompt in prompts:
-        ids = next(encoded) if isinstance(prompt, str) else list(prompt)
-        if not ids or not all(0 <= token < vocab_size for token in ids):
-            raise InputError(f"{name}: expected one token id or more, from 0 to {vocab_size - 1}")
-        result.append(ids)
-    return result
+        rows: list[list[int]] = batch["input_ids"]
+    elif src_lang is not None:
+        raise InputError("src_lang: has no effect on token ids; leave it out")
+    else:
+        rows = [list(map(int, prompt)) for prompt in prompts]
+    size = model.config.vocab_size
+    if not all(ids and min(ids) >= 0 and max(ids) < size for ids in rows):
+        raise InputError(f"{name}: expected one token id or more, from 0 to {size - 1}")
+    return rows
 
 
 class ChatAnswer(Answer):
