@@ -72,21 +72,8 @@ def call_on_host(
     twice or not at all. An exception in it ends the program (see :func:`reraise_failures`).
 
     Raises:
-        UnsupportedError: a program on several devices is being traced.
-    """
-    check_one_device()
-    if not any_traced(arrays):
-        return jnp.asarray(function(*map(np.asarray, arrays)), result.dtype)
-    return jax.pure_callback(record_failures(function), result, *arrays, vmap_method="sequential")
-
-
-def check_one_device() -> None:
-    """Checks, while tracing a program with host callbacks, that it runs on one device.
-
-    On several, a device in a callback and devices waiting for it in an all-reduce may deadlock.
-
-    Raises:
-        UnsupportedError: the current mesh has several devices.
+        UnsupportedError: the current mesh has several devices. A device in a callback and devices
+            waiting for it in an all-reduce may deadlock.
     """
     mesh = context_mesh()
     if mesh is not None and mesh.size > 1:
@@ -95,6 +82,9 @@ def check_one_device() -> None:
             f"grammars cannot run in programs of several devices (mesh {dict(mesh.shape)}); load "
             "the model without mesh="
         )
+    if not any_traced(arrays):
+        return jnp.asarray(function(*map(np.asarray, arrays)), result.dtype)
+    return jax.pure_callback(record_failures(function), result, *arrays, vmap_method="sequential")
 
 
 def record_failures(function: Callable[P, T]) -> Callable[P, T]:

@@ -2,7 +2,7 @@
 the length.
 
 Lengths count as in transformers: the whole row, prompt and padding included (for T5 the decoder's
-row, which starts with one token). See ``length`` in :class:`LogitsProcessor`.
+row, which starts with one token). See ``length`` in :class:`History`.
 """
 
 from __future__ import annotations
