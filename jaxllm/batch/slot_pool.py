@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from jaxllm.batch.counts import BatchCounts
-from jaxllm.batch.row_groups import Group, Task, prompt_rows
+from jaxllm.batch.row_groups import Group, Task, prefill_batch, prompt_rows
 from jaxllm.batch.slots import (
     DecodeProgress,
     PromptRows,
@@ -82,6 +82,7 @@ class SlotPool:
         few: slots that are decoded alone while the others are free; None: all always are.
 
     Attributes:
+        sizes: of the slots.
         tasks: the task in each slot; None: the slot is free.
     """
 
@@ -95,7 +96,7 @@ class SlotPool:
         mesh: Mesh | None,
         few: int | None = None,
     ) -> None:
-        self._model, self._group, self._sizes, self._counts = model, group, sizes, counts
+        self._model, self._group, self.sizes, self._counts = model, group, sizes, counts
         self._mesh = mesh
         self.tasks: list[Task | None] = [None] * sizes.slots
         rows = prompt_rows([plain], group, sizes, plain.width)
@@ -140,14 +141,18 @@ class SlotPool:
         """True if a slot has a task."""
         return any(task is not None for task in self.tasks)
 
+    def rows_of(self, tasks: Sequence[Task]) -> PromptRows:
+        """The rows of some tasks of one bucket, for `prefill`; they are on the host."""
+        return prefill_batch(tasks, self._group, self.sizes)
+
     def prefill(self, tasks: Sequence[Task], rows: PromptRows) -> None:
         """Prefills the prompts of some tasks of one bucket, and puts the tasks into free slots.
 
         Args:
             tasks: no more than there are free slots.
-            rows: those of the tasks, as `prefill_batch` returns them.
+            rows: those of the tasks.
         """
-        slot_ids = np.full(self._sizes.prefill_rows, self._sizes.slots, np.int32)
+        slot_ids = np.full(self.sizes.prefill_rows, self.sizes.slots, np.int32)
         slot_ids[: len(tasks)] = self.free[: len(tasks)]
         for slot, task in zip(slot_ids, tasks, strict=False):
             self.tasks[slot] = task
@@ -158,13 +163,13 @@ class SlotPool:
                 self._all_slots(),
                 rows,
                 slot_ids,
-                new_token_bucket=self._sizes.new_token_bucket,
+                new_token_bucket=self.sizes.new_token_bucket,
             )
         wait_on_cpu_mesh(self.slots)
-        count, width = self._sizes.prefill_rows, tasks[0].width
+        count, width = self.sizes.prefill_rows, tasks[0].width
         self._counts.prefill_tokens += sum(len(task.row.input_ids) for task in tasks)
         self._counts.prefill_columns += count * width
-        self._count_call(f"prefill {count} x {width} into", self._sizes)
+        self._count_call(f"prefill {count} x {width} into", self.sizes)
 
     def extend_prompt(self, cache: Cache, tokens: Int[np.ndarray, " T"], start: int) -> Cache:
         """Prefills a chunk of a prompt after the first `start` columns of its cache."""
@@ -189,7 +194,7 @@ class SlotPool:
         """
         slot = self.free[0]
         self.tasks[slot] = task
-        rows = prompt_rows([task], self._group, self._sizes, self._sizes.columns)
+        rows = prompt_rows([task], self._group, self.sizes, self.sizes.columns)
         with use_mesh(self._mesh):
             self.slots, cache = prefill_rest(
                 self._model,
@@ -201,7 +206,7 @@ class SlotPool:
                 width=width,
             )
         self._counts.prefill_columns += width
-        self._count_call(f"prefill rest {width} into", self._sizes)
+        self._count_call(f"prefill rest {width} into", self.sizes)
         return cache
 
     def decode(self, free_slots: int, max_steps: int) -> DecodeProgress:
@@ -211,7 +216,7 @@ class SlotPool:
         further."""
         last_busy = max((i for i, task in enumerate(self.tasks) if task is not None), default=-1)
         slots = self._first_slots(last_busy + 1)
-        return self._decode(slots, free_slots - (self._sizes.slots - slots.count), max_steps)
+        return self._decode(slots, free_slots - (self.sizes.slots - slots.count), max_steps)
 
     def run_decode_programs(self) -> None:
         """Runs each program of decoding once, without a step."""
@@ -220,7 +225,7 @@ class SlotPool:
 
     def _decode(self, slots: Slots, free_slots: int, max_steps: int) -> DecodeProgress:
         platform = platform_of_arrays(slots.state.reason)
-        sizes = self._sizes.with_slots(slots.count)
+        sizes = self.sizes.with_slots(slots.count)
         self._counts.doing = f"decoding {slots.count} rows at once"
         with use_mesh(self._mesh):
             self.slots, progress = decode_slots(

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.batch.counts import BatchCounts
-from jaxllm.batch.row_groups import FinishedSequence, Group, Task, prefill_batch
+from jaxllm.batch.row_groups import FinishedSequence, Group, Task
 from jaxllm.batch.rows import BatchRow
 from jaxllm.batch.slot_pool import SlotPool
 from jaxllm.batch.slots import PromptRows, Sizes
@@ -86,11 +86,10 @@ class TaskRun:
         counts: BatchCounts,
         mesh: Mesh | None,
     ) -> None:
-        self._group, self._sizes = group, sizes
+        self._pool = SlotPool(model, group, sizes, tasks[0], counts, mesh)
         self._queue = Queue(tasks)
         self._finished: list[FinishedSequence] = []
         self._next_batch = self._take_next_batch()
-        self._pool = SlotPool(model, group, sizes, tasks[0], counts, mesh)
 
     def leftover(self) -> tuple[list[FinishedSequence], list[Task]]:
         """After a failure: sequences that had ended, and tasks that wait or were in a slot."""
@@ -105,7 +104,7 @@ class TaskRun:
             if not self._pool.busy:
                 break
             next_batch = self._next_batch
-            free_slots = self._sizes.slots if next_batch is None else len(next_batch[0])
+            free_slots = self._pool.sizes.slots if next_batch is None else len(next_batch[0])
             progress = self._pool.decode(free_slots, MAX_STEPS)
             self._next_batch = self._next_batch or self._take_next_batch()
             yield from self._take_finished()
@@ -127,8 +126,8 @@ class TaskRun:
 
     def _take_next_batch(self) -> tuple[list[Task], PromptRows] | None:
         """The next tasks and their rows, ready for `prefill`."""
-        tasks = self._queue.take(self._sizes.prefill_rows)
-        return (tasks, prefill_batch(tasks, self._group, self._sizes)) if tasks else None
+        tasks = self._queue.take(self._pool.sizes.prefill_rows)
+        return (tasks, self._pool.rows_of(tasks)) if tasks else None
 
 
 def _sequences(task: Task, result: Result, slot: int) -> list[FinishedSequence]:

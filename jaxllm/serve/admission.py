@@ -16,16 +16,15 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from jaxllm.batch.row_groups import prefill_batch
 from jaxllm.batch.slot_pool import SlotPool
-from jaxllm.batch.slots import Sizes, empty_arrays, prompt_cache_shapes
+from jaxllm.batch.slots import empty_arrays, prompt_cache_shapes
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.common.hardware import default_device, nbytes
 from jaxllm.generation.inputs.arguments import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.models.decoder import GenerativeModel
-from jaxllm.serve.live_tasks import LiveGroup, LiveTask
+from jaxllm.serve.live_tasks import LiveTask
 
 DEFAULT_CHUNK_SIZE = {"cpu": 256}
 DEFAULT_ACCELERATOR_CHUNK_SIZE = 512
@@ -242,10 +241,8 @@ class Admission:
         counts: of kept prefixes.
     """
 
-    def __init__(
-        self, pool: SlotPool, group: LiveGroup, sizes: Sizes, options: PrefillOptions
-    ) -> None:
-        self._pool, self._group, self._sizes = pool, group, sizes
+    def __init__(self, pool: SlotPool, options: PrefillOptions) -> None:
+        self._pool = pool
         self._chunk_size = options.chunk_size
         self._partial: PartialPrompt | None = None
         """The first task that waits, once a part of its prompt is prefilled."""
@@ -295,7 +292,7 @@ class Admission:
             self.waiting.append(task)
             self._prefill_rest(PartialPrompt(task, empty, 0))
             yield
-        if self._sizes.columns > self._chunk_size:
+        if self._pool.sizes.columns > self._chunk_size:
             prompt = tasks[-1].row.input_ids
             self._pool.extend_prompt(empty, prompt[:1].repeat(self._chunk_size), 0)
 
@@ -349,7 +346,7 @@ class Admission:
         task, prompt = partial.task, partial.task.row.input_ids
         width = bucket(len(prompt) - partial.length, SMALLEST_BUCKET)
         # The padded rest must end before the last column, if need be with tokens that are cached.
-        start = min(partial.length, self._sizes.columns - width)
+        start = min(partial.length, self._pool.sizes.columns - width)
         cache = self._pool.prefill_rest(task, partial.cache, start, width)
         self.waiting.popleft()
         self._partial = None
@@ -361,8 +358,8 @@ class Admission:
 
     def _prefill_batch(self) -> int:
         """Prefills the first task's prompt and others of its bucket into slots."""
-        tasks = self._next_tasks(min(self._sizes.prefill_rows, len(self._pool.free)))
-        self._pool.prefill(tasks, prefill_batch(tasks, self._group, self._sizes))
+        tasks = self._next_tasks(min(self._pool.sizes.prefill_rows, len(self._pool.free)))
+        self._pool.prefill(tasks, self._pool.rows_of(tasks))
         self._note(tasks)
         return tasks[0].width
 

@@ -91,16 +91,16 @@ class LiveRun:
         prefill: PrefillOptions,
         few: int | None,
     ) -> None:
-        self._sizes, self._mesh, self._vocab = sizes, mesh, group.vocab_size
+        self._mesh, self._vocab = mesh, group.vocab_size
         self._steps_per_call = group.window
         self._pool = SlotPool(model, group, sizes, plain, counts, mesh, few)
-        self._admission = Admission(self._pool, group, sizes, prefill)
+        self._admission = Admission(self._pool, prefill)
         self._prefill_is_next = True
 
     @property
     def slots(self) -> int:
         """Number of slots."""
-        return self._sizes.slots
+        return self._pool.sizes.slots
 
     @property
     def waiting(self) -> int:
@@ -178,7 +178,7 @@ class LiveRun:
     def _decode(self, steps: int) -> list[tuple[LiveTask, Chunk]]:
         """Decodes; stops early if a slot is free for a task that waits."""
         pool, waiting = self._pool, self._admission.waiting
-        free_slots = len(pool.free) + 1 if waiting else self._sizes.slots
+        free_slots = len(pool.free) + 1 if waiting else pool.sizes.slots
         return self._collect(jax.device_get(pool.decode(free_slots, steps)))
 
     def _write_masks(self) -> list[tuple[LiveTask, Chunk]]:
