@@ -197,20 +197,23 @@ def read_content(name: str) -> bytes:
     return _decompressed(name, data, says_gzip=path.suffix.lower() == ".gz")
 
 
-def _limited(source: str, file: BinaryIO | gzip.GzipFile) -> bytes:
+def _limited(source: str, file: BinaryIO | gzip.GzipFile, *, counted: bool = False) -> bytes:
     """All bytes of a file; it may be a pipe or a device, which has no size.
 
     Args:
         source: what has them, as the beginning of a message.
+        counted: only count them, and return none.
     """
-    content = io.BytesIO()
+    content, size = io.BytesIO(), 0
     while chunk := file.read(_CHUNK):
-        content.write(chunk)
-        if content.tell() > MAX_INPUT_BYTES:
+        size += len(chunk)
+        if size > MAX_INPUT_BYTES:
             raise DataError(
                 f"{source} more than {MAX_INPUT_BYTES} bytes; split it into several files, a job "
                 "for each"
             )
+        if not counted:
+            content.write(chunk)
     return content.getvalue()
 
 
@@ -227,7 +230,10 @@ def _decompressed(name: str, data: bytes, *, says_gzip: bool | None) -> bytes:
         raise DataError(f"{name}: is compressed by gzip; rename it to {name}.gz")
     try:
         with gzip.open(io.BytesIO(data)) as file:
-            return _limited(f"{name}: decompresses to", file)
+            # A small file that decompresses to too much takes no memory.
+            _limited(f"{name}: decompresses to", file, counted=True)
+            file.seek(0)
+            return file.read()
     except (EOFError, OSError, zlib.error) as failure:
         raise DataError(f"{name}: damaged gzip data ({failure}); fetch it again") from None
 
