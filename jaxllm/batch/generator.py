@@ -349,7 +349,7 @@ class BatchGenerator:
         for batch in static_batches(row for row in rows if not fits_slots(row)):
             yield from run_static_batch(self._model, self.tokenizer, batch, *options)
 
-    def _groups(self, rows: Iterable[BatchRow]) -> list[Group]:
+    def _groups(self, rows: Iterable[BatchRow]) -> Iterator[Group]:
         """The groups of the rows that run in slots."""
         vocab_size = self.model.config.vocab_size
         return groups(filter(fits_slots, rows), vocab_size, self.tokenizer, self.mesh)

@@ -8,7 +8,8 @@ program applies it to all rows, with the neutral value (`Field.neutral`) for the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -277,8 +278,10 @@ def groups(
     vocab_size: int,
     tokenizer: Tokenizer | None = None,
     mesh: Mesh | None = None,
-) -> list[Group]:
+) -> Iterator[Group]:
     """Groups rows by the programs that they need; most batches are one group.
+
+    One group at a time has the tables of its stop strings on the devices.
 
     Args:
         tokenizer: None if no row has stop strings.
@@ -289,7 +292,7 @@ def groups(
     by_strategy: dict[Hashable, list[BatchRow]] = {}
     for row in rows:
         by_strategy.setdefault(_strategy_key(row), []).append(row)
-    result: list[Group] = []
+    numbers = itertools.count()
     for strategy_rows in by_strategy.values():
         shared_fields = used_fields(strategy_rows)
         sampling = any(row.config.do_sample for row in strategy_rows)
@@ -301,8 +304,8 @@ def groups(
                     for strings in lists
                     if tokenizer is not None  # `RowReader` refuses stop strings without one
                 }
-                group = Group(
-                    number=len(result),
+                yield Group(
+                    number=next(numbers),
                     rows=tuple(group_rows),
                     vocab_size=vocab_size,
                     sampling=sampling,
@@ -310,8 +313,6 @@ def groups(
                     eos_width=bucket(max(len(row.eos) for row in group_rows), 8),
                     stops=stops,
                 )
-                result.append(group)
-    return result
 
 
 def _strategy_key(row: BatchRow) -> Hashable:

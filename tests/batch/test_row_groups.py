@@ -64,7 +64,7 @@ def test_rows_of_one_program_may_differ_in_per_row_fields():
     for name, value in {**PER_ROW, "bad_words_ids": [[7]]}.items():
         rows = [{"input_ids": [3, 4], **fields} for fields in ({name: value}, {}, {name: None})]
         read = [reader.read(RawRow(i, i, row)) for i, row in enumerate(rows)]
-        found = groups(read, MODEL.config.vocab_size)
+        found = list(groups(read, MODEL.config.vocab_size))
         if name in PER_ROW:
             assert [name in group.shared_fields for group in found] == [True], name
         else:
