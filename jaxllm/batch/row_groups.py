@@ -281,7 +281,7 @@ def groups(
 ) -> Iterator[Group]:
     """Groups rows by the programs that they need; most batches are one group.
 
-    One group at a time has the tables of its stop strings on the devices.
+    The tables of a group's stop strings are put on the devices when its turn comes.
 
     Args:
         tokenizer: None if no row has stop strings.

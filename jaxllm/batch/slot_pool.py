@@ -142,7 +142,7 @@ class SlotPool:
         return any(task is not None for task in self.tasks)
 
     def rows_of(self, tasks: Sequence[Task]) -> PromptRows:
-        """The rows of some tasks of one bucket, for `prefill`; they are on the host."""
+        """The rows of some tasks of one bucket, for `prefill`."""
         return prefill_batch(tasks, self._group, self.sizes)
 
     def prefill(self, tasks: Sequence[Task], rows: PromptRows) -> None:

@@ -109,8 +109,11 @@ class Sizes:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PromptRows:
-    """R prompts to prefill and write into slots: host arrays with a row axis, and the tables of
-    stopping criteria, which all rows of a program share."""
+    """R prompts to prefill and write into slots.
+
+    Arrays are on the host and have a row axis, but for the tables of stop strings, which are on the
+    devices and shared by all rows of a program.
+    """
 
     strategy: AnyStrategy
     settings: DecodeSettings

@@ -34,14 +34,13 @@ from jaxllm.generation.call.prepare import (
 from jaxllm.generation.inputs.arguments import TokenRows
 from jaxllm.generation.loop import (
     decode,
-    decode_arguments,
     decode_program,
     finish,
     finish_program,
     of_flat_model,
     prefill,
     prefill_program,
-    run_decode,
+    steps_of,
 )
 from jaxllm.generation.processors.host import reraise_failures
 from jaxllm.generation.settings.config import GenerationConfig
@@ -49,6 +48,7 @@ from jaxllm.generation.strategies.beam_search import end_beams
 from jaxllm.generation.strategies.records import check_record_size
 from jaxllm.generation.strategies.strategy import RUNNING, STOP, DecodeState, Result
 from jaxllm.models.decoder import GenerativeModel
+from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.parallel.sharding import use_mesh
 
 Prefilled = TypeVar("Prefilled")
@@ -363,3 +363,14 @@ def run_prefill(call: PreparedCall, program: Callable[..., Prefilled]) -> Prefil
         if predicts_memory:
             check_memory(call, state)
     return program(*arguments, **sizes)
+
+
+def run_decode(call: PreparedCall, state: Prefilled, max_length: int) -> Prefilled:
+    """`decode`, compiled; checks as often as suits the platform whether a row is unfinished."""
+    return decode_program(*decode_arguments(call, state, max_length))
+
+
+def decode_arguments(call: PreparedCall, state: Any, max_length: int) -> tuple[Any, ...]:
+    """Arguments of `decode_program`."""
+    steps = steps_of(call.strategy, call.settings, platform_of_arrays(state.reason))
+    return call.strategy, call.model, state, call.settings, np.int32(max_length), steps

@@ -12,17 +12,14 @@ from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxllm.cache.kv_cache import Cache
-from jaxllm.generation.call.prepare import PreparedCall
 from jaxllm.generation.strategies.guidance import Guided
 from jaxllm.generation.strategies.strategy import (
     RUNNING,
     AnyStrategy,
     DecodeSettings,
-    DecodeState,
     PrefillInputs,
     Result,
     S,
@@ -34,7 +31,6 @@ from jaxllm.models.outputs import DecodeOutput
 from jaxllm.nn.block import StackOutput
 from jaxllm.nn.platform.decoding import steps_between_checks
 from jaxllm.parallel.field_axes import constrain_fields
-from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.parallel.sharding import constrain
 
 T = TypeVar("T")
@@ -252,17 +248,6 @@ decode_program = jax.jit(
     of_flat_model(decode), static_argnames=("steps",), donate_argnames=("state",)
 )
 finish_program = jax.jit(finish)
-
-
-def run_decode(call: PreparedCall, state: S, max_length: int) -> S:
-    """`decode`, compiled; checks as often as suits the platform whether a row is unfinished."""
-    return decode_program(*decode_arguments(call, state, max_length))
-
-
-def decode_arguments(call: PreparedCall, state: DecodeState, max_length: int) -> tuple[Any, ...]:
-    """Arguments of `decode_program`."""
-    steps = steps_of(call.strategy, call.settings, platform_of_arrays(state.reason))
-    return call.strategy, call.model, state, call.settings, np.int32(max_length), steps
 
 
 def steps_of(strategy: AnyStrategy, settings: DecodeSettings, platform: str) -> int:

@@ -187,8 +187,8 @@ class EosTokenCriteria(StoppingCriteria):
         store(self, eos_token_id=id_table(type(self).__name__, "eos_token_id", eos_token_id))
 
     def reached(self, history: History, scores: Scores | None) -> Done:
-        newest, is_running = history.newest()
-        return jnp.any(is_running & (newest == self.eos_token_id), axis=1)
+        newest, _ = history.newest()
+        return jnp.any((history.length > 0) & (newest == self.eos_token_id), axis=1)
 
 
 @stopping_criterion(static=("fn",))

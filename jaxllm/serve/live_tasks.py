@@ -45,7 +45,7 @@ class TokenMaskLogitsProcessor(LogitsProcessor):
     """Forbids all tokens but those of a mask, which the host writes before each step."""
 
     bits: UInt32[Array, "R W"]
-    """The allowed tokens, as `allowed_tokens.pack` packs them."""
+    """The allowed tokens, as `pack_bits` packs them."""
 
     def __init__(self, bits: UInt32[np.ndarray, " W"]) -> None:
         store(self, bits=bits[None])

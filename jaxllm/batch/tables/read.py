@@ -233,7 +233,7 @@ def _decompressed(name: str, data: bytes, *, says_gzip: bool | None) -> bytes:
             # A small file that decompresses to too much takes no memory.
             _limited(f"{name}: decompresses to", file, counted=True)
             file.seek(0)
-            return file.read()
+            return _limited(f"{name}: decompresses to", file)
     except (EOFError, OSError, zlib.error) as failure:
         raise DataError(f"{name}: damaged gzip data ({failure}); fetch it again") from None
 

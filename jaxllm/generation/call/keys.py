@@ -57,7 +57,9 @@ def row_keys(
     seed: Any = to_scalar(key)
     if is_integer(seed) and not 0 <= seed < 2**32:  # JAX drops higher bits
         raise InputError(f"key: a seed is from 0 to 2**32 - 1, found {quoted(seed)}")
-    if not sampling and (seed is None or is_integer(seed)):
+    if not (seed is None or is_integer(seed)):
+        seed = _typed_key(seed)
+    if not sampling:
         zeros: Any = np.zeros((batch * samples, 3), np.uint32)
         return zeros
     if seed is None:

@@ -128,14 +128,14 @@ def prepare_call(
     check_assistant_inputs(request)
     check_past_support(request, strategy, past)
     flat = FlatModel.of(with_rope_length(model, arguments.rope_length))
-    leaves = (request.prompt, request.negative, request.encoder_input, settings, strategy)
+    leaves = (request.prompt, request.negative, request.encoder_input, settings, strategy, key)
     traced, mesh = any_traced(*leaves, flat.leaves[0]), mesh_of(flat)
     keys = row_keys(
         shared_key(key, mesh),
         arguments.row_ids,
         request.batch,
         strategy.keys_per_row,
-        sampling=bool(config.do_sample),
+        sampling=strategy.draws,
         under_jit=traced,
     )
     inputs, capacity, chunk_size = build_layout(request, padded, strategy, keys, past)

@@ -58,18 +58,14 @@ class History(NamedTuple):
         mask: Bool[Array, "B L"] | None = None,
         prompt_len: CurLen = None,
     ) -> Self:
-        def per_sequence(columns: Int[Array, " ..."] | int) -> Int[Array, "#B 1"]:
-            rows = jnp.asarray(columns, jnp.int32).reshape(-1, 1)
-            return rows if len(rows) == 1 else for_sequences(rows, len(ids))
-
         ids = jnp.asarray(input_ids, jnp.int32)
-        length = per_sequence(ids.shape[1] if cur_len is None else cur_len)
+        length = per_sequence(ids.shape[1] if cur_len is None else cur_len, len(ids))
         real = jnp.broadcast_to(jnp.arange(ids.shape[1])[None] < length, ids.shape)
         tokens, size = ids, length
         if mask is not None:
             real &= jnp.asarray(mask, bool)
             tokens, size = align_left(ids, real)
-        prompt = None if prompt_len is None else per_sequence(prompt_len)
+        prompt = None if prompt_len is None else per_sequence(prompt_len, len(ids))
         return cls(ids, real, tokens, size, length, prompt)
 
     @property
@@ -96,6 +92,12 @@ class History(NamedTuple):
         columns = jnp.broadcast_to(columns, (self.tokens.shape[0], columns.shape[1]))
         tokens = jnp.take_along_axis(self.tokens, jnp.maximum(columns, 0), axis=1, mode="clip")
         return tokens, columns >= 0
+
+
+def per_sequence(columns: Int[Array, " ..."] | int, count: int) -> Int[Array, "#B 1"]:
+    """A number of columns for each of `count` sequences, or ``[1, 1]`` if it is one number."""
+    rows = jnp.asarray(columns, jnp.int32)
+    return for_sequences(rows.reshape(-1, 1), count) if rows.ndim else rows.reshape(1, 1)
 
 
 def for_sequences(values: T, count: int) -> T:
@@ -433,7 +435,7 @@ def prompt_length(processor: Any, history: History) -> Int[Array, "#B 1"]:
             f"{type(processor).__name__}: needs `prompt_len`, the number of columns of the prompt: "
             "give it to the processor when it is made"
         )
-    return jnp.reshape(processor.prompt_len, (-1, 1))
+    return per_sequence(processor.prompt_len, len(history.ids))
 
 
 def signature(processors: LogitsProcessorList) -> Hashable:

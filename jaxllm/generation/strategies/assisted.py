@@ -318,6 +318,10 @@ class Assisted(Strategy[AssistedState]):
     """Weight of the model in the mixture of model and draft that decides acceptance."""
 
     @property
+    def draws(self) -> bool:
+        return self.sampling
+
+    @property
     def keys_per_row(self) -> int:
         return self.num_return_sequences
 

@@ -69,6 +69,10 @@ class BeamStrategy(Strategy[S]):
     can_stream: ClassVar[bool] = False
     chooses_in_prefill: ClassVar[bool] = True
 
+    @property
+    def draws(self) -> bool:
+        return False
+
     def cache_slots(self, new_tokens: int) -> int:
         return self.num_beams * new_tokens
 
@@ -265,6 +269,10 @@ class BeamSearch(BeamStrategy[BeamState]):
     """Beam search; with `sampling`, beam sampling."""
 
     sampling: bool = dataclasses.field(metadata={"static": True})
+
+    @property
+    def draws(self) -> bool:
+        return self.sampling
 
     def initial_state(
         self, inputs: PrefillInputs, cache: Cache, new_token_bucket: int

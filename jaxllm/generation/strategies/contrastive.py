@@ -80,6 +80,10 @@ class Contrastive(Strategy[ContrastiveState]):
     """The model runs candidates one by one, in one slot of the cache."""
     can_continue = False
 
+    @property
+    def draws(self) -> bool:
+        return False
+
     def cache_slots(self, new_tokens: int) -> int:
         return new_tokens if self.low_memory else new_tokens + self.k - 1
 

@@ -103,6 +103,10 @@ class Sample(Strategy[SampleState]):
     chooses_in_prefill = True
 
     @property
+    def draws(self) -> bool:
+        return self.sampling
+
+    @property
     def keys_per_row(self) -> int:
         return self.num_return_sequences
 

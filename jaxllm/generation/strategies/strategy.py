@@ -84,7 +84,11 @@ class PrefillInputs:
 @dataclasses.dataclass(frozen=True)
 class DecodeSettings:
     """Settings read by all strategies. Numbers are traced: other end tokens or another length
-    compile nothing."""
+    compile nothing.
+
+    In batch slots the first axis of every array is rows, unless its field declares other axes
+    (`field_axes.axes`), as the tables of stop strings do.
+    """
 
     processors: LogitsProcessorList
     eos: Int[Array, "R E"]
@@ -172,10 +176,11 @@ class Result:
     sequences: Int[Array, "R L"]
     """int32. Prompt and new tokens, then pads."""
     length: Int[Array, ""] | Int[Array, " B"]
-    """Columns of the longest row; in a partial result, columns that are final in every row. In
-    batch slots one number for each."""
+    """Columns of the longest row; in a partial result, columns that are final in every row. The
+    host does not read it of batch slots."""
     steps: Int[Array, ""] | Int[Array, " B"]
-    """New tokens of the longest row: entries in `scores`, `logits` and `records`."""
+    """New tokens of the longest row: entries in `scores`, `logits` and `records`. The host does not
+    read it of batch slots."""
     lengths: Int[Array, " R"]
     """int32. New tokens of each row, the end token included."""
     finish_reasons: Int[Array, " R"]
@@ -279,6 +284,11 @@ class Strategy(Generic[S]):
     extra_decode_options: ClassVar[Mapping[str, Any]] = {}
     """Extra arguments of `Decoder.decode` in prefill; greedy search, sampling and DoLa pass them
     at every step."""
+
+    @property
+    def draws(self) -> bool:
+        """True if it uses random keys; others get zeros in their place."""
+        return True
 
     @property
     def keys_per_row(self) -> int:

@@ -13,6 +13,8 @@ import jaxllm
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import InputError
 from jaxllm.generation.call.keys import row_keys
+from jaxllm.generation.registration import REGISTERED_STRATEGIES, register_strategy
+from jaxllm.generation.strategies.sample import Sample
 
 
 @pytest.mark.ci
@@ -91,3 +93,34 @@ def test_num_return_sequences(name):
     one = jaxllm.generate(model(name), ids, mask, key=2, **fields).sequences
     np.testing.assert_array_equal(out.sequences[::3], one)
     assert (out.sequences[0] != out.sequences[1]).any()
+
+
+@pytest.mark.by_default("1")
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_key_of_greedy_search_compiles_nothing(beams):
+    """Programs are the same without a key, with a seed and with a key of JAX."""
+    fields = {"max_new_tokens": 2, "num_beams": beams, "eos_token_id": None, "pad_token_id": 0}
+    net = model("s_llama")
+    expected = jaxllm.generate(net, [[5, 6]], **fields).sequences
+    keys = [7, jax.random.key(7), jax.random.key_data(jax.random.key(7))]
+    clock = CompileClock()
+    try:
+        for key in keys:
+            found = jaxllm.generate(net, [[5, 6]], key=key, **fields).sequences
+            assert np.array_equal(found, expected)
+    finally:
+        clock.close()
+    assert clock.programs == 0
+
+
+def test_a_registered_strategy_that_draws_uses_the_key():
+    register_strategy("always_sample", lambda call: True, lambda call: Sample(sampling=True))
+    try:
+        fields = {"max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 0}
+        drawn = [
+            jaxllm.generate(model("s_llama"), [[5, 6]], key=key, **fields).sequences.tolist()
+            for key in (3, 3, 4)
+        ]
+    finally:
+        REGISTERED_STRATEGIES.pop("always_sample")
+    assert drawn[0] == drawn[1] != drawn[2]

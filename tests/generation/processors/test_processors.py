@@ -555,3 +555,29 @@ def test_half_precision_scores_become_float32():
     ids = jnp.zeros((1, 1), jnp.int32)
     assert P.TopKLogitsWarper(1)(ids, scores, 1).dtype == jnp.float32
     assert P.LogitsProcessorList()(ids, scores, 1).dtype == jnp.float32
+
+
+def test_lengths_of_rows_are_repeated_for_their_sequences() -> None:
+    """A length for each row counts for its adjacent sequences, also for a function of the host."""
+    ids, scores = (
+        np.array([[3, 4, 4], [3, 4, 4], [4, 4, 5], [4, 4, 5]]),
+        np.zeros((4, 6), np.float32),
+    )
+    rows = P.FrequencyPenaltyLogitsProcessor(1.0, prompt_len=np.array([1, 2]))(ids, scores)
+    alone = [
+        P.FrequencyPenaltyLogitsProcessor(1.0, prompt_len=length)(ids[i : i + 1], scores[:1])
+        for i, length in enumerate((1, 1, 2, 2))
+    ]
+    np.testing.assert_array_equal(rows, np.concatenate(alone))
+
+    shapes = []
+
+    def note(input_ids: np.ndarray, scores: np.ndarray) -> np.ndarray:
+        shapes.append(input_ids.shape)
+        return scores
+
+    jax.block_until_ready(P.HostLogitsProcessor(note)(ids, scores, jnp.array([2])))
+    assert shapes == [(1, 2)] * 4
+    shapes.clear()
+    jax.block_until_ready(P.HostLogitsProcessor(note)(ids, scores, 2))
+    assert shapes == [(4, 2)]

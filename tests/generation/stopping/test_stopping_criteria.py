@@ -42,6 +42,8 @@ def test_end_of_sequence_is_the_newest_token():
     assert run(EosTokenCriteria([2, 7]), IDS, jnp.array([2, 4]), {}).tolist() == [False, True]
     assert run(EosTokenCriteria([2, 7]), IDS, 2, {}).tolist() == [False, False]
     assert run(EosTokenCriteria([3, 4, 7]), IDS, 0, {}).tolist() == [False, False]
+    masked = {"mask": np.array([[True, True, False, False]] * 2)}
+    assert run(EosTokenCriteria([2, 7]), IDS, 3, masked).tolist() == [True, True]
 
 
 @stopping_criterion()
