@@ -38,6 +38,8 @@ from jaxllm.generation.strategies.sample import Sample
 from jaxllm.generation.strategies.strategy import AnyStrategy, DecodeSettings, PrefillInputs
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
+MAX_STOP_LISTS = 8
+"""Lists of stop strings in one program: each is looked for in every row."""
 SLOT_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 """Generation modes that slots have; rows of other modes run in static batches."""
 SLOT_CACHES = (None, "static", "dynamic")
@@ -71,7 +73,7 @@ def fits_slots(row: BatchRow) -> bool:
 
 
 def _beams_fit(row: BatchRow) -> bool:
-    """True if the row's beams fit the slots; `generate` raises for those that do not."""
+    """True if the row's beams fit the slots; `generate` raises an error for too many beams."""
     new_token_bucket = bucket(row.max_new_tokens, SMALLEST_BUCKET)
     columns = bucket(row.max_length, SMALLEST_BUCKET)
     columns += (row.config.num_beams - 1) * new_token_bucket
@@ -82,7 +84,7 @@ def check_processors(row: BatchRow, vocab_size: int) -> None:
     """Raises the errors of `generate` for invalid processor settings, such as token ids outside the
     vocabulary."""
     if fits_slots(row):
-        processors_of(row, tuple(per_row_fields()), vocab_size)
+        row_processors(row, tuple(per_row_fields()), vocab_size)
 
 
 def used_fields(rows: Sequence[BatchRow]) -> tuple[str, ...]:
@@ -114,16 +116,16 @@ def _per_row_values(
     return values
 
 
-def processors_of(
+def row_processors(
     row: BatchRow,
     shared_fields: tuple[str, ...],
     vocab_size: int,
     extra: Iterable[LogitsProcessor] = (),
 ) -> LogitsProcessorList:
-    """The row's logits processors, including those of all `shared_fields`.
+    """The logits processors of a row, the ones of all `shared_fields` included.
 
     Args:
-        extra: further processors, which stand where `generate` has those of its caller.
+        extra: further processors, applied where `generate` applies the processors of its caller.
     """
     if row.constraint is not None:
         extra = [*extra, row.constraint.processor]
@@ -138,10 +140,6 @@ def processors_of(
     )
     inputs = ProcessorInputs(config, len(row.decoder_prompt), row.max_length, row.eos, vocab_size)
     return build_processors(inputs, extra=extra)
-
-
-MAX_STOP_LISTS = 8
-"""Lists of stop strings in one program: each is looked for in every row."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -230,7 +228,7 @@ class Group:
 
     def processors(self, task: Task) -> LogitsProcessorList:
         """The logits processors of a task."""
-        return processors_of(task.row, self.shared_fields, self.vocab_size)
+        return row_processors(task.row, self.shared_fields, self.vocab_size)
 
     def strategy(self, tasks: Sequence[Task]) -> AnyStrategy:
         """The strategy of the group with the numbers of some tasks, as host arrays."""
@@ -332,7 +330,7 @@ def _by_processors(
     parts: dict[Any, list[BatchRow]] = {}
     for row in rows:
         if row.config not in signatures:
-            signatures[row.config] = signature(processors_of(row, shared_fields, vocab_size))
+            signatures[row.config] = signature(row_processors(row, shared_fields, vocab_size))
         parts.setdefault(signatures[row.config], []).append(row)
     return parts.values()
 

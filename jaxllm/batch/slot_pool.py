@@ -57,6 +57,7 @@ def first_rows(slots: Slots, *, count: int) -> Slots:
 
     def rows(axes: Axes, x: Array) -> Array:
         has_rows = "rows" in axes and x.ndim
+        # jit would return the buffer of `slots` itself, which decoding the copy then donates.
         return x[: x.shape[0] // slots.count * count] if has_rows else jnp.copy(x)
 
     return map_with_axes(rows, slots)
@@ -141,7 +142,7 @@ class SlotPool:
         """True if a slot has a task."""
         return any(task is not None for task in self.tasks)
 
-    def rows_of(self, tasks: Sequence[Task]) -> PromptRows:
+    def prepare(self, tasks: Sequence[Task]) -> PromptRows:
         """The rows of some tasks of one bucket, for `prefill`."""
         return prefill_batch(tasks, self._group, self.sizes)
 
@@ -150,7 +151,7 @@ class SlotPool:
 
         Args:
             tasks: no more than there are free slots.
-            rows: those of the tasks.
+            rows: the prompts and settings of the tasks, as `prepare` returns them.
         """
         slot_ids = np.full(self.sizes.prefill_rows, self.sizes.slots, np.int32)
         slot_ids[: len(tasks)] = self.free[: len(tasks)]

@@ -406,6 +406,8 @@ def decode_slots(
     slots, *counts = jax.lax.while_loop(continues, body, (slots, zero, zero))
     slots = constrain_fields(slots, batch=slots.count)
     result = slots.strategy.finish(slots.state, slots.settings)
+    # Jobs and servers report neither.
+    result = dataclasses.replace(result, beam_indices=None, sequences_scores=None)
     return slots, DecodeProgress(result, slots.unfinished, *counts)
 
 

@@ -35,6 +35,10 @@ from jaxllm.generation.strategies.strategy import (
 from jaxllm.models.decoder import Decoder, GenerativeModel
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
+INDEPENDENT_MODES = ("beam_search", "beam_sample", "group_beam_search")
+"""Modes whose rows do not depend on the other rows of a static batch."""
+LONE_FIELDS = ("max_time", "stop_strings", "forced_bos_token_id")
+"""Fields whose effect depends on the other rows of a static batch."""
 MAX_STEPS = 256
 """Decode steps of one call at most, so that progress is shown."""
 
@@ -127,7 +131,7 @@ class TaskRun:
     def _take_next_batch(self) -> tuple[list[Task], PromptRows] | None:
         """The next tasks and their rows, ready for `prefill`."""
         tasks = self._queue.take(self._pool.sizes.prefill_rows)
-        return (tasks, self._pool.rows_of(tasks)) if tasks else None
+        return (tasks, self._pool.prepare(tasks)) if tasks else None
 
 
 def _sequences(task: Task, result: Result, slot: int) -> list[FinishedSequence]:
@@ -142,12 +146,6 @@ def _sequences(task: Task, result: Result, slot: int) -> list[FinishedSequence]:
         tokens = result.sequences[i, start : start + count].tolist()
         sequences.append(FinishedSequence(sample, tokens, FINISH_REASONS[reason]))
     return sequences
-
-
-INDEPENDENT_MODES = ("beam_search", "beam_sample", "group_beam_search")
-"""Modes whose rows do not depend on the other rows of a static batch."""
-LONE_FIELDS = ("max_time", "stop_strings", "forced_bos_token_id")
-"""Fields whose effect depends on the other rows of a static batch."""
 
 
 def static_batches(rows: Iterable[BatchRow]) -> list[list[BatchRow]]:

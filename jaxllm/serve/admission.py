@@ -359,7 +359,7 @@ class Admission:
     def _prefill_batch(self) -> int:
         """Prefills the first task's prompt and others of its bucket into slots."""
         tasks = self._next_tasks(min(self._pool.sizes.prefill_rows, len(self._pool.free)))
-        self._pool.prefill(tasks, self._pool.rows_of(tasks))
+        self._pool.prefill(tasks, self._pool.prepare(tasks))
         self._note(tasks)
         return tasks[0].width
 

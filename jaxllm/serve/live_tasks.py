@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, UInt32
 
-from jaxllm.batch.row_groups import Group, Task, fits_slots, per_row_fields, processors_of
+from jaxllm.batch.row_groups import Group, Task, fits_slots, per_row_fields, row_processors
 from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import BatchRow, RawRow
 from jaxllm.batch.slots import Sizes
@@ -32,7 +32,7 @@ from jaxllm.generation.processors.base import (
 from jaxllm.generation.processors.grammar import GrammarLogitsProcessor
 from jaxllm.generation.processors.host import WORD_BITS, pack_bits, unpack_bits
 from jaxllm.generation.stopping import StopStringMatcher
-from jaxllm.generation.strategies.streamed import StreamedSample
+from jaxllm.generation.strategies.sample import StreamedSample
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 MAX_TOP_LOGPROBS = 20
@@ -104,7 +104,7 @@ class LiveGroup(Group):
     def processors(self, task: Task) -> LogitsProcessorList:
         assert isinstance(task, LiveTask)
         mask = TokenMaskLogitsProcessor(task.mask(self.vocab_size))
-        return processors_of(task.row, self.shared_fields, self.vocab_size, extra=[mask])
+        return row_processors(task.row, self.shared_fields, self.vocab_size, extra=[mask])
 
     def strategy(self, tasks: Sequence[Task]) -> StreamedSample:
         reports: Any = np.array([isinstance(task, LiveTask) and task.logprobs for task in tasks])

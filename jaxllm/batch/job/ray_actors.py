@@ -42,8 +42,8 @@ BATCHES_PER_ACTOR = 8
 """Batches that each actor gets, if they are not too small, so that all have work to the end."""
 MIN_BATCH_ROWS, MAX_BATCH_ROWS = 256, 4096
 """Rows of a batch. While its last rows end, slots are empty: with 16 slots, and ends that nobody
-knows before, a third of the slot-steps of 64 rows, and a twelfth of those of 256. A large one is
-computed again as a whole if its actor is lost."""
+knows before, a third of the slot-steps of 64 rows are empty, and a twelfth of the slot-steps of 256
+rows. A large batch is computed again as a whole if its actor is lost."""
 
 LoadEngine = Callable[[], Callable[[], RowEngine]]
 """Loads a model, and returns a function that makes an engine for the rows of one batch."""
@@ -203,9 +203,10 @@ class JaxLLMStage:
         results.write_parquet("s3://bucket/results")
 
     The columns of a row are its keys, as in a file of rows: an `id`, one of `prompt`, `messages`
-    and `input_ids`, perhaps a `seed`, and generation fields; other columns are not read. Its result
-    is that of `jaxllm.generate` on it alone. A row without a `seed` draws with one that follows
-    from `seed` and its `id` (`row_seed`), so that it does not depend on batches and actors.
+    and `input_ids`, perhaps a `seed`, and generation fields; other columns are not read. The result
+    of a row is the one of `jaxllm.generate` for this row alone. The seed of a row that names none
+    is derived from `seed` and the row's `id` (`row_seed`), so that the result does not depend on
+    batches and actors.
 
     Args:
         model: as `jaxllm.load`; a folder that all nodes share, or an id of the Hub. All devices

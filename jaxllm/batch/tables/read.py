@@ -6,7 +6,7 @@ import gzip
 import io
 import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -197,14 +197,21 @@ def read_content(name: str) -> bytes:
     return _decompressed(name, data, says_gzip=path.suffix.lower() == ".gz")
 
 
-def _limited(source: str, file: BinaryIO | gzip.GzipFile, *, counted: bool = False) -> bytes:
+def _limited(source: str, file: BinaryIO | gzip.GzipFile) -> bytes:
     """All bytes of a file; it may be a pipe or a device, which has no size.
 
     Args:
-        source: what has them, as the beginning of a message.
-        counted: only count them, and return none.
+        source: the beginning of the message for too large a file.
     """
-    content, size = io.BytesIO(), 0
+    content = io.BytesIO()
+    for chunk in _chunks(source, file):
+        content.write(chunk)
+    return content.getvalue()
+
+
+def _chunks(source: str, file: BinaryIO | gzip.GzipFile) -> Iterator[bytes]:
+    """The bytes of a file in pieces, up to `MAX_INPUT_BYTES`."""
+    size = 0
     while chunk := file.read(_CHUNK):
         size += len(chunk)
         if size > MAX_INPUT_BYTES:
@@ -212,9 +219,7 @@ def _limited(source: str, file: BinaryIO | gzip.GzipFile, *, counted: bool = Fal
                 f"{source} more than {MAX_INPUT_BYTES} bytes; split it into several files, a job "
                 "for each"
             )
-        if not counted:
-            content.write(chunk)
-    return content.getvalue()
+        yield chunk
 
 
 def _decompressed(name: str, data: bytes, *, says_gzip: bool | None) -> bytes:
@@ -230,8 +235,9 @@ def _decompressed(name: str, data: bytes, *, says_gzip: bool | None) -> bytes:
         raise DataError(f"{name}: is compressed by gzip; rename it to {name}.gz")
     try:
         with gzip.open(io.BytesIO(data)) as file:
-            # A small file that decompresses to too much takes no memory.
-            _limited(f"{name}: decompresses to", file, counted=True)
+            # A few kilobytes can become many gigabytes, so they are counted before they are kept.
+            for _ in _chunks(f"{name}: decompresses to", file):
+                pass
             file.seek(0)
             return _limited(f"{name}: decompresses to", file)
     except (EOFError, OSError, zlib.error) as failure:

@@ -39,8 +39,8 @@ def shared_key(key: RandomKey, mesh: Mesh | None) -> RandomKey:
 def row_keys(
     key: RandomKey, row_ids: RowIds, batch: int, samples: int, *, sampling: bool, under_jit: bool
 ) -> Key[Array, " Bn"] | UInt32[Array, "Bn 3"]:
-    """Random keys for `samples` results of each row; the samples of a row are adjacent. Zeros where
-    no row draws, which run nothing on the device.
+    """Random keys for `samples` results of each row; the samples of a row are adjacent. Without
+    sampling they are zeros on the host.
 
     Args:
         key: a PRNG key (typed or raw), an int seed, or None: a fresh seed at every call, since

@@ -59,9 +59,9 @@ class PrefillInputs:
     last_column: Int[Array, " B"]
     """int32. The column of `decoder_inputs` that holds each row's last real token."""
     keys: Key[Array, " Bn"] | UInt32[Array, "Bn 3"]
-    """Random keys, one for each sample; the samples of a row are adjacent. In batch slots the seed,
-    the number of the row and the number of the sample, from which `with_random_keys` makes them.
-    Zeros where no row draws."""
+    """Random keys, one for each sample; the samples of a row are adjacent. In batch slots, for each
+    sample the seed, the number of the row and the number of the sample, from which
+    `with_random_keys` makes the key. Zeros if the strategy draws no random numbers."""
     cache_kind: CacheKind = PLAIN
     negative: NegativePrompt | None = None
     """Unconditional contexts of classifier-free guidance, padded to the prompts' bucket."""
@@ -287,7 +287,7 @@ class Strategy(Generic[S]):
 
     @property
     def draws(self) -> bool:
-        """True if it uses random keys; others get zeros in their place."""
+        """True if the strategy uses random keys; other strategies get zeros in place of keys."""
         return True
 
     @property

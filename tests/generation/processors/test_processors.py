@@ -559,10 +559,8 @@ def test_half_precision_scores_become_float32():
 
 def test_lengths_of_rows_are_repeated_for_their_sequences() -> None:
     """A length for each row counts for its adjacent sequences, also for a function of the host."""
-    ids, scores = (
-        np.array([[3, 4, 4], [3, 4, 4], [4, 4, 5], [4, 4, 5]]),
-        np.zeros((4, 6), np.float32),
-    )
+    ids = np.array([[3, 4, 4], [3, 4, 4], [4, 4, 5], [4, 4, 5]])
+    scores = np.zeros((4, 6), np.float32)
     rows = P.FrequencyPenaltyLogitsProcessor(1.0, prompt_len=np.array([1, 2]))(ids, scores)
     alone = [
         P.FrequencyPenaltyLogitsProcessor(1.0, prompt_len=length)(ids[i : i + 1], scores[:1])
