@@ -25,10 +25,9 @@ from jaxllm.checkpoint.save import (
     save_tensors,
     with_host_arrays,
 )
-from jaxllm.common.arguments import checked, checked_path, checks_flags
+from jaxllm.common.arguments import checked, checked_path, checks_flags, is_integer
 from jaxllm.common.errors import CheckpointError, InputError, listed, quoted, warn
 from jaxllm.common.files import write_json
-from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.loading import read_generation_config, tokenizer_of, without_unknown_tokens
 from jaxllm.models.model import Model

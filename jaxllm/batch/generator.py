@@ -27,7 +27,13 @@ from jaxllm.batch.tables.columns import ColumnChoice
 from jaxllm.batch.tables.read import RESULTS, read_table, table_of_frame
 from jaxllm.batch.tables.source import OutputTable, Source, arrow_table, has_types, output_writer
 from jaxllm.batch.task_run import TaskRun, run_static_batch, static_batches
-from jaxllm.common.arguments import checked, checked_function, checked_iterable, checks_flags
+from jaxllm.common.arguments import (
+    checked,
+    checked_function,
+    checked_iterable,
+    checks_flags,
+    is_integer,
+)
 from jaxllm.common.errors import (
     InputError,
     JaxLLMError,
@@ -41,7 +47,6 @@ from jaxllm.common.files import replacing
 from jaxllm.common.hardware import default_device
 from jaxllm.common.progress import progress_phase
 from jaxllm.generation.inputs.arguments import is_exhausted
-from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.loading import load
 from jaxllm.models.decoder import GenerativeModel, checked_generative

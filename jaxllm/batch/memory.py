@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from jaxllm.batch.row_groups import Group, Task, prefill_batch, sizes_for
 from jaxllm.batch.rows import BatchRow
 from jaxllm.batch.slots import PromptRows, Sizes, Slots, decode_slots, prefill_slots, slot_shapes
+from jaxllm.common.arguments import is_integer
 from jaxllm.common.errors import InputError
 from jaxllm.common.hardware import default_device, format_bytes, host_memory, nbytes, own_memory
-from jaxllm.generation.inputs.values import is_integer
 from jaxllm.models.decoder import Decoder
 from jaxllm.nn.platform.decoding import steps_between_checks
 from jaxllm.parallel.placement import platform_of_arrays

@@ -12,9 +12,9 @@ import numpy as np
 
 from jaxllm.batch.constraints import CONSTRAINT_KEYS, ConstraintCompiler
 from jaxllm.batch.rows import BatchRow, PromptReader, RawRow, RowPrompt, checked_row
+from jaxllm.common.arguments import is_integer
 from jaxllm.common.errors import InputError, UnsupportedError, quoted, warn
 from jaxllm.generation.inputs.arguments import PaddedBatch
-from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.registration import registered_strategy
 from jaxllm.generation.request import PROMPT_TRANSFORMS, Request, decoder_prompt
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig, generation_mode

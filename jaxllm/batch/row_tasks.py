@@ -24,7 +24,7 @@ from jaxllm.batch.rows import (
     checked_row,
     error_output,
 )
-from jaxllm.common.arguments import checked_iterable
+from jaxllm.common.arguments import checked_iterable, is_integer
 from jaxllm.common.errors import (
     InputError,
     JaxLLMError,
@@ -40,7 +40,7 @@ from jaxllm.generation.inputs.arguments import (
     padded_rows,
     run_in_batches,
 )
-from jaxllm.generation.inputs.values import bucket, is_integer
+from jaxllm.generation.inputs.values import bucket
 from jaxllm.generation.scoring import (
     Pair,
     batch_scorer,

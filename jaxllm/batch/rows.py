@@ -11,10 +11,11 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from jaxllm.batch.constraints import RowConstraint
+from jaxllm.common.arguments import is_integer
 from jaxllm.common.errors import InputError, JaxLLMError, quoted
 from jaxllm.common.validation import check_types
 from jaxllm.generation.inputs.arguments import checked_ids
-from jaxllm.generation.inputs.values import is_integer, to_scalar
+from jaxllm.generation.inputs.values import to_scalar
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.tokenizers.messages import read_tools
 from jaxllm.tokenizers.tokenizer import Tokenizer

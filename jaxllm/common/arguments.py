@@ -77,10 +77,14 @@ def checked_function(value: T, name: str) -> T:
     return value
 
 
+def is_integer(value: object) -> bool:
+    """Returns whether ``value`` has an integer type; booleans do not count."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def checked_count(value: int, name: str) -> int:
     """The value, an integer of 1 or more."""
-    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_integer or value < 1:
+    if not is_integer(value) or value < 1:
         raise InputError(f"{name}: expected an integer of 1 or more, found {quoted(value)}")
     return value
 

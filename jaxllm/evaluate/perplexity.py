@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jaxllm.common.arguments import checked
+from jaxllm.common.arguments import checked, is_integer
 from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.scoring import score
 from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.tokenizers.tokenizer import Tokenizer

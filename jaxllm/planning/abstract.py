@@ -25,10 +25,9 @@ from jaxllm.checkpoint.gguf.split import open_gguf
 from jaxllm.checkpoint.hub import BUNDLED, smollm2
 from jaxllm.checkpoint.load import float_dtype, gguf_in, named_spec, read_config_file
 from jaxllm.checkpoint.weight_files import format_of, t5x_folders, t5x_in
-from jaxllm.common.arguments import checked, checked_path, checks_flags
+from jaxllm.common.arguments import checked, checked_path, checks_flags, is_integer
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError, quoted
 from jaxllm.common.hardware import default_device
-from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.build_options import Options
 from jaxllm.models.lora import LoraConfig, add_lora

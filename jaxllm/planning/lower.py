@@ -18,11 +18,10 @@ from jaxllm.batch.row_groups import groups, prefill_batch, sizes_for
 from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import RawRow
 from jaxllm.batch.slots import PromptRows, Sizes, Slots, slot_shapes
-from jaxllm.common.arguments import checked
+from jaxllm.common.arguments import checked, is_integer
 from jaxllm.common.errors import InputError, quoted
 from jaxllm.generation.call.prepare import PreparedCall, prepare_call
 from jaxllm.generation.generate import run_prefill
-from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.loop import decode_program, prefill_program, steps_of
 from jaxllm.models.decoder import FlatModel
 from jaxllm.models.input_checks import MAX_IDS

@@ -26,10 +26,11 @@ from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import BatchOutput, BatchRow
 from jaxllm.batch.slot_pool import few_slots
 from jaxllm.batch.slots import Sizes
+from jaxllm.common.arguments import is_integer
 from jaxllm.common.errors import InputError, JaxLLMError
 from jaxllm.common.threads import with_settings_of_this_thread
 from jaxllm.generation.inputs.arguments import SMALLEST_BUCKET
-from jaxllm.generation.inputs.values import bucket, is_integer
+from jaxllm.generation.inputs.values import bucket
 from jaxllm.generation.processors.grammar import GrammarLogitsProcessor
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.decoder_only import with_rope_per_row

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, TypeAlias
 from jaxllm.batch.rows import PROMPT_KEYS, BatchOutput, RawRow
 from jaxllm.batch.tables.columns import FAILED, ColumnChoice
 from jaxllm.batch.tables.table import JsonLines, Table
+from jaxllm.common.arguments import is_integer
 from jaxllm.common.cells import CellError, cell_text, printable
 from jaxllm.common.errors import (
     DataError,
@@ -31,7 +32,6 @@ from jaxllm.common.errors import (
     shortened,
 )
 from jaxllm.common.optional_packages import require
-from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.settings.config import FIELDS
 
 EXAMPLE = 'such as {"prompt": "Hello"} on each line'

@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxllm.common.arguments import is_integer
 from jaxllm.common.errors import InputError
 from jaxllm.contrib.watermark.torch_numbers import (
     Int64,
@@ -27,7 +28,7 @@ from jaxllm.contrib.watermark.torch_numbers import (
     permutation,
     smallest,
 )
-from jaxllm.generation.inputs.values import Number, bucket, float_leaf, is_integer
+from jaxllm.generation.inputs.values import Number, bucket, float_leaf
 from jaxllm.generation.processors.base import (
     History,
     LogitsProcessor,

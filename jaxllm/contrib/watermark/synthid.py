@@ -16,10 +16,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num, UInt8
 
+from jaxllm.common.arguments import is_integer
 from jaxllm.common.errors import InputError
 from jaxllm.contrib.watermark.green_list import WatermarkSettings
 from jaxllm.contrib.watermark.torch_numbers import Int64, random_bits
-from jaxllm.generation.inputs.values import int_leaf, is_integer
+from jaxllm.generation.inputs.values import int_leaf
 from jaxllm.generation.processors.base import (
     History,
     LogitsProcessor,

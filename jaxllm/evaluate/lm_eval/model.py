@@ -26,9 +26,9 @@ import jaxllm
 from jaxllm.batch import BatchGenerator
 from jaxllm.batch.generator import check_model
 from jaxllm.batch.rows import RawRow
+from jaxllm.common.arguments import is_integer
 from jaxllm.common.errors import InputError, TemplateError, UnsupportedError, warn
 from jaxllm.common.progress import Reporter
-from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.scoring import stream_scores, with_target_language
 from jaxllm.generation.settings.config import FIELDS
 from jaxllm.generation.stopping import StopStringCriteria

@@ -16,8 +16,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jaxtyping import Array, Key, UInt32
 
+from jaxllm.common.arguments import is_integer
 from jaxllm.common.errors import InputError, quoted
-from jaxllm.generation.inputs.values import is_integer, is_traced, to_scalar
+from jaxllm.generation.inputs.values import is_traced, to_scalar
 from jaxllm.models.input_checks import on_host
 
 RandomKey: TypeAlias = Array | np.ndarray | int | None

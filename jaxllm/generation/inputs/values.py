@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxllm.common.arguments import is_integer
 from jaxllm.common.errors import InputError, JaxLLMError, quoted
 from jaxllm.models.input_checks import is_traced
 
@@ -48,11 +49,6 @@ def to_scalar(value: Any) -> Any:
         return value
     is_key = jnp.issubdtype(value.dtype, jax.dtypes.extended)  # of random numbers: no number
     return value if value.ndim or is_key else value.item()
-
-
-def is_integer(value: object) -> bool:
-    """Returns whether ``value`` has an integer type; booleans do not count."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:

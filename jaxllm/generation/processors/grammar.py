@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, UInt32
 
-from jaxllm.common.arguments import checked
+from jaxllm.common.arguments import checked, is_integer
 from jaxllm.common.errors import InputError
 from jaxllm.common.optional_packages import require
-from jaxllm.generation.inputs.values import TokenIds, id_list, int_leaf, is_integer
+from jaxllm.generation.inputs.values import TokenIds, id_list, int_leaf
 from jaxllm.generation.processors.base import (
     History,
     LogitsProcessor,

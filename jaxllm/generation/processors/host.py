@@ -29,9 +29,9 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
-from jaxllm.common.arguments import checked_function
+from jaxllm.common.arguments import checked_function, is_integer
 from jaxllm.common.errors import InputError, UnsupportedError, quoted
-from jaxllm.generation.inputs.values import any_traced, is_integer
+from jaxllm.generation.inputs.values import any_traced
 from jaxllm.generation.processors.base import (
     CurLen,
     History,

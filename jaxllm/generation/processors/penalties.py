@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxllm.common.arguments import is_integer
 from jaxllm.common.errors import InputError, quoted
-from jaxllm.generation.inputs.values import Number, float_leaf, int_rows, is_integer
+from jaxllm.generation.inputs.values import Number, float_leaf, int_rows
 from jaxllm.generation.processors.base import (
     CurLen,
     History,
