@@ -267,7 +267,7 @@ class Group:
                 for strings, stop in self.stops.items()
             ),
             allow_nonfinite=bool(rows[0].config.remove_invalid_values),
-            padded=False,
+            aligned=False,
         )
 
 

@@ -27,7 +27,7 @@ from jaxllm.cache.kv_cache import KV, Cache, per_head
 from jaxllm.cache.slot_cache import RotatedCache, SlotCache
 from jaxllm.generation.inputs.arguments import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
-from jaxllm.generation.loop import first_state
+from jaxllm.generation.loop import decode, first_state, without_ended_rows
 from jaxllm.generation.strategies.strategy import (
     RUNNING,
     AnyStrategy,
@@ -138,38 +138,17 @@ class Slots:
     @classmethod
     def of(cls, rows: PromptRows, state: Any) -> Self:
         """The rows in a state of their strategy."""
-        return cls(rows.strategy, rows.settings, None).with_state(state)
+        return cls(rows.strategy, rows.settings, None).with_state(without_ended_rows(state))
 
     def with_state(self, state: Any) -> Self:
-        """The slots in another state. The cache of slots whose rows have ended gets a length of 0,
-        so that attention reads no further than unfinished rows need."""
-
-        def shortened(x: object) -> object:
-            if not isinstance(x, Cache):
-                return x
-            return x.replace(length=jnp.where(state.reason == RUNNING, x.length, 0))
-
-        keys = jax.random.key_data(state.keys)
-        state = jax.tree.map(shortened, state, is_leaf=lambda x: isinstance(x, Cache))
-        return dataclasses.replace(self, state=state.replace(keys=keys))
-
-    def step(self, model: Decoder) -> Self:
-        """One more token for every unfinished row; a row that has ended keeps its state."""
-        before = self.state.replace(keys=jax.random.wrap_key_data(self.state.keys))
-        after = self.strategy.step(model, before, self.settings)
-
-        def select(axes: Axes, new: Array, old: Array) -> Array:
-            # Keys and values of rows that have ended are never read.
-            if "heads" in axes or new.ndim == 0:
-                return new
-            return jnp.where(self.unfinished.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-
-        return self.with_state(map_with_axes(select, after, before))
+        """The slots in another state of their strategy."""
+        state = state.replace(keys=jax.random.key_data(state.keys))
+        return dataclasses.replace(self, state=state)
 
     @property
-    def unfinished(self) -> Bool[Array, " B"]:
-        """True while the slot's row has not ended; False for free slots."""
-        return self.state.reason == RUNNING
+    def strategy_state(self) -> Any:
+        """The state as the strategy has it, with random keys."""
+        return self.state.replace(keys=jax.random.wrap_key_data(self.state.keys))
 
     @property
     def count(self) -> int:
@@ -386,29 +365,21 @@ def decode_slots(
     The host reads a copy: the slots themselves are overwritten by the next call, which need not
     wait for the host.
     """
-
-    def continues(carry: tuple[Slots, Array, Array]) -> Array:
-        slots, steps, _ = carry
-        busy_slots = jnp.sum(slots.unfinished)
-        enough_busy = (busy_slots > 0) & (slots.count - busy_slots < free_slots)
-        return enough_busy & (steps < max_steps)
-
-    def step(carry: tuple[Slots, Array, Array]) -> tuple[Slots, Array, Array]:
-        slots, steps, busy_slot_steps = carry
-        busy_slot_steps += jnp.sum(slots.unfinished, dtype=jnp.int32)
-        return slots.step(model), steps + 1, busy_slot_steps
-
-    def several_steps(carry: tuple[Slots, Array, Array]) -> tuple[Slots, Array, Array]:
-        return jax.lax.fori_loop(0, steps_per_check, lambda _, carry: step(carry), carry)
-
-    zero = jnp.int32(0)
-    body = step if steps_per_check == 1 else several_steps
-    slots, *counts = jax.lax.while_loop(continues, body, (slots, zero, zero))
-    slots = constrain_fields(slots, batch=slots.count)
-    result = slots.strategy.finish(slots.state, slots.settings)
+    strategy, settings = slots.strategy, slots.settings
+    state, *counts = decode(
+        strategy,
+        model,
+        slots.strategy_state,
+        settings,
+        free_rows=free_slots,
+        max_steps=max_steps,
+        steps_per_check=steps_per_check,
+    )
+    result = strategy.finish(state, settings)
     # Jobs and servers report neither.
     result = dataclasses.replace(result, beam_indices=None, sequences_scores=None)
-    return slots, DecodeProgress(result, slots.unfinished, *counts)
+    slots = constrain_fields(slots.with_state(state), batch=slots.count)
+    return slots, DecodeProgress(result, state.reason == RUNNING, *counts)
 
 
 def steps_per_check_for(max_steps: int, platform: str) -> int:

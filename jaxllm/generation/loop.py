@@ -1,17 +1,18 @@
 """Compiled programs of every strategy: prefill, one while_loop over decode steps, and finish.
 
-The loop's limit is traced, so one compiled program serves a whole `generate()` and each chunk
-of `stream()`.
+Batch slots run the same functions (`jaxllm.batch.slots`). The loop's limits are traced, so one
+compiled program serves a whole `generate()` and each chunk of `stream()`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxllm.cache.kv_cache import Cache
@@ -30,10 +31,13 @@ from jaxllm.models.encoder_decoder import EncoderDecoderLM
 from jaxllm.models.outputs import DecodeOutput
 from jaxllm.nn.block import StackOutput
 from jaxllm.nn.platform.decoding import steps_between_checks
-from jaxllm.parallel.field_axes import constrain_fields
+from jaxllm.parallel.field_axes import Axes, constrain_fields, map_with_axes
 from jaxllm.parallel.sharding import constrain
 
 T = TypeVar("T")
+Progress: TypeAlias = tuple[Any, Int[Array, ""], Int[Array, ""]]
+"""A state, the number of steps, and the sum over the steps of the rows that were running."""
+NO_LIMIT = np.iinfo(np.int32).max
 
 
 def prefill(
@@ -178,44 +182,79 @@ def decode(
     model: Decoder,
     state: S,
     settings: DecodeSettings,
-    max_length: Int[Array, ""],
-    steps: int = 1,
-) -> S:
-    """Runs decode steps until every row has ended or has `max_length` columns.
+    *,
+    max_length: int | Int[Array, ""] = NO_LIMIT,
+    free_rows: int | Int[Array, ""] = NO_LIMIT,
+    max_steps: int | Int[Array, ""] = NO_LIMIT,
+    steps_per_check: int = 1,
+) -> Progress:
+    """Runs decode steps while a row is running, that is, has not ended and has fewer than
+    `max_length` columns; with the other two limits until `free_rows` rows are not running, or for
+    `max_steps` steps.
 
     Args:
-        steps: how many of them run between two checks, see `steps_of`. The state is the same for
-            any number.
-    """
+        steps_per_check: steps that run between two checks of this (`steps_of`). Rows of a call,
+            which are aligned, end with the state of the first check that ends the loop; others may
+            be a few steps further.
 
+    Returns:
+        The state, the number of steps, and the sum over the steps of the rows that were running.
+    """
     if settings.is_guided:
         model = Guided(model)
+    rows = state.reason.shape[0]
 
-    def unfinished(state: S) -> Bool[Array, ""]:
-        return jnp.any((state.reason == RUNNING) & (state.cur_len < max_length))
+    def running(state: S) -> Int[Array, ""]:
+        is_running = (state.reason == RUNNING) & (state.cur_len < max_length)
+        return jnp.sum(is_running, dtype=jnp.int32)
 
-    def step(state: S) -> S:
-        return strategy.step(model, state, settings)
+    def continues(carry: Progress) -> Bool[Array, ""]:
+        state, steps, _ = carry
+        count = running(state)
+        return (count > 0) & (rows - count < free_rows) & (steps < max_steps)
 
-    def step_unless_finished(_: int, state: S) -> S:
-        return select_state(unfinished(state), step(state), state)
+    def step(_: Any, carry: Progress) -> Progress:
+        state, steps, row_steps = carry
+        after = strategy.step(model, state, settings)
+        if not settings.aligned:
+            after = without_ended_rows(select_state(state.reason == RUNNING, after, state))
+        elif steps_per_check > 1:
+            after = select_state(continues(carry), after, state)
+        return after, steps + 1, row_steps + running(state)
 
-    def several_steps(state: S) -> S:
-        return jax.lax.fori_loop(0, steps, step_unless_finished, state)
+    def several_steps(carry: Progress) -> Progress:
+        return jax.lax.fori_loop(0, steps_per_check, step, carry)
 
-    body = step if steps == 1 else several_steps
-    return with_fixed_sharding(jax.lax.while_loop(unfinished, body, state))
+    zero = jnp.int32(0)
+    body = functools.partial(step, None) if steps_per_check == 1 else several_steps
+    state, steps, row_steps = jax.lax.while_loop(continues, body, (state, zero, zero))
+    return with_fixed_sharding(state), steps, row_steps
 
 
-def select_state(condition: Bool[Array, ""], after: S, before: S) -> S:
-    """The state after a step where `condition` holds, and else the one before, but for the keys
-    and values of the newest token, which the next step would write again."""
-    before = before.replace(cache=before.cache.replace(layers=after.cache.layers))
+def select_state(condition: Bool[Array, " *B"], after: S, before: S) -> S:
+    """The state after a step where `condition` holds, for all rows or for each, and else the one
+    before, but for the keys and values of the newest token, which the next step writes again, or
+    nobody reads."""
 
-    def select(a: Array, b: Array) -> Array:
-        return a if a is b else jnp.where(condition, a, b)
+    def select(names: Axes, new: Array, old: Array) -> Array:
+        # One number for all rows goes on while some rows do.
+        if new is old or "heads" in names or new.ndim < condition.ndim:
+            return new
+        return jnp.where(condition.reshape(*condition.shape, *(1,) * (new.ndim - 1)), new, old)
 
-    return jax.tree.map(select, after, before)
+    return map_with_axes(select, after, before)
+
+
+def without_ended_rows(state: S) -> S:
+    """The state with a cache length of 0 in rows that have ended, so that attention reads no
+    further than the others need."""
+
+    def shortened(x: object) -> object:
+        if not isinstance(x, Cache):
+            return x
+        return x.replace(length=jnp.where(state.reason == RUNNING, x.length, 0))
+
+    return jax.tree.map(shortened, state, is_leaf=lambda x: isinstance(x, Cache))
 
 
 def with_fixed_sharding(state: S) -> S:
@@ -240,12 +279,27 @@ def of_flat_model(function: Callable[..., T]) -> Callable[..., T]:
     return program
 
 
+def decode_call(
+    strategy: Strategy[S],
+    model: Decoder,
+    state: S,
+    settings: DecodeSettings,
+    max_length: Int[Array, ""],
+    steps_per_check: int = 1,
+) -> S:
+    """`decode` of a call of `generate`, up to `max_length` columns."""
+    state, *_ = decode(
+        strategy, model, state, settings, max_length=max_length, steps_per_check=steps_per_check
+    )
+    return state
+
+
 prefill_program = jax.jit(
     of_flat_model(prefill), static_argnames=("capacity", "new_token_bucket", "chunk_size")
 )
 # The state is donated: cache and sequences are updated in the buffers that prefill made.
 decode_program = jax.jit(
-    of_flat_model(decode), static_argnames=("steps",), donate_argnames=("state",)
+    of_flat_model(decode_call), static_argnames=("steps_per_check",), donate_argnames=("state",)
 )
 finish_program = jax.jit(finish)
 

@@ -21,7 +21,6 @@ from jaxllm.generation.strategies.beam_state import (
     BeamCache,
     BeamState,
     Candidates,
-    Count,
     Hypotheses,
     S,
     advance,
@@ -42,6 +41,7 @@ from jaxllm.generation.strategies.strategy import (
     RUNNING,
     STOP,
     DecodeSettings,
+    Length,
     PrefillInputs,
     Result,
     ReturnedCache,
@@ -188,7 +188,7 @@ class BeamStrategy(Strategy[S]):
         return pool, is_full & (worst >= best)
 
     def best_possible(
-        self, state: S, sums: Float[Array, " B"], length: Count, settings: DecodeSettings
+        self, state: S, sums: Float[Array, " B"], length: Length, settings: DecodeSettings
     ) -> Float[Array, " B"]:
         """The score, length penalty included, that the best beam of each row can reach.
 
@@ -329,7 +329,7 @@ class BeamSearch(BeamStrategy[BeamState]):
             sequences.sequences.reshape(batch * count, -1),
             take_per_row(scores, candidates.beam).reshape(batch * count, -1),
             state.cur_len + 1,
-            mask=jnp.repeat(extended_mask(state), count, axis=0) if settings.padded else None,
+            mask=jnp.repeat(extended_mask(state), count, axis=0) if settings.aligned else None,
         ).reshape(batch, count)
 
     def pool_after(

@@ -23,6 +23,7 @@ from jaxllm.generation.strategies.strategy import (
     LENGTH,
     RUNNING,
     DecodeSettings,
+    Length,
     PrefillInputs,
     end_reasons,
     is_eos,
@@ -33,8 +34,6 @@ from jaxllm.models.outputs import DecodeOutput
 from jaxllm.parallel.field_axes import axes
 from jaxllm.parallel.sharding import context_mesh, partition_spec
 
-Count = Int[Array, ""] | Int[Array, " B"]
-"""int32. One number for all rows, or one per row."""
 WORST = -1e9
 """Score in place of minus infinity, as in transformers: sums stay finite."""
 
@@ -142,7 +141,7 @@ def largest(
 
 
 def write_column(
-    x: Int[Array, "B M L"], value: Int[Array, "B M"], position: Count
+    x: Int[Array, "B M L"], value: Int[Array, "B M"], position: Length
 ) -> Int[Array, "B M L"]:
     """Writes one column of every sequence of a row."""
     if position.ndim == 0:
@@ -151,7 +150,7 @@ def write_column(
     return put(x, value[..., None], position)
 
 
-def read_column(x: Int[Array, "B M L"], position: Count) -> Int[Array, "B M"]:
+def read_column(x: Int[Array, "B M L"], position: Length) -> Int[Array, "B M"]:
     """Reads one column of every sequence of a row."""
     if position.ndim == 0:
         return jax.lax.dynamic_index_in_dim(x, position, 2, keepdims=False)
@@ -176,9 +175,9 @@ class BeamCache:
     cache: Cache
     seen: Bool[Array, "B N S"]
     """True at the slots that each beam attends to: the prompt and its ancestors."""
-    prompt_slots: Int[Array, ""] | Int[Array, " B"]
+    prompt_slots: Length
     """Number of slots of the prompt."""
-    prompt_len: Int[Array, ""] | Int[Array, " B"]
+    prompt_len: Length
     """Columns of the prompt: `prompt_slots`, or fewer in rows of a continued conversation."""
 
     @staticmethod
@@ -242,11 +241,7 @@ class BeamCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamState:
-    """State of a beam strategy.
-
-    The rows of a call advance together. In batch slots, where rows begin at different times, each
-    has its own `start_len`, `cur_len` and `step`.
-    """
+    """State of a beam strategy."""
 
     running: Hypotheses
     """Running beams. Scores are sums of log-probabilities."""
@@ -254,11 +249,11 @@ class BeamState:
     """The pool: the best finished sequences, best first. Scores include the length penalty."""
     mask: Bool[Array, "B L"]
     """True at real columns of the sequences, the same for all beams of a row."""
-    start_len: Count
+    start_len: Length
     """Columns of the prompt."""
-    cur_len: Count
+    cur_len: Length
     """Columns in use, prompt included."""
-    step: Count
+    step: Length
     """Steps so far: new tokens of each running beam."""
     count: Int[Array, " B"]
     """Steps of each row until it ended."""
@@ -310,7 +305,7 @@ def beam_scores(
         running.sequences.reshape(batch * beams, -1),
         jax.nn.log_softmax(logits),
         state.cur_len,
-        mask=jnp.repeat(state.mask, beams, axis=0) if settings.padded else None,
+        mask=jnp.repeat(state.mask, beams, axis=0) if settings.aligned else None,
         prompt_len=state.start_len,
         unconditional_logits=unconditional,
         **group,

@@ -28,6 +28,7 @@ from jaxllm.generation.processors.warpers import (
 from jaxllm.generation.strategies.guidance import with_guidance_of
 from jaxllm.generation.strategies.strategy import (
     DecodeSettings,
+    Length,
     PrefillInputs,
     is_eos,
     nonfinite,
@@ -322,9 +323,7 @@ def _append_token(
     )
 
 
-def repeat_for_samples(
-    columns: Int[Array, ""] | Int[Array, " B"], rows: int
-) -> Int[Array, " rows"]:
+def repeat_for_samples(columns: Length, rows: int) -> Int[Array, " rows"]:
     """Repeats column counts, one for all rows or one per row, for each sample of each row."""
     columns = jnp.asarray(columns, jnp.int32).reshape(-1)
     return jnp.repeat(columns, rows // columns.shape[0])

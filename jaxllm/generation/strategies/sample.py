@@ -19,6 +19,7 @@ from jaxllm.generation.strategies.strategy import (
     NONFINITE,
     RUNNING,
     DecodeSettings,
+    Length,
     Logprobs,
     PrefillInputs,
     Result,
@@ -38,17 +39,13 @@ from jaxllm.parallel.vocabulary import top_k
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SampleState:
-    """State of greedy search and sampling, donated to the loop so that it is updated in place.
-
-    The rows of a call advance together: `cur_len` and `step` are one number each. In batch slots
-    every row has its own.
-    """
+    """State of greedy search and sampling, donated to the loop so that it is updated in place."""
 
     sequences: Int[Array, "B L"]
     """Prompt and generated tokens, pad beyond `cur_len`. L is a bucket."""
     mask: Bool[Array, "B L"]
     """True at real tokens, False at the prompt's padding and at pads after a row's end."""
-    cur_len: Int[Array, ""] | Int[Array, " B"]
+    cur_len: Length
     """Columns in use, prompt included."""
     token: Int[Array, " B"]
     """The newest token of each row; not in the cache yet."""
@@ -59,7 +56,7 @@ class SampleState:
     keys: Key[Array, " B"] | UInt32[Array, "B _"]
     """One key per row, as raw data in batch slots. Step t draws with fold_in(key, t), so a row's
     draws do not depend on the batch."""
-    step: Int[Array, ""] | Int[Array, " B"]
+    step: Length
     """Steps so far: new tokens of each row that has not ended."""
     cache: Cache
     scores: Float[Array, "N B V"] | None = dataclasses.field(
@@ -227,7 +224,7 @@ def processed_scores(
         state.sequences,
         logits,
         state.cur_len,
-        mask=state.mask if settings.padded else None,
+        mask=state.mask if settings.aligned else None,
         prompt_len=state.cur_len - state.step,
         unconditional_logits=unconditional,
     )
@@ -255,7 +252,7 @@ def record_step(
 def write_step(
     buffer: Float[Array, "N R V"] | None,
     values: Float[Array, "R V"],
-    step: Int[Array, ""] | Int[Array, " B"],
+    step: Length,
 ) -> Float[Array, "N R V"] | None:
     """Writes the scores or logits of a step to their buffer; None if they are not kept."""
     if buffer is None:
@@ -292,7 +289,7 @@ def append(
     sequences = write_columns(state.sequences, token[:, None], state.cur_len)
     mask = write_columns(state.mask, running[:, None], state.cur_len)
     cur_len = state.cur_len + 1
-    is_stopped = settings.stops(sequences, scores, cur_len, mask=mask if settings.padded else None)
+    is_stopped = settings.stops(sequences, scores, cur_len, mask=mask if settings.aligned else None)
     reason = end_reasons(token, cur_len >= settings.max_length, is_stopped, settings)
     return state.replace(
         sequences=sequences,

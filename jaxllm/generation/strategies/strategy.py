@@ -37,6 +37,11 @@ FINISH_REASONS = ("eos", "length", "stop", "nonfinite", "running")
 token could be chosen. "running": the sequence has not ended."""
 
 
+Length: TypeAlias = Int[Array, ""] | Int[Array, " B"]
+"""int32. A number of columns or steps: one for all rows of a call, one for each in batch slots
+(`DecodeSettings.aligned`)."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrefillInputs:
@@ -51,9 +56,9 @@ class PrefillInputs:
     """int32. The prompt, then pads that new tokens overwrite."""
     mask: Bool[Array, "B L"]
     """True at real tokens of `sequences`."""
-    start_len: Int[Array, ""] | Int[Array, " B"]
+    start_len: Length
     """int32. Columns of `sequences` that the prompt fills; one number per row in batch slots."""
-    cache_len: Int[Array, ""] | Int[Array, " B"]
+    cache_len: Length
     """int32. Columns of the cache that the prompt fills, without bucket padding, which new tokens
     overwrite. More than `start_len` if only `inputs_embeds` were given, which have no token ids."""
     last_column: Int[Array, " B"]
@@ -95,16 +100,18 @@ class DecodeSettings:
     """int32. End tokens, padded with -1, which no token equals; R is 1, or rows of batch slots."""
     pad: Int[Array, ""]
     """int32. Token written to finished rows."""
-    max_length: Int[Array, ""] | Int[Array, " B"]
+    max_length: Length
     """int32. Columns of the longest result, prompt included."""
     stops: StoppingCriteriaList
     """Criteria that end a row besides `eos` and `max_length`."""
     allow_nonfinite: bool = dataclasses.field(metadata={"static": True})
     """`remove_invalid_values`: a processor replaces NaN and infinite logits, so they are not
     reported."""
-    padded: bool = dataclasses.field(default=True, metadata={"static": True})
-    """False if all rows start at column 0, as in batch slots: processors and criteria then need no
-    mask."""
+    aligned: bool = dataclasses.field(default=True, metadata={"static": True})
+    """True for the rows of a call: they start in different columns, with padding on the left, and
+    write their new tokens to one column, so that a `Length` is one number. False in batch slots:
+    every row starts at column 0, so that processors and criteria need no mask, and has lengths of
+    its own."""
     is_guided: bool = dataclasses.field(default=False, metadata={"static": True})
     """Unconditional contexts are decoded too."""
     keep_scores: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -175,10 +182,10 @@ class Result:
 
     sequences: Int[Array, "R L"]
     """int32. Prompt and new tokens, then pads."""
-    length: Int[Array, ""] | Int[Array, " B"]
+    length: Length
     """Columns of the longest row; in a partial result, columns that are final in every row. The
     host does not read it of batch slots."""
-    steps: Int[Array, ""] | Int[Array, " B"]
+    steps: Length
     """New tokens of the longest row: entries in `scores`, `logits` and `records`. The host does not
     read it of batch slots."""
     lengths: Int[Array, " R"]
@@ -224,12 +231,12 @@ class DecodeState(Protocol):
     """State of a strategy: a pytree that the decode loop carries."""
 
     @property
-    def cur_len(self) -> Int[Array, ""] | Int[Array, " B"]:
+    def cur_len(self) -> Length:
         """Columns in use, prompt included."""
         ...
 
     @property
-    def step(self) -> Int[Array, ""] | Int[Array, " B"]:
+    def step(self) -> Length:
         """Steps so far."""
         ...
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, UInt32
 
+from jaxllm.generation.strategies.strategy import Length
 from jaxllm.nn.platform.decoding import argmax_of_rows, block_size, in_blocks, random_bits
 from jaxllm.parallel.vocabulary import argmax, has_blocks, race
 
@@ -23,7 +24,7 @@ def choose_greedy(scores: Float[Array, "B V"]) -> Int[Array, " B"]:
 def choose_sample(
     keys: Key[Array, " B"],
     scores: Float[Array, "B V"],
-    step: Int[Array, ""] | Int[Array, " B"] | None = None,
+    step: Length | None = None,
 ) -> Int[Array, " B"]:
     """Draws one token from softmax(scores) for each row, with the row's own key.
 
@@ -92,7 +93,7 @@ def _weights(scores: Float[Array, "B V"]) -> Float[Array, "B V"]:
 
 def _race(
     keys: Key[Array, " B"],
-    step: Int[Array, ""] | Int[Array, " B"] | None,
+    step: Length | None,
     weights: Float[Array, "B blocks size"],
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """Draws a block and an index in it, each with probability proportional to its weight."""
@@ -103,9 +104,7 @@ def _race(
     return block, jnp.argmin(times[:, blocks:] / within_block, axis=-1)
 
 
-def _times(
-    keys: Key[Array, " B"], step: Int[Array, ""] | Int[Array, " B"] | None, count: int
-) -> Float[Array, "B count"]:
+def _times(keys: Key[Array, " B"], step: Length | None, count: int) -> Float[Array, "B count"]:
     """Random times of a race, for blocks and for the entries of a block."""
     return _exponential(random_bits(keys, step, count))
 
