@@ -30,11 +30,12 @@ from jaxllm.generation.processors.build import (
     ProcessorInputs,
     build_processors,
 )
+from jaxllm.generation.processors.grammar import GrammarLogitsProcessor
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.resolve import MAX_COLUMNS
-from jaxllm.generation.stopping import StoppingCriteriaList, StopStringCriteria
+from jaxllm.generation.stopping import StoppingCriteriaList, StopStringCriteria, StopStringMatcher
 from jaxllm.generation.strategies.beam_search import BeamSearch
-from jaxllm.generation.strategies.sample import Sample
+from jaxllm.generation.strategies.sample import Sample, StreamedSample
 from jaxllm.generation.strategies.strategy import AnyStrategy, DecodeSettings, PrefillInputs
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
@@ -144,12 +145,29 @@ def row_processors(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Task:
-    """A row, or one of its samples, that takes a slot."""
+    """A row, or one of its samples, that takes a slot.
+
+    The fields after `num_sequences` are those of a server's requests. While a request runs, the
+    host reads its new tokens, looks for its stop strings, and writes a mask for its grammar and its
+    forced token. The settings of its row have none of the three.
+    """
 
     row: BatchRow
     sample: int
     num_sequences: int = 1
     """Sequences that it ends with; beam search may return several."""
+    request: Any = None
+    """Caller's handle of the request."""
+    processors: tuple[LogitsProcessor, ...] = ()
+    """Logits processors besides those of the row's settings."""
+    logprobs: bool = False
+    """The request asks for log-probabilities."""
+    stops: StopStringMatcher | None = None
+    grammar: GrammarLogitsProcessor | None = None
+    forced_token: int | None = None
+    """First new token, such as a language; a grammar is that of the tokens after it."""
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    """New tokens so far."""
 
     @property
     def samples(self) -> list[Task]:
@@ -212,6 +230,10 @@ class Group:
     shared_fields: tuple[str, ...]
     """Per-row fields that the programs apply."""
     eos_width: int
+    window: int = 0
+    """Steps after which the host reads new tokens; 0: it reads whole sequences."""
+    top_logprobs: int = 0
+    """With `window`, the most probable tokens of each step that it reads."""
     stops: Mapping[tuple[str, ...], StopStringCriteria] = dataclasses.field(default_factory=dict)
     """A stopping criterion for each list of stop strings, on the devices."""
 
@@ -228,7 +250,7 @@ class Group:
 
     def processors(self, task: Task) -> LogitsProcessorList:
         """The logits processors of a task."""
-        return row_processors(task.row, self.shared_fields, self.vocab_size)
+        return row_processors(task.row, self.shared_fields, self.vocab_size, task.processors)
 
     def strategy(self, tasks: Sequence[Task]) -> AnyStrategy:
         """The strategy of the group with the numbers of some tasks, as host arrays."""
@@ -242,12 +264,17 @@ class Group:
                 early_stopping=config.early_stopping,
                 sampling=self.sampling,
             )
-        return Sample(sampling=self.sampling, sampled_rows=self.sampled(tasks))
-
-    @staticmethod
-    def sampled(tasks: Sequence[Task]) -> Any:
-        """bool [B]. The tasks that sample; the others take the best token."""
-        return np.array([bool(task.row.config.do_sample) for task in tasks])
+        sampled: Any = np.array([bool(task.row.config.do_sample) for task in tasks])
+        if not self.window:
+            return Sample(sampling=self.sampling, sampled_rows=sampled)
+        reports: Any = np.array([task.logprobs for task in tasks])
+        return StreamedSample(
+            sampling=self.sampling,
+            sampled_rows=sampled,
+            window=self.window,
+            top_logprobs=self.top_logprobs,
+            reports_logprobs=reports,
+        )
 
     def settings(self, tasks: Sequence[Task]) -> DecodeSettings:
         """Settings of some tasks of the group, as host arrays."""

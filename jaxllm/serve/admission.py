@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
+from jaxllm.batch.row_groups import Task
 from jaxllm.batch.slot_pool import SlotPool
 from jaxllm.batch.slots import empty_arrays, prompt_cache_shapes
 from jaxllm.cache.kv_cache import Cache
@@ -24,7 +25,6 @@ from jaxllm.common.hardware import default_device, nbytes
 from jaxllm.generation.inputs.arguments import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.models.decoder import GenerativeModel
-from jaxllm.serve.live_tasks import LiveTask
 
 DEFAULT_CHUNK_SIZE = {"cpu": 256}
 DEFAULT_ACCELERATOR_CHUNK_SIZE = 512
@@ -224,7 +224,7 @@ class PrefixCounts:
 class PartialPrompt:
     """A task with the first `length` tokens of its prompt in a prompt cache."""
 
-    task: LiveTask
+    task: Task
     cache: Cache
     length: int
     kept_length: int = 0
@@ -250,14 +250,14 @@ class Admission:
         if options.cache_shapes is not None:
             empty = empty_arrays(options.cache_shapes)
             self._prefixes = PrefixStore(options.kept_prefixes, empty)
-        self.waiting: deque[LiveTask] = deque()
+        self.waiting: deque[Task] = deque()
         self.counts = PrefixCounts()
 
-    def add(self, tasks: Iterable[LiveTask]) -> None:
+    def add(self, tasks: Iterable[Task]) -> None:
         """Adds tasks to the queue."""
         self.waiting.extend(tasks)
 
-    def remove(self, ends: Callable[[LiveTask], bool]) -> None:
+    def remove(self, ends: Callable[[Task], bool]) -> None:
         """Removes tasks that wait, those for which `ends` is true."""
         self.waiting = deque(itertools.filterfalse(ends, self.waiting))
         if self._partial is not None and ends(self._partial.task):
@@ -274,7 +274,7 @@ class Admission:
             columns += self._prefill_next()
         return len(self._pool.free) < free
 
-    def run_programs(self, tasks: Sequence[LiveTask]) -> Iterator[None]:
+    def run_programs(self, tasks: Sequence[Task]) -> Iterator[None]:
         """Runs each program of prefill once. The caller frees the slots after each.
 
         Args:
@@ -309,7 +309,7 @@ class Admission:
         self._partial = dataclasses.replace(partial, cache=cache, length=end)
         return self._chunk_size
 
-    def _begin(self, task: LiveTask) -> PartialPrompt | None:
+    def _begin(self, task: Task) -> PartialPrompt | None:
         """The prefix of the first task's prompt that is in the store; None: the prompt is prefilled
         as a whole."""
         if self._prefixes is None:
@@ -323,7 +323,7 @@ class Admission:
             self.counts.tokens += partial.length
         return partial
 
-    def _plan(self, task: LiveTask, prefixes: PrefixStore) -> tuple[Prefix, PartialPrompt | None]:
+    def _plan(self, task: Task, prefixes: PrefixStore) -> tuple[Prefix, PartialPrompt | None]:
         prompt = task.row.input_ids
         prefix, length = prefixes.longest(prompt)
         # A request's later samples are no sign that others share its prompt.
@@ -363,14 +363,14 @@ class Admission:
         self._note(tasks)
         return tasks[0].width
 
-    def _note(self, tasks: Iterable[LiveTask]) -> None:
+    def _note(self, tasks: Iterable[Task]) -> None:
         """Adds the prompts of requests to the recent ones."""
         if self._prefixes is not None:
             for task in tasks:
                 if task.sample == 0:
                     self._prefixes.note(task.row.input_ids)
 
-    def _next_tasks(self, count: int) -> list[LiveTask]:
+    def _next_tasks(self, count: int) -> list[Task]:
         """Removes the first task that waits, and the next ones that are prefilled with it."""
         first, *others = itertools.islice(self.waiting, LOOKAHEAD if count > 1 else 1)
         fitting = (task for task in others if task.width == first.width and self._is_whole(task))
@@ -379,6 +379,6 @@ class Admission:
             self.waiting.remove(task)
         return tasks
 
-    def _is_whole(self, task: LiveTask) -> bool:
+    def _is_whole(self, task: Task) -> bool:
         """True if the task's prompt is prefilled as a whole."""
         return self._prefixes is None or self._plan(task, self._prefixes)[1] is None

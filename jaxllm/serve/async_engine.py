@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.generator import check_model, check_tokenizer, checked_slots
 from jaxllm.batch.memory import Prediction, fitting_slots, memory_budget, predict
+from jaxllm.batch.row_groups import Task
 from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import BatchOutput, BatchRow
 from jaxllm.batch.slot_pool import few_slots
@@ -38,7 +39,7 @@ from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.parallel.sharding import row_shards
 from jaxllm.serve.admission import PrefixCounts, buckets, prefill_options
 from jaxllm.serve.live_run import Chunk, LiveRun
-from jaxllm.serve.live_tasks import LiveTask, RequestReader, live_group
+from jaxllm.serve.live_tasks import RequestReader, live_group
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 _RATE_SEQUENCES = 64
@@ -70,7 +71,7 @@ class EngineThread:
     def __init__(self, run: LiveRun, queue_size: int, prepare: Callable[[], object]) -> None:
         self._run, self._queue_size, self._prepare = run, queue_size, prepare
         self._changed = threading.Condition()
-        self._arrived: list[LiveTask] = []
+        self._arrived: list[Task] = []
         self._cancelled: list[tuple[GenerationStream, int]] = []
         self._waiting_in_run = 0
         self._slots = run.slots
@@ -100,7 +101,7 @@ class EngineThread:
         with self._changed:
             return len(self._arrived) + self._waiting_in_run
 
-    def submit(self, tasks: list[LiveTask]) -> None:
+    def submit(self, tasks: list[Task]) -> None:
         """Queues all of some tasks, or none.
 
         Raises:
@@ -192,7 +193,7 @@ class EngineThread:
         """Notes for other threads what waits and runs; called with the lock held."""
         self._waiting_in_run, self.running = self._run.waiting, len(self._run.running)
 
-    def _deliver(self, results: list[tuple[LiveTask, Chunk]]) -> None:
+    def _deliver(self, results: list[tuple[Task, Chunk]]) -> None:
         now = time.monotonic()
         self._finish_times.extend(now for _, chunk in results if chunk.is_last)
         by_request: dict[int, tuple[GenerationStream, list[Chunk]]] = {}
@@ -482,7 +483,7 @@ class AsyncEngine:
         reasons = tuple(part[-1].finish_reason or "" for part in parts)
         return BatchOutput.of(row, output_ids, reasons, self.tokenizer)
 
-    def _warm_up_task(self, width: int) -> LiveTask:
+    def _warm_up_task(self, width: int) -> Task:
         """A task with a prompt of one bucket."""
         length = min(width, self.context)
         if not self.model.is_encoder_decoder:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import UInt32
 
 from jaxllm.batch.counts import BatchCounts
+from jaxllm.batch.row_groups import Group, Task
 from jaxllm.batch.slot_pool import SlotPool
 from jaxllm.batch.slots import DecodeProgress, Sizes, place
 from jaxllm.common.errors import JaxLLMError
@@ -32,9 +33,8 @@ from jaxllm.models.decoder import Decoder
 from jaxllm.serve.admission import Admission, PrefillOptions, PrefixCounts
 from jaxllm.serve.live_tasks import (
     ALL_TOKENS,
-    LiveGroup,
-    LiveTask,
     TokenMaskLogitsProcessor,
+    allowed_tokens,
 )
 
 
@@ -83,9 +83,9 @@ class LiveRun:
     def __init__(
         self,
         model: Decoder,
-        group: LiveGroup,
+        group: Group,
         sizes: Sizes,
-        plain: LiveTask,
+        plain: Task,
         counts: BatchCounts,
         mesh: Mesh | None,
         prefill: PrefillOptions,
@@ -113,25 +113,20 @@ class LiveRun:
         return self._admission.counts
 
     @property
-    def running(self) -> list[LiveTask]:
+    def running(self) -> list[Task]:
         """The tasks in slots."""
-        return [task for task in self._tasks if task is not None]
-
-    @property
-    def _tasks(self) -> list[LiveTask | None]:
-        """The task in each slot."""
-        return cast("list[LiveTask | None]", self._pool.tasks)
+        return [task for task in self._pool.tasks if task is not None]
 
     @property
     def busy(self) -> bool:
         """True if a task waits or runs."""
         return bool(self._admission.waiting) or self._pool.busy
 
-    def add(self, tasks: Iterable[LiveTask]) -> None:
+    def add(self, tasks: Iterable[Task]) -> None:
         """Adds tasks, which run in this order."""
         self._admission.add(tasks)
 
-    def run_programs(self, tasks: Sequence[LiveTask]) -> None:
+    def run_programs(self, tasks: Sequence[Task]) -> None:
         """Runs each program once, so that it is compiled.
 
         Args:
@@ -141,7 +136,7 @@ class LiveRun:
             self._decode(self._steps_per_call)
         self._pool.run_decode_programs()
 
-    def take_all(self) -> list[LiveTask]:
+    def take_all(self) -> list[Task]:
         """Ends all tasks and returns them, after a failure."""
         tasks = [*self.running, *self._admission.waiting]
         self._admission.waiting.clear()
@@ -157,13 +152,13 @@ class LiveRun:
         if not cancelled:
             return
 
-        def ends(task: LiveTask | None) -> bool:
+        def ends(task: Task | None) -> bool:
             return task is not None and (id(task.request), task.sample) in cancelled
 
         self._admission.remove(ends)
-        self._release([slot for slot, task in enumerate(self._tasks) if ends(task)])
+        self._release([slot for slot, task in enumerate(self._pool.tasks) if ends(task)])
 
-    def step(self) -> list[tuple[LiveTask, Chunk]]:
+    def step(self) -> list[tuple[Task, Chunk]]:
         """Prefills prompts that wait, or decodes, in turn: the new tokens of all tasks."""
         if self._prefill_is_next or not self._pool.busy:
             self._prefill_is_next = False
@@ -175,25 +170,28 @@ class LiveRun:
         has_grammars = any(task.grammar for task in self.running)
         return [*failed, *self._decode(1 if has_grammars else self._steps_per_call)]
 
-    def _decode(self, steps: int) -> list[tuple[LiveTask, Chunk]]:
+    def _decode(self, steps: int) -> list[tuple[Task, Chunk]]:
         """Decodes; stops early if a slot is free for a task that waits."""
         pool, waiting = self._pool, self._admission.waiting
         free_slots = len(pool.free) + 1 if waiting else pool.sizes.slots
         return self._collect(jax.device_get(pool.decode(free_slots, steps)))
 
-    def _write_masks(self) -> list[tuple[LiveTask, Chunk]]:
+    def _write_masks(self) -> list[tuple[Task, Chunk]]:
         """Writes the masks of all rows into the slots if one changes, and ends those whose grammar
         fails, such as one that is too complex."""
-        if not any(task.changes_mask() for task in self.running):
+        if not any(
+            task.grammar is not None or (task.forced_token is not None and len(task.tokens) <= 1)
+            for task in self.running
+        ):
             return []
         every_token = np.full(-(-self._vocab // WORD_BITS), ALL_TOKENS)
         masks = [every_token] * self._pool.slots.count
-        failed: dict[int, tuple[LiveTask, Chunk]] = {}
-        for slot, task in enumerate(self._tasks):
+        failed: dict[int, tuple[Task, Chunk]] = {}
+        for slot, task in enumerate(self._pool.tasks):
             if task is None:
                 continue
             try:
-                masks[slot] = task.mask(self._vocab)
+                masks[slot] = allowed_tokens(task, self._vocab)
             except JaxLLMError as error:
                 failed[slot] = task, Chunk(task.sample, (), error=error)
         self._release([*failed])
@@ -227,9 +225,9 @@ class LiveRun:
         """A host array on the devices of the array that it replaces."""
         return place(new, None if self._mesh is None else old.sharding)
 
-    def _collect(self, progress: DecodeProgress) -> list[tuple[LiveTask, Chunk]]:
+    def _collect(self, progress: DecodeProgress) -> list[tuple[Task, Chunk]]:
         results, stopped = [], []
-        tasks = list(self._tasks)
+        tasks = list(self._pool.tasks)
         finished = {slot for slot, _ in self._pool.take_finished(progress)}
         for slot, task in enumerate(tasks):
             if task is None:
@@ -244,7 +242,7 @@ class LiveRun:
         return results
 
 
-def _chunk(task: LiveTask, result: Result, slot: int) -> Chunk:
+def _chunk(task: Task, result: Result, slot: int) -> Chunk:
     """The new tokens of a slot since the last report."""
     total, code = int(result.lengths[slot]), int(result.finish_reasons[slot])
     if code == NONFINITE:

@@ -8,19 +8,18 @@ a row does not use it; a processor runs only while a row needs it. So traffic co
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, UInt32
 
-from jaxllm.batch.row_groups import Group, Task, fits_slots, per_row_fields, row_processors
+from jaxllm.batch.row_groups import Group, Task, fits_slots, per_row_fields
 from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import BatchRow, RawRow
 from jaxllm.batch.slots import Sizes
 from jaxllm.common.errors import InputError, UnsupportedError, counted
-from jaxllm.generation.processors import LogitsProcessorList
 from jaxllm.generation.processors.base import (
     History,
     LogitsProcessor,
@@ -32,7 +31,6 @@ from jaxllm.generation.processors.base import (
 from jaxllm.generation.processors.grammar import GrammarLogitsProcessor
 from jaxllm.generation.processors.host import WORD_BITS, pack_bits, unpack_bits
 from jaxllm.generation.stopping import StopStringMatcher
-from jaxllm.generation.strategies.sample import StreamedSample
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 MAX_TOP_LOGPROBS = 20
@@ -57,69 +55,21 @@ class TokenMaskLogitsProcessor(LogitsProcessor):
         return jnp.where(unpack_bits(self.bits, scores.shape[1]), scores, -jnp.inf)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class LiveTask(Task):
-    """One sample of a checked request, from the queue to its end.
-
-    The host looks for its stop strings, and writes a mask for its grammar and its forced token,
-    which the settings of its row lack.
-    """
-
-    logprobs: bool
-    """The request asks for log-probabilities."""
-    stops: StopStringMatcher | None
-    grammar: GrammarLogitsProcessor | None
-    forced_token: int | None
-    """First new token, such as a language; a grammar is that of the tokens after it."""
-    request: Any = None
-    """Caller's handle of the request."""
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    """New tokens so far."""
-
-    def changes_mask(self) -> bool:
-        """True if the mask of the next token may differ from that of the newest one."""
-        is_forced = self.forced_token is not None and len(self.tokens) <= 1
-        return is_forced or self.grammar is not None
-
-    def mask(self, vocab_size: int) -> UInt32[np.ndarray, " W"]:
-        """The tokens that are allowed next, as bits."""
-        tokens = self.tokens
-        if self.forced_token is not None:
-            if not tokens:
-                is_allowed = np.arange(vocab_size)[None] == self.forced_token
-                return pack_bits(is_allowed)[0]
-            tokens = tokens[1:]
-        if self.grammar is None:
-            return np.full(-(-vocab_size // WORD_BITS), ALL_TOKENS)
-        return self.grammar.allowed_bits(tokens, vocab_size)
+def allowed_tokens(task: Task, vocab_size: int) -> UInt32[np.ndarray, " W"]:
+    """The tokens that are allowed next, as `pack_bits` packs them."""
+    tokens = task.tokens
+    if task.forced_token is not None:
+        if not tokens:
+            return pack_bits(np.arange(vocab_size)[None] == task.forced_token)[0]
+        tokens = tokens[1:]
+    if task.grammar is None:
+        return np.full(-(-vocab_size // WORD_BITS), ALL_TOKENS)
+    return task.grammar.allowed_bits(tokens, vocab_size)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class LiveGroup(Group):
-    """The group of all live requests."""
-
-    window: int
-    """Steps after which the slots are read."""
-
-    def processors(self, task: Task) -> LogitsProcessorList:
-        assert isinstance(task, LiveTask)
-        mask = TokenMaskLogitsProcessor(task.mask(self.vocab_size))
-        return row_processors(task.row, self.shared_fields, self.vocab_size, extra=[mask])
-
-    def strategy(self, tasks: Sequence[Task]) -> StreamedSample:
-        reports: Any = np.array([isinstance(task, LiveTask) and task.logprobs for task in tasks])
-        return StreamedSample(
-            sampling=self.sampling,
-            sampled_rows=self.sampled(tasks),
-            window=self.window,
-            top_logprobs=min(MAX_TOP_LOGPROBS, self.vocab_size),
-            reports_logprobs=reports,
-        )
-
-
-def live_group(steps_per_call: int, vocab_size: int) -> LiveGroup:
+def live_group(steps_per_call: int, vocab_size: int) -> Group:
     """The group of requests whose slots are read after every `steps_per_call` steps."""
-    return LiveGroup(
+    return Group(
         number=0,
         rows=(),
         vocab_size=vocab_size,
@@ -127,6 +77,7 @@ def live_group(steps_per_call: int, vocab_size: int) -> LiveGroup:
         shared_fields=tuple(sorted(per_row_fields())),
         eos_width=MAX_EOS_TOKENS,
         window=steps_per_call,
+        top_logprobs=min(MAX_TOP_LOGPROBS, vocab_size),
     )
 
 
@@ -140,7 +91,7 @@ class RequestReader:
     """
 
     def __init__(
-        self, reader: RowReader, tokenizer: Tokenizer | None, group: LiveGroup, sizes: Sizes
+        self, reader: RowReader, tokenizer: Tokenizer | None, group: Group, sizes: Sizes
     ) -> None:
         self._reader, self._tokenizer, self._group, self._sizes = reader, tokenizer, group, sizes
         plain = self._reader.read(RawRow(0, 0, {"input_ids": [0], "max_new_tokens": 1}))
@@ -156,7 +107,7 @@ class RequestReader:
         *,
         logprobs: bool = False,
         grammar: GrammarLogitsProcessor | None = None,
-    ) -> list[LiveTask]:
+    ) -> list[Task]:
         """Reads and checks a request: a task for each of its samples.
 
         Raises:
@@ -180,14 +131,14 @@ class RequestReader:
         sample: int,
         logprobs: bool = False,
         grammar: GrammarLogitsProcessor | None = None,
-    ) -> LiveTask:
+    ) -> Task:
         config, stops = row.config, None
         if self._tokenizer is not None and config.stop_strings:
             prompt = row.decoder_prompt.tolist()
             stops = StopStringMatcher(self._tokenizer, config.stop_strings, prompt)
         forced = config.forced_bos_token_id if config.begin_suppress_tokens is None else None
         names = ["stop_strings"] if forced is None else ["stop_strings", "forced_bos_token_id"]
-        return LiveTask(
+        task = Task(
             dataclasses.replace(row, config=config.without(names), constraint=None),
             sample,
             logprobs=logprobs,
@@ -195,6 +146,8 @@ class RequestReader:
             grammar=grammar,
             forced_token=forced if len(row.decoder_prompt) == 1 else None,
         )
+        mask = TokenMaskLogitsProcessor(allowed_tokens(task, self._group.vocab_size))
+        return dataclasses.replace(task, processors=(mask,))
 
     def _check_fields(self, row: BatchRow, raw: Any) -> None:
         if row.config.num_beams > 1 or not fits_slots(row):
