@@ -38,8 +38,7 @@ from jaxllm.models.decoder_only import with_rope_per_row
 from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.parallel.sharding import row_shards
 from jaxllm.serve.admission import PrefixCounts, buckets, prefill_options
-from jaxllm.serve.live_run import Chunk, LiveRun
-from jaxllm.serve.live_tasks import RequestReader, live_group
+from jaxllm.serve.live_run import Chunk, LiveRun, RequestReader, live_group
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 _RATE_SEQUENCES = 64

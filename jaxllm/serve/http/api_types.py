@@ -19,7 +19,7 @@ from jaxllm.common.errors import (
 from jaxllm.common.files import parse_json
 from jaxllm.common.validation import from_plain
 from jaxllm.serve.async_engine import EngineStoppedError, QueueFullError
-from jaxllm.serve.live_tasks import MAX_TOP_LOGPROBS
+from jaxllm.serve.live_run import MAX_TOP_LOGPROBS
 
 T = TypeVar("T")
 Prompts = Annotated[
