@@ -28,6 +28,7 @@ from jaxllm.cache.slot_cache import RotatedCache, SlotCache
 from jaxllm.generation.inputs.arguments import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.generation.loop import decode, first_state, without_ended_rows
+from jaxllm.generation.strategies.draws import keys_of_slots
 from jaxllm.generation.strategies.strategy import (
     RUNNING,
     AnyStrategy,
@@ -119,6 +120,10 @@ class PromptRows:
     settings: DecodeSettings
     inputs: PrefillInputs
     """Without left padding. The programs make the random keys."""
+
+    def inputs_with_keys(self) -> PrefillInputs:
+        """The inputs as strategies take them."""
+        return dataclasses.replace(self.inputs, keys=keys_of_slots(self.inputs.keys))
 
 
 @jax.tree_util.register_dataclass
@@ -271,7 +276,7 @@ def slot_shapes(
             encoder = {"input_ids": jnp.zeros(shape, jnp.int32)}
             encoder["attention_mask"] = jnp.zeros(shape, bool)
         cache = kind.of(model.init_cache(count, sizes.capacity, **encoder))
-        inputs = rows.inputs.with_random_keys()
+        inputs = rows.inputs_with_keys()
         return Slots.of(rows, rows.strategy.initial_state(inputs, cache, sizes.new_token_bucket))
 
     with use_mesh(mesh):
@@ -341,7 +346,7 @@ def prefill_slots(
         new_token_bucket: that of the slots' sizes.
     """
     rows = constrain_fields(rows, batch=len(slot_ids))
-    inputs = rows.inputs.with_random_keys()
+    inputs = rows.inputs_with_keys()
     init_cache = partial(model.init_cache, len(slot_ids), **inputs.encoder_inputs)
     width = inputs.decoder_inputs["tokens"].shape[1]
     cache = slots.state.cache.for_prompts(init_cache, width, jnp.asarray(inputs.start_len))
@@ -441,7 +446,7 @@ def prefill_rest(
     """
     rows = constrain_fields(rows, batch=1)
     cache = truncated(cache, start)
-    inputs = rows.inputs.with_random_keys()
+    inputs = rows.inputs_with_keys()
 
     def rest(x: Array) -> Array:
         return jax.lax.dynamic_slice_in_dim(x, cache.length, width, axis=1)

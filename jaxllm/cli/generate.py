@@ -48,7 +48,6 @@ from jaxllm.common.arguments import names_in
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import InputError
 from jaxllm.common.progress import Reporter, reports_to
-from jaxllm.generation.call.keys import shared_key
 from jaxllm.generation.generate import compile_programs
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.resolve import (
@@ -59,6 +58,7 @@ from jaxllm.generation.settings.resolve import (
     merged_config,
     with_default_length,
 )
+from jaxllm.generation.strategies.draws import shared_key
 from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.tokenizers.stream_decoder import StreamDecoder
 from jaxllm.tokenizers.tokenizer import Tokenizer

@@ -17,7 +17,6 @@ from jaxllm.common.arguments import checked_count
 from jaxllm.common.errors import InputError, UnsupportedError, quoted
 from jaxllm.common.progress import progress_phase
 from jaxllm.common.threads import with_settings_of_this_thread
-from jaxllm.generation.call.keys import RandomKey
 from jaxllm.generation.call.output import (
     GenerateOutput,
     fetch_progress,
@@ -45,6 +44,7 @@ from jaxllm.generation.loop import (
 from jaxllm.generation.processors.host import reraise_failures
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.strategies.beam_search import end_beams
+from jaxllm.generation.strategies.draws import RandomKey
 from jaxllm.generation.strategies.records import check_record_size
 from jaxllm.generation.strategies.strategy import RUNNING, STOP, DecodeState, Result
 from jaxllm.models.decoder import GenerativeModel

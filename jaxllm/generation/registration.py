@@ -50,6 +50,7 @@ from jaxllm.generation.strategies.constrained_beam import (
 from jaxllm.generation.strategies.contrastive import Contrastive
 from jaxllm.generation.strategies.dola import DoLa, layers_to_contrast
 from jaxllm.generation.strategies.drafts import AssistantModel, Draft, EarlyExit, PromptLookup
+from jaxllm.generation.strategies.draws import choose_greedy, choose_sample
 from jaxllm.generation.strategies.group_beam import GroupBeamSearch
 from jaxllm.generation.strategies.sample import Sample, SampleState
 from jaxllm.generation.strategies.strategy import (
@@ -59,7 +60,6 @@ from jaxllm.generation.strategies.strategy import (
     Result,
     Strategy,
 )
-from jaxllm.generation.strategies.token_choice import choose_greedy, choose_sample
 from jaxllm.models.decoder import GenerativeModel, checked_generative
 
 __all__ = [

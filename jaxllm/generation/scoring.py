@@ -28,7 +28,7 @@ from jaxllm.generation.inputs.values import any_traced, is_traced
 from jaxllm.generation.request import decoder_prompt
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.resolve import target_settings
-from jaxllm.generation.strategies.token_choice import choose_greedy
+from jaxllm.generation.strategies.draws import choose_greedy
 from jaxllm.models.decoder import Decoder, GenerativeModel, checked_generative
 from jaxllm.models.decoder_only import with_rope_per_row
 from jaxllm.models.input_checks import mask_of, on_host

@@ -19,8 +19,7 @@ import transformers
 from generation_cases import ENCODER_RECORDS, RECORDS, Combination, Outcome, new_tokens
 
 import jaxllm
-from jaxllm.generation.call.keys import row_keys
-from jaxllm.generation.strategies.token_choice import choose_sample, draw_without_replacement
+from jaxllm.generation.strategies.draws import choose_sample, draw_without_replacement, row_keys
 
 transformers.logging.set_verbosity_error()
 torch.set_num_threads(1)  # tensors are tiny, and threads would wait for each other

@@ -10,7 +10,7 @@ import re
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxllm.generation.processors.warpers import top_k_mask, top_p_mask
-from jaxllm.generation.strategies.token_choice import choose_greedy, choose_sample
+from jaxllm.generation.strategies.draws import choose_greedy, choose_sample
 from jaxllm.parallel.sharding import make_mesh, use_mesh
 from jaxllm.parallel.vocabulary import top_k
 """

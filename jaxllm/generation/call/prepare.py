@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.common.hardware import default_device, format_bytes, nbytes, total_memory
-from jaxllm.generation.call.keys import RandomKey, row_keys, shared_key
 from jaxllm.generation.call.layout import build_layout
 from jaxllm.generation.call.past_key_values import PastKeyValues, checked_past, continued_inputs
 from jaxllm.generation.inputs.arguments import (
@@ -37,6 +36,7 @@ from jaxllm.generation.request import (
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.resolve import checked_lengths, checked_pad, merged_config
 from jaxllm.generation.stopping import MaxTimeCriteria, build_criteria
+from jaxllm.generation.strategies.draws import RandomKey, row_keys, shared_key
 from jaxllm.generation.strategies.guidance import negative_prompt
 from jaxllm.generation.strategies.strategy import AnyStrategy, DecodeSettings, PrefillInputs
 from jaxllm.models.decoder import FlatModel, GenerativeModel, checked_generative

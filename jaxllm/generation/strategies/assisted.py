@@ -33,6 +33,7 @@ from jaxllm.generation.strategies.drafts import (
     TokenBuffer,
     repeat_for_samples,
 )
+from jaxllm.generation.strategies.draws import choose_greedy, choose_sample
 from jaxllm.generation.strategies.records import Records, initial_records
 from jaxllm.generation.strategies.strategy import (
     NONFINITE,
@@ -45,7 +46,6 @@ from jaxllm.generation.strategies.strategy import (
     end_reasons,
     nonfinite,
 )
-from jaxllm.generation.strategies.token_choice import choose_greedy, choose_sample
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.outputs import DecodeOutput
 from jaxllm.parallel.field_axes import axes

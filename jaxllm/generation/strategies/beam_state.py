@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxllm.cache.attention_view import Branches
 from jaxllm.cache.kv_cache import Cache
+from jaxllm.generation.strategies.draws import draw_without_replacement
 from jaxllm.generation.strategies.records import Records
 from jaxllm.generation.strategies.strategy import (
     LENGTH,
@@ -28,7 +29,6 @@ from jaxllm.generation.strategies.strategy import (
     end_reasons,
     is_eos,
 )
-from jaxllm.generation.strategies.token_choice import draw_without_replacement
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.outputs import DecodeOutput
 from jaxllm.parallel.field_axes import axes

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxllm.cache.kv_cache import Cache, write_columns
+from jaxllm.generation.strategies.draws import choose_greedy, choose_sample
 from jaxllm.generation.strategies.records import Records, initial_records
 from jaxllm.generation.strategies.strategy import (
     NONFINITE,
@@ -29,7 +30,6 @@ from jaxllm.generation.strategies.strategy import (
     nonfinite,
     unconditional,
 )
-from jaxllm.generation.strategies.token_choice import choose_greedy, choose_sample
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.outputs import DecodeOutput
 from jaxllm.parallel.field_axes import axes

@@ -66,7 +66,7 @@ class PrefillInputs:
     keys: Key[Array, " Bn"] | UInt32[Array, "Bn 3"]
     """Random keys, one for each sample; the samples of a row are adjacent. In batch slots, for each
     sample the seed, the number of the row and the number of the sample, from which
-    `with_random_keys` makes the key. Zeros if the strategy draws no random numbers."""
+    `keys_of_slots` makes the key. Zeros if the strategy draws no random numbers."""
     cache_kind: CacheKind = PLAIN
     negative: NegativePrompt | None = None
     """Unconditional contexts of classifier-free guidance, padded to the prompts' bucket."""
@@ -74,15 +74,6 @@ class PrefillInputs:
     """Cache of an earlier call. `decoder_inputs` and `last_column` then describe only the new
     columns, padded on the right, and `cache_len` counts the real columns of each row, old and
     new."""
-
-    def with_random_keys(self) -> PrefillInputs:
-        """Inputs of batch slots with the keys of `generate(..., key=seed, row_ids=[row])`."""
-
-        def key_of(seed: Array, row: Array, sample: Array) -> Array:
-            return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), sample)
-
-        keys = jax.vmap(key_of)(*jnp.asarray(self.keys).T)
-        return dataclasses.replace(self, keys=keys)
 
 
 @jax.tree_util.register_dataclass

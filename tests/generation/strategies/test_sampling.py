@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.generation.strategies.token_choice import choose_greedy, choose_sample
+from jaxllm.generation.strategies.draws import choose_greedy, choose_sample
 
 DRAWS = 20_000
 sample = jax.jit(choose_sample)

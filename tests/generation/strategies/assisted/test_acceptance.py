@@ -13,7 +13,6 @@ from generation_tools import drafts, repeating_prompts
 from tiny import make
 
 import jaxllm
-from jaxllm.generation.call.keys import row_keys
 from jaxllm.generation.processors import (
     LogitsProcessorList,
     TemperatureLogitsWarper,
@@ -21,7 +20,7 @@ from jaxllm.generation.processors import (
 )
 from jaxllm.generation.strategies.assisted import DRAFT, accept_speculative, position_keys
 from jaxllm.generation.strategies.drafts import DraftTokens
-from jaxllm.generation.strategies.token_choice import choose_sample
+from jaxllm.generation.strategies.draws import choose_sample, row_keys
 
 
 @pytest.mark.slow

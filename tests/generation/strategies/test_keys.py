@@ -12,8 +12,8 @@ from generation_tools import prompts
 import jaxllm
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import InputError
-from jaxllm.generation.call.keys import row_keys
 from jaxllm.generation.registration import REGISTERED_STRATEGIES, register_strategy
+from jaxllm.generation.strategies.draws import row_keys
 from jaxllm.generation.strategies.sample import Sample
 
 
