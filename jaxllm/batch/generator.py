@@ -21,8 +21,7 @@ from jaxllm.batch.memory import (
     too_large_error,
 )
 from jaxllm.batch.row_groups import FinishedSequence, Group, check_processors, fits_slots, groups
-from jaxllm.batch.row_reader import RowReader
-from jaxllm.batch.rows import BatchOutput, BatchRow, RawRow, error_output
+from jaxllm.batch.rows import BatchOutput, BatchRow, RawRow, RowReader, error_output
 from jaxllm.batch.tables.columns import ColumnChoice
 from jaxllm.batch.tables.read import RESULTS, read_table, table_of_frame
 from jaxllm.batch.tables.source import OutputTable, Source, arrow_table, has_types, output_writer

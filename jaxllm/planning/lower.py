@@ -15,8 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxllm.batch.memory import traced_programs
 from jaxllm.batch.row_groups import groups, prefill_batch, sizes_for
-from jaxllm.batch.row_reader import RowReader
-from jaxllm.batch.rows import RawRow
+from jaxllm.batch.rows import RawRow, RowReader
 from jaxllm.batch.slots import PromptRows, Sizes, Slots, slot_shapes
 from jaxllm.common.arguments import checked, is_integer
 from jaxllm.common.errors import InputError, quoted

@@ -23,8 +23,7 @@ from jaxtyping import Array, Bool, UInt32
 
 from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.row_groups import Group, Task, fits_slots, per_row_fields
-from jaxllm.batch.row_reader import RowReader
-from jaxllm.batch.rows import BatchRow, RawRow
+from jaxllm.batch.rows import BatchRow, RawRow, RowReader
 from jaxllm.batch.slot_pool import SlotPool
 from jaxllm.batch.slots import DecodeProgress, Sizes, place
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError, counted

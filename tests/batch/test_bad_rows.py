@@ -10,8 +10,7 @@ import pytest
 import tiny
 
 from jaxllm import BatchGenerator, generate_texts, score
-from jaxllm.batch.row_reader import RowReader
-from jaxllm.batch.rows import RawRow
+from jaxllm.batch.rows import RawRow, RowReader
 from jaxllm.common.errors import InputError
 
 MODEL = tiny.make("llama", num_hidden_layers=1)

@@ -11,8 +11,7 @@ from compiling import compiled_as_users
 from jaxllm import BatchGenerator
 from jaxllm.batch import slot_pool as pools
 from jaxllm.batch.memory import memory_budget
-from jaxllm.batch.row_reader import RowReader
-from jaxllm.batch.rows import RawRow
+from jaxllm.batch.rows import RawRow, RowReader
 from jaxllm.common.errors import InputError
 from jaxllm.common.hardware import nbytes
 

@@ -11,8 +11,7 @@ from conformance_runs import DATA
 import jaxllm
 from jaxllm import BatchGenerator
 from jaxllm.batch.row_groups import PER_ROW_FIELDS, groups
-from jaxllm.batch.row_reader import RowReader
-from jaxllm.batch.rows import RawRow
+from jaxllm.batch.rows import RawRow, RowReader
 
 MODEL = tiny.make("llama", num_hidden_layers=1)
 

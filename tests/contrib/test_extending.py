@@ -13,8 +13,7 @@ from paths import ROOT
 import jaxllm
 from jaxllm.batch import BatchGenerator  # before the examples register their fields
 from jaxllm.batch.row_groups import groups
-from jaxllm.batch.row_reader import RowReader
-from jaxllm.batch.rows import RawRow
+from jaxllm.batch.rows import RawRow, RowReader
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.generation import GenerationConfig
 from jaxllm.generation.processors.build import REGISTERED

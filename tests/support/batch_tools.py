@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 import jaxllm
-from jaxllm.batch.row_reader import ROW_KEYS
-from jaxllm.batch.rows import BatchOutput
+from jaxllm.batch.rows import ROW_KEYS, BatchOutput
 
 CLOSE = 1e-5
 """Scores closer than this may be ordered differently by programs of other shapes."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import tiny
 from paths import DATA
 
-from jaxllm.batch.row_reader import RowReader
+from jaxllm.batch.rows import RowReader
 from jaxllm.batch.tables import read_source
 from jaxllm.checkpoint.flax_file import FlaxFile, FlaxView
 from jaxllm.checkpoint.gguf.names import HFView

@@ -25,8 +25,7 @@ from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.generator import BatchGenerator
 from jaxllm.batch.job.job import RowEngine, RunCounters, run_counters
 from jaxllm.batch.memory import Prediction
-from jaxllm.batch.row_reader import checked_seed
-from jaxllm.batch.rows import BatchOutput, RawRow
+from jaxllm.batch.rows import BatchOutput, RawRow, checked_seed
 from jaxllm.batch.tables.columns import ColumnChoice
 from jaxllm.batch.tables.read import RESULTS
 from jaxllm.batch.tables.source import OutputTable, Source, arrow_table

@@ -12,8 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxllm.batch.row_reader import ROW_KEYS
-from jaxllm.batch.rows import PROMPT_KEYS
+from jaxllm.batch.rows import PROMPT_KEYS, ROW_KEYS
 from jaxllm.common.arguments import checked_iterable, names_in
 from jaxllm.common.cells import printable
 from jaxllm.common.errors import DataError, InputError, TemplateError, listed, nearest, quoted

@@ -13,8 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxllm.batch.memory import Prediction
-from jaxllm.batch.row_reader import checked_seed
-from jaxllm.batch.rows import BatchOutput, RawRow
+from jaxllm.batch.rows import BatchOutput, RawRow, checked_seed
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.common.validation import from_plain
 from jaxllm.models.decoder import GenerativeModel
