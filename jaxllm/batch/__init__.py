@@ -6,9 +6,9 @@ the same output as from `jaxllm.generate` without other rows, up to rounding. A 
 `jaxllm.generation`; rows of strategies that slots do not hold run in batches of `jaxllm.generate`.
 """
 
-from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.generator import BatchGenerator
 from jaxllm.batch.memory import Prediction
 from jaxllm.batch.rows import BatchOutput
+from jaxllm.batch.slot_pool import BatchCounts
 
 __all__ = ["BatchCounts", "BatchGenerator", "BatchOutput", "Prediction"]

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
-from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.memory import (
     PoolPlan,
     Prediction,
@@ -22,6 +21,7 @@ from jaxllm.batch.memory import (
 )
 from jaxllm.batch.row_groups import FinishedSequence, Group, check_processors, fits_slots, groups
 from jaxllm.batch.rows import BatchOutput, BatchRow, RawRow, RowReader, error_output
+from jaxllm.batch.slot_pool import BatchCounts
 from jaxllm.batch.tables.columns import ColumnChoice
 from jaxllm.batch.tables.read import RESULTS, read_table, table_of_frame
 from jaxllm.batch.tables.source import OutputTable, Source, arrow_table, has_types, output_writer

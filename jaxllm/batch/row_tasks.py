@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.memory import Prediction
 from jaxllm.batch.rows import (
     BatchOutput,
@@ -24,6 +23,7 @@ from jaxllm.batch.rows import (
     checked_row,
     error_output,
 )
+from jaxllm.batch.slot_pool import BatchCounts
 from jaxllm.common.arguments import checked_iterable, is_integer
 from jaxllm.common.errors import (
     InputError,

@@ -16,10 +16,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.row_groups import FinishedSequence, Group, Task
 from jaxllm.batch.rows import BatchRow
-from jaxllm.batch.slot_pool import SlotPool
+from jaxllm.batch.slot_pool import BatchCounts, SlotPool
 from jaxllm.batch.slots import PromptRows, Sizes
 from jaxllm.common.errors import InputError, JaxLLMError
 from jaxllm.generation.generate import generate

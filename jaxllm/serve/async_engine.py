@@ -19,12 +19,11 @@ from typing import Any, Self
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.generator import check_model, check_tokenizer, checked_slots
 from jaxllm.batch.memory import Prediction, fitting_slots, memory_budget, predict
 from jaxllm.batch.row_groups import Task
 from jaxllm.batch.rows import BatchOutput, BatchRow, RowReader
-from jaxllm.batch.slot_pool import few_slots
+from jaxllm.batch.slot_pool import BatchCounts, few_slots
 from jaxllm.batch.slots import Sizes
 from jaxllm.common.arguments import is_integer
 from jaxllm.common.errors import InputError, JaxLLMError

@@ -21,10 +21,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, UInt32
 
-from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.row_groups import Group, Task, fits_slots, per_row_fields
 from jaxllm.batch.rows import BatchRow, RawRow, RowReader
-from jaxllm.batch.slot_pool import SlotPool
+from jaxllm.batch.slot_pool import BatchCounts, SlotPool
 from jaxllm.batch.slots import DecodeProgress, Sizes, place
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError, counted
 from jaxllm.generation.processors.base import (

@@ -15,10 +15,10 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.job.journal import Journal, errors_file, report_file
 from jaxllm.batch.memory import Prediction
 from jaxllm.batch.rows import BatchOutput, RawRow
+from jaxllm.batch.slot_pool import BatchCounts
 from jaxllm.batch.tables.columns import FAILED
 from jaxllm.batch.tables.source import Line, OutputTable, Source, encoded, output_writer
 from jaxllm.common.compiling import CompileClock

@@ -21,11 +21,11 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.generator import BatchGenerator
 from jaxllm.batch.job.job import RowEngine, RunCounters, run_counters
 from jaxllm.batch.memory import Prediction
 from jaxllm.batch.rows import BatchOutput, RawRow, checked_seed
+from jaxllm.batch.slot_pool import BatchCounts
 from jaxllm.batch.tables.columns import ColumnChoice
 from jaxllm.batch.tables.read import RESULTS
 from jaxllm.batch.tables.source import OutputTable, Source, arrow_table

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.row_tasks import Embedder
+from jaxllm.batch.slot_pool import BatchCounts
 from jaxllm.common.optional_packages import require
 from jaxllm.common.threads import with_settings_of_this_thread
 from jaxllm.generation.processors.grammar import GrammarLogitsProcessor, json_schema

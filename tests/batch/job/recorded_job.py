@@ -17,11 +17,11 @@ from typing import Any
 
 from file_faults import KILLED, dying_at
 
-from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.job import journal
 from jaxllm.batch.job.job import Job
 from jaxllm.batch.job.journal import report_file
 from jaxllm.batch.rows import BatchOutput, RawRow
+from jaxllm.batch.slot_pool import BatchCounts
 from jaxllm.batch.tables import read_source
 from jaxllm.common.compiling import CompileClock
 
