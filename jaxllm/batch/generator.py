@@ -19,8 +19,8 @@ from jaxllm.batch.memory import (
     plans,
     too_large_error,
 )
-from jaxllm.batch.row_groups import FinishedSequence, Group, check_processors, fits_slots, groups
-from jaxllm.batch.rows import BatchOutput, BatchRow, RawRow, RowReader, error_output
+from jaxllm.batch.row_groups import Group, TaskChunk, check_processors, fits_slots, groups
+from jaxllm.batch.rows import BatchOutput, BatchRow, Chunk, RawRow, RowReader, error_output
 from jaxllm.batch.slot_pool import BatchCounts
 from jaxllm.batch.tables.columns import ColumnChoice
 from jaxllm.batch.tables.read import RESULTS, read_table, table_of_frame
@@ -286,12 +286,12 @@ class BatchGenerator:
                 self.counts.cut_texts += row.was_cut
                 checked_rows.append(row)
         self.counts.work = sum(row.max_new_tokens * row.samples for row in checked_rows)
-        unfinished: dict[int, list[FinishedSequence]] = {}
-        for sequence in self._sequences(checked_rows):
-            row = sequence.task.row
-            sequences = unfinished.setdefault(row.index, [])
-            sequences.append(sequence)
-            if len(sequences) == row.samples:
+        unfinished: dict[int, list[Chunk]] = {}
+        for task, chunk in self._sequences(checked_rows):
+            row = task.row
+            chunks = unfinished.setdefault(row.index, [])
+            chunks.append(chunk)
+            if len(chunks) == row.samples:
                 self.counts.work_done += row.max_new_tokens * row.samples
                 output = self._output(row, unfinished.pop(row.index))
                 self.counts.add_output(output)
@@ -323,8 +323,8 @@ class BatchGenerator:
             try:
                 row = self._reader.read(raw_row)
                 if row.is_blank:
-                    ids, reasons = tuple([] for _ in range(row.samples)), ("eos",) * row.samples
-                    yield BatchOutput.of(row, ids, reasons, self.tokenizer)
+                    ends = (Chunk(i, (), finish_reason="eos") for i in range(row.samples))
+                    yield BatchOutput.of(row, ends, self.tokenizer)
                     continue
                 if row.constraint is not None and self.mesh is not None and self.mesh.size > 1:
                     raise UnsupportedError(
@@ -338,7 +338,7 @@ class BatchGenerator:
             except JaxLLMError as error:
                 yield error_output(raw_row, error)
 
-    def _sequences(self, rows: Sequence[BatchRow]) -> Iterator[FinishedSequence]:
+    def _sequences(self, rows: Sequence[BatchRow]) -> Iterator[TaskChunk]:
         """The sequences of all rows: those that run in slots first."""
         for group in self._groups(rows):
             # One program decodes, and one reads the prompts of each width.
@@ -361,13 +361,13 @@ class BatchGenerator:
     def _pools(self, group: Group) -> Iterator[PoolPlan]:
         return plans(self._model, group, self._slots, self._budget, self.mesh)
 
-    def _run_plan(self, group: Group, plan: PoolPlan) -> Iterator[FinishedSequence]:
+    def _run_plan(self, group: Group, plan: PoolPlan) -> Iterator[TaskChunk]:
         """Sequences as they end. Where memory runs out, half the slots go on."""
         tasks, sizes = plan.tasks, plan.sizes
         while tasks:
             if not plan.memory.fits and sizes.slots == sizes.shards:
                 for task in tasks:
-                    yield from FinishedSequence.failed(task, too_large_error(task, plan))
+                    yield from task.failed(too_large_error(task, plan))
                 return
             run = None
             try:
@@ -383,21 +383,18 @@ class BatchGenerator:
             del run
             if sizes.slots == sizes.shards:
                 for task in tasks:
-                    yield from FinishedSequence.failed(task, out_of_memory_error(task, sizes))
+                    yield from task.failed(out_of_memory_error(task, sizes))
                 return
             sizes = sizes.with_slots(sizes.slots // 2)
             self.counts.add_halving()
 
-    def _output(self, row: BatchRow, sequences: Sequence[FinishedSequence]) -> BatchOutput:
-        if row.constraint is not None and row.constraint.failures:
-            return error_output(row, row.constraint.failures[0])
-        sequences = sorted(sequences, key=lambda sequence: sequence.task.sample)
-        for sequence in sequences:
-            if sequence.error is not None:
-                return error_output(row, sequence.error)
-        output_ids = tuple(sequence.tokens for sequence in sequences)
-        reasons = tuple(sequence.reason for sequence in sequences)
-        return BatchOutput.of(row, output_ids, reasons, self.tokenizer)
+    def _output(self, row: BatchRow, chunks: Sequence[Chunk]) -> BatchOutput:
+        errors = [] if row.constraint is None else [*row.constraint.failures]
+        by_sample = sorted(chunks, key=lambda chunk: chunk.sample)
+        errors += [chunk.error for chunk in by_sample if chunk.error is not None]
+        if errors:
+            return error_output(row, errors[0])
+        return BatchOutput.of(row, chunks, self.tokenizer)
 
 
 def check_tokenizer(tokenizer: object) -> None:

@@ -11,13 +11,13 @@ import dataclasses
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.batch.rows import BatchRow
+from jaxllm.batch.rows import BatchRow, Chunk
 from jaxllm.batch.slots import PromptRows, Sizes, place
 from jaxllm.common.errors import JaxLLMError
 from jaxllm.generation.inputs.arguments import SMALLEST_BUCKET, padded_rows
@@ -170,33 +170,22 @@ class Task:
     """New tokens so far."""
 
     @property
-    def samples(self) -> list[Task]:
-        """A task for each sequence that it ends with."""
-        if self.num_sequences == 1:
-            return [self]
-        return [Task(self.row, sample) for sample in range(self.num_sequences)]
+    def samples(self) -> range:
+        """Numbers of the samples that it ends with."""
+        return range(self.sample, self.sample + self.num_sequences)
 
     @property
     def width(self) -> int:
         """Columns of its prompt's bucket."""
         return bucket(len(self.row.input_ids), SMALLEST_BUCKET)
 
+    def failed(self, error: JaxLLMError) -> list[TaskChunk]:
+        """The end of all its samples after an error."""
+        return [(self, Chunk(sample, (), error=error)) for sample in self.samples]
 
-@dataclasses.dataclass(frozen=True)
-class FinishedSequence:
-    """A sequence that has ended."""
 
-    task: Task
-    tokens: list[int]
-    """New tokens."""
-    reason: str
-    error: JaxLLMError | None = None
-    """Why there are no tokens."""
-
-    @staticmethod
-    def failed(task: Task, error: JaxLLMError) -> list[FinishedSequence]:
-        """All sequences of a task that failed."""
-        return [FinishedSequence(sample, [], "", error) for sample in task.samples]
+TaskChunk: TypeAlias = tuple[Task, Chunk]
+"""New tokens of a task, or its error."""
 
 
 def sizes_for(

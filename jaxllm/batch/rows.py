@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Self, TypeVar
 
 import numpy as np
@@ -174,6 +174,38 @@ class BatchRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of a token, and of the most probable tokens in its place.
+
+    They are those of the model's own distribution: before temperature, penalties and filters.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """Pairs (token, log-probability), the most probable first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """New tokens of one sample of a row or a request."""
+
+    sample: int
+    """Number of the sample, from 0."""
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """One for each token, if a request asks for them."""
+    finish_reason: str | None = None
+    """In the last chunk of a sample: "eos", "length" or "stop" (a stop string)."""
+    error: JaxLLMError | None = None
+    """Why the sample ends here, without its result."""
+
+    @property
+    def is_last(self) -> bool:
+        """True if the sample has no more chunks."""
+        return self.finish_reason is not None or self.error is not None
+
+
+@dataclasses.dataclass(frozen=True)
 class BatchOutput:
     """The result of one row: `num_return_sequences` generated sequences, or an error."""
 
@@ -192,14 +224,13 @@ class BatchOutput:
     """Class name of the error, such as "InputError"."""
 
     @classmethod
-    def of(
-        cls,
-        row: BatchRow,
-        output_ids: tuple[list[int], ...],
-        finish_reasons: tuple[str, ...],
-        tokenizer: Tokenizer | None,
-    ) -> Self:
-        """The result of a row from the new tokens of its sequences."""
+    def of(cls, row: BatchRow, chunks: Iterable[Chunk], tokenizer: Tokenizer | None) -> Self:
+        """The result of a row from all chunks of its samples, none of them an error."""
+        samples: list[list[Chunk]] = [[] for _ in range(row.samples)]
+        for chunk in chunks:
+            samples[chunk.sample].append(chunk)
+        output_ids = tuple([x for chunk in each for x in chunk.tokens] for each in samples)
+        finish_reasons = tuple(each[-1].finish_reason or "" for each in samples)
         texts = None
         if tokenizer is not None:
             texts = tuple(tokenizer.decode(ids, skip_special_tokens=True) for ids in output_ids)

@@ -16,8 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxllm.batch.row_groups import FinishedSequence, Group, Task
-from jaxllm.batch.rows import BatchRow
+from jaxllm.batch.row_groups import Group, Task, TaskChunk
+from jaxllm.batch.rows import BatchRow, Chunk
 from jaxllm.batch.slot_pool import BatchCounts, SlotPool
 from jaxllm.batch.slots import PromptRows, Sizes
 from jaxllm.common.errors import InputError, JaxLLMError
@@ -91,16 +91,16 @@ class TaskRun:
     ) -> None:
         self._pool = SlotPool(model, group, sizes, tasks[0], counts, mesh)
         self._queue = Queue(tasks)
-        self._finished: list[FinishedSequence] = []
+        self._finished: list[TaskChunk] = []
         self._next_batch = self._take_next_batch()
 
-    def leftover(self) -> tuple[list[FinishedSequence], list[Task]]:
+    def leftover(self) -> tuple[list[TaskChunk], list[Task]]:
         """After a failure: sequences that had ended, and tasks that wait or were in a slot."""
         running = [task for task in self._pool.tasks if task is not None]
         next_tasks = [] if self._next_batch is None else self._next_batch[0]
         return self._finished, [*running, *next_tasks, *self._queue.take_all()]
 
-    def run(self) -> Iterator[FinishedSequence]:
+    def run(self) -> Iterator[TaskChunk]:
         """Sequences as they end. The device decodes while the caller reads them."""
         while True:
             self._refill()
@@ -113,10 +113,10 @@ class TaskRun:
             yield from self._take_finished()
             progress = jax.device_get(progress)
             for slot, task in self._pool.take_finished(progress):
-                self._finished.extend(_sequences(task, progress.result, slot))
+                self._finished.extend(_chunks(task, progress.result, slot))
         yield from self._take_finished()
 
-    def _take_finished(self) -> Iterator[FinishedSequence]:
+    def _take_finished(self) -> Iterator[TaskChunk]:
         while self._finished:
             yield self._finished.pop(0)
 
@@ -133,18 +133,19 @@ class TaskRun:
         return (tasks, self._pool.prepare(tasks)) if tasks else None
 
 
-def _sequences(task: Task, result: Result, slot: int) -> list[FinishedSequence]:
-    """The finished sequences of a slot; its beams, if there are several, are adjacent rows of the
+def _chunks(task: Task, result: Result, slot: int) -> list[TaskChunk]:
+    """The whole sequences of a slot; its beams, if there are several, are adjacent rows of the
     result."""
-    sequences = []
+    chunks = []
     for i, sample in enumerate(task.samples, start=slot * task.row.config.num_beams):
         count, reason = int(result.lengths[i]), int(result.finish_reasons[i])
         if reason == NONFINITE:
-            return FinishedSequence.failed(task, nonfinite_error(count))
+            return task.failed(nonfinite_error(count))
         start = len(task.row.decoder_prompt)
         tokens = result.sequences[i, start : start + count].tolist()
-        sequences.append(FinishedSequence(sample, tokens, FINISH_REASONS[reason]))
-    return sequences
+        chunk = Chunk(sample, tuple(tokens), finish_reason=FINISH_REASONS[reason])
+        chunks.append((task, chunk))
+    return chunks
 
 
 def static_batches(rows: Iterable[BatchRow]) -> list[list[BatchRow]]:
@@ -169,7 +170,7 @@ def run_static_batch(
     slots: int,
     shards: int,
     counts: BatchCounts,
-) -> Iterator[FinishedSequence]:
+) -> Iterator[TaskChunk]:
     """Yields the finished sequences of rows that `static_batches` put together. If a call fails,
     its rows run one by one, so that only rows that fail alone get an error.
 
@@ -181,11 +182,11 @@ def run_static_batch(
     batch_size = min(size - size % shards or size, bucket(len(rows), 1))
     samples = rows[0].samples
 
-    def run(rows: list[BatchRow]) -> Sequence[list[tuple[list[int], str]] | JaxLLMError]:
-        """The new tokens and the finish reason of each row's samples."""
+    def run(rows: list[BatchRow]) -> Sequence[list[Chunk] | JaxLLMError]:
+        """The sequences of each row, or its error."""
         counts.doing = f"generating for {len(rows)} rows at once"
         try:
-            ends = _generate(model, tokenizer, rows)
+            chunks = _generate(model, tokenizer, rows)
         except JaxLLMError as error:
             # Run each row alone to find the row with the error.
             return [error] if len(rows) == 1 else [run([row])[0] for row in rows]
@@ -199,7 +200,7 @@ def run_static_batch(
                 )
             ]
         counts.add_call(f"{rows[0].mode} of {len(rows)} x {_width(rows)}")
-        return [ends[i : i + samples] for i in range(0, len(ends), samples)]
+        return [chunks[i : i + samples] for i in range(0, len(chunks), samples)]
 
     results = run_in_batches(
         run,
@@ -209,19 +210,17 @@ def run_static_batch(
         on_halving=counts.add_halving,
     )
     for number, result in results:
-        row = rows[number]
-        for sample in range(row.samples):
-            task = Task(row, sample)
-            if isinstance(result, JaxLLMError):
-                yield from FinishedSequence.failed(task, result)
-            else:
-                yield FinishedSequence(task, *result[sample])
+        task = Task(rows[number], 0, num_sequences=samples)
+        if isinstance(result, JaxLLMError):
+            yield from task.failed(result)
+        else:
+            yield from ((task, chunk) for chunk in result)
 
 
 def _generate(
     model: GenerativeModel, tokenizer: Tokenizer | None, rows: Sequence[BatchRow]
-) -> list[tuple[list[int], str]]:
-    """New tokens and finish reasons of all samples of some rows."""
+) -> list[Chunk]:
+    """The sequences of all samples of some rows."""
     width = max(len(row.input_ids) for row in rows)
     ids: Any = np.zeros((len(rows), width), np.int32)
     mask: Any = np.zeros((len(rows), width), bool)
@@ -242,7 +241,11 @@ def _generate(
         rope_length="row",
     )
     prompt_columns = len(rows[0].decoder_prompt) if model.is_encoder_decoder else width
-    return [*zip(out.new_tokens(prompt_columns), out.finish_reason_names(), strict=True)]
+    ends = zip(out.new_tokens(prompt_columns), out.finish_reason_names(), strict=True)
+    return [
+        Chunk(i % rows[0].samples, tuple(tokens), finish_reason=reason)
+        for i, (tokens, reason) in enumerate(ends)
+    ]
 
 
 def _config(row: BatchRow) -> GenerationConfig:

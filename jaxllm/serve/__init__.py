@@ -3,13 +3,13 @@
 `AsyncEngine` streams the tokens of each request. `jaxllm serve` puts an HTTP server before it.
 """
 
+from jaxllm.batch.rows import Chunk, TokenLogprob
 from jaxllm.serve.async_engine import (
     AsyncEngine,
     EngineStoppedError,
     GenerationStream,
     QueueFullError,
 )
-from jaxllm.serve.live_run import Chunk, TokenLogprob
 
 __all__ = [
     "AsyncEngine",

@@ -21,8 +21,8 @@ from jax.sharding import Mesh
 
 from jaxllm.batch.generator import check_model, check_tokenizer, checked_slots
 from jaxllm.batch.memory import Prediction, fitting_slots, memory_budget, predict
-from jaxllm.batch.row_groups import Task
-from jaxllm.batch.rows import BatchOutput, BatchRow, RowReader
+from jaxllm.batch.row_groups import Task, TaskChunk
+from jaxllm.batch.rows import BatchOutput, BatchRow, Chunk, RowReader
 from jaxllm.batch.slot_pool import BatchCounts, few_slots
 from jaxllm.batch.slots import Sizes
 from jaxllm.common.arguments import is_integer
@@ -36,7 +36,7 @@ from jaxllm.models.decoder_only import with_rope_per_row
 from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.parallel.sharding import row_shards
 from jaxllm.serve.admission import PrefixCounts, buckets, prefill_options
-from jaxllm.serve.live_run import Chunk, LiveRun, RequestReader, live_group
+from jaxllm.serve.live_run import LiveRun, RequestReader, live_group
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 _RATE_SEQUENCES = 64
@@ -190,7 +190,7 @@ class EngineThread:
         """Notes for other threads what waits and runs; called with the lock held."""
         self._waiting_in_run, self.running = self._run.waiting, len(self._run.running)
 
-    def _deliver(self, results: list[tuple[Task, Chunk]]) -> None:
+    def _deliver(self, results: list[TaskChunk]) -> None:
         now = time.monotonic()
         self._finish_times.extend(now for _, chunk in results if chunk.is_last)
         by_request: dict[int, tuple[GenerationStream, list[Chunk]]] = {}
@@ -208,7 +208,7 @@ class EngineThread:
             self._arrived, self._waiting_in_run, self.running = [], 0, 0
         self._ready.set()
         error = EngineStoppedError(f"the engine ended during the request: {self.failure}")
-        self._deliver([(task, Chunk(task.sample, (), error=error)) for task in tasks])
+        self._deliver([end for task in tasks for end in task.failed(error)])
 
 
 class GenerationStream:
@@ -474,11 +474,7 @@ class AsyncEngine:
         """The whole result of a request; arguments and errors are those of `submit`."""
         async with self.submit(request, **options) as stream:
             chunks = [chunk async for chunk in stream]
-        row = stream.row
-        parts = [[chunk for chunk in chunks if chunk.sample == i] for i in range(row.samples)]
-        output_ids = tuple([t for chunk in part for t in chunk.tokens] for part in parts)
-        reasons = tuple(part[-1].finish_reason or "" for part in parts)
-        return BatchOutput.of(row, output_ids, reasons, self.tokenizer)
+        return BatchOutput.of(stream.row, chunks, self.tokenizer)
 
     def _warm_up_task(self, width: int) -> Task:
         """A task with a prompt of one bucket."""

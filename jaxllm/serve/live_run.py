@@ -12,6 +12,7 @@ owns the device: in turns it prefills prompts, or decodes a few steps and report
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,8 +22,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, UInt32
 
-from jaxllm.batch.row_groups import Group, Task, fits_slots, per_row_fields
-from jaxllm.batch.rows import BatchRow, RawRow, RowReader
+from jaxllm.batch.row_groups import Group, Task, TaskChunk, fits_slots, per_row_fields
+from jaxllm.batch.rows import BatchRow, Chunk, RawRow, RowReader, TokenLogprob
 from jaxllm.batch.slot_pool import BatchCounts, SlotPool
 from jaxllm.batch.slots import DecodeProgress, Sizes, place
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError, counted
@@ -54,38 +55,6 @@ from jaxllm.tokenizers.tokenizer import Tokenizer
 MAX_TOP_LOGPROBS = 20
 MAX_EOS_TOKENS = 8
 ALL_TOKENS = np.uint32(0xFFFFFFFF)
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenLogprob:
-    """Log-probability of a token, and of the most probable tokens in its place.
-
-    They are those of the model's own distribution: before temperature, penalties and filters.
-    """
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-    """Pairs (token, log-probability), the most probable first."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """New tokens of one sample of a request."""
-
-    sample: int
-    """Number of the sample, from 0."""
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...] | None = None
-    """One for each token, if the request asks for them."""
-    finish_reason: str | None = None
-    """In the last chunk of a sample: "eos", "length" or "stop" (a stop string)."""
-    error: JaxLLMError | None = None
-    """Why the sample ends here, without its result."""
-
-    @property
-    def is_last(self) -> bool:
-        """True if the sample has no more chunks."""
-        return self.finish_reason is not None or self.error is not None
 
 
 @logits_processor(rows=True)
@@ -323,7 +292,7 @@ class LiveRun:
         self._admission.remove(ends)
         self._release([slot for slot, task in enumerate(self._pool.tasks) if ends(task)])
 
-    def step(self) -> list[tuple[Task, Chunk]]:
+    def step(self) -> list[TaskChunk]:
         """Prefills prompts that wait, or decodes, in turn: the new tokens of all tasks."""
         if self._prefill_is_next or not self._pool.busy:
             self._prefill_is_next = False
@@ -335,13 +304,13 @@ class LiveRun:
         has_grammars = any(task.grammar for task in self.running)
         return [*failed, *self._decode(1 if has_grammars else self._steps_per_call)]
 
-    def _decode(self, steps: int) -> list[tuple[Task, Chunk]]:
+    def _decode(self, steps: int) -> list[TaskChunk]:
         """Decodes; stops early if a slot is free for a task that waits."""
         pool, waiting = self._pool, self._admission.waiting
         free_slots = len(pool.free) + 1 if waiting else pool.sizes.slots
         return self._collect(jax.device_get(pool.decode(free_slots, steps)))
 
-    def _write_masks(self) -> list[tuple[Task, Chunk]]:
+    def _write_masks(self) -> list[TaskChunk]:
         """Writes the masks of all rows into the slots if one changes, and ends those whose grammar
         fails, such as one that is too complex."""
         if not any(
@@ -351,17 +320,17 @@ class LiveRun:
             return []
         every_token = np.full(-(-self._vocab // WORD_BITS), ALL_TOKENS)
         masks = [every_token] * self._pool.slots.count
-        failed: dict[int, tuple[Task, Chunk]] = {}
+        failed: dict[int, list[TaskChunk]] = {}
         for slot, task in enumerate(self._pool.tasks):
             if task is None:
                 continue
             try:
                 masks[slot] = allowed_tokens(task, self._vocab)
             except JaxLLMError as error:
-                failed[slot] = task, Chunk(task.sample, (), error=error)
+                failed[slot] = task.failed(error)
         self._release([*failed])
         self._replace_masks(np.stack(masks))
-        return [*failed.values()]
+        return [*itertools.chain.from_iterable(failed.values())]
 
     def _replace_masks(self, masks: UInt32[np.ndarray, "B W"]) -> None:
         def replaced(processor: Any) -> Any:
@@ -390,7 +359,7 @@ class LiveRun:
         """A host array on the devices of the array that it replaces."""
         return place(new, None if self._mesh is None else old.sharding)
 
-    def _collect(self, progress: DecodeProgress) -> list[tuple[Task, Chunk]]:
+    def _collect(self, progress: DecodeProgress) -> list[TaskChunk]:
         results, stopped = [], []
         tasks = list(self._pool.tasks)
         finished = {slot for slot, _ in self._pool.take_finished(progress)}

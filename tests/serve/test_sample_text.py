@@ -12,13 +12,13 @@ import pytest
 import tiny
 from small_tokenizers import DATA, small_tokenizer
 
+from jaxllm.batch.rows import TokenLogprob
 from jaxllm.generation.stopping import StopStringCriteria, StopStringMatcher
 from jaxllm.serve import AsyncEngine
 from jaxllm.serve.http.answers import ChatAnswer, Usage, chat_logprobs, completion_logprobs
 from jaxllm.serve.http.api_types import ChatRequest, read_body
 from jaxllm.serve.http.pieces import Piece, SampleText, split_tool_calls
 from jaxllm.serve.http.state import ServerState
-from jaxllm.serve.live_run import TokenLogprob
 from jaxllm.tokenizers import FastTokenizer
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.tokenizers.settings import TokenizerSettings

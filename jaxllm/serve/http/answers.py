@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from jaxllm.batch.rows import TokenLogprob
 from jaxllm.common.errors import InputError
 from jaxllm.generation.settings.resolve import target_settings
 from jaxllm.serve.async_engine import GenerationStream
@@ -32,7 +33,6 @@ from jaxllm.serve.http.pieces import (
     tool_names,
 )
 from jaxllm.serve.http.state import ServerState
-from jaxllm.serve.live_run import TokenLogprob
 from jaxllm.tokenizers.messages import read_tools
 from jaxllm.tokenizers.tokenizer import Tokenizer
 

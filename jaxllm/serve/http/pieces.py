@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any
 
+from jaxllm.batch.rows import Chunk, TokenLogprob
 from jaxllm.common.errors import InputError
 from jaxllm.serve.async_engine import GenerationStream
-from jaxllm.serve.live_run import Chunk, TokenLogprob
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 _FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
