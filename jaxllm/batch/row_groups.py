@@ -147,9 +147,9 @@ def row_processors(
 class Task:
     """A row, or one of its samples, that takes a slot.
 
-    The fields after `num_sequences` are those of a server's requests. While a request runs, the
-    host reads its new tokens, looks for its stop strings, and writes a mask for its grammar and its
-    forced token. The settings of its row have none of the three.
+    Only requests of a server set the fields after `num_sequences`. While a request runs, the host
+    reads its new tokens, looks for its stop strings, and writes a mask of the tokens that its
+    grammar or its forced token allows. The settings of its row leave these three out.
     """
 
     row: BatchRow

@@ -28,12 +28,15 @@ from jaxllm.batch.slots import (
     decode_slots,
     empty_slots,
     extend_prompt,
+    place,
     prefill_rest,
     prefill_slots,
     slot_shapes,
     steps_per_check_for,
 )
 from jaxllm.cache.kv_cache import Cache
+from jaxllm.generation.processors.base import LogitsProcessor, RowProcessors
+from jaxllm.generation.strategies.strategy import STOP
 from jaxllm.models.decoder import Decoder
 from jaxllm.parallel.field_axes import Axes, map_with_axes
 from jaxllm.parallel.placement import platform_of_arrays, wait_on_cpu_mesh
@@ -204,7 +207,7 @@ class SlotPool:
     @property
     def slots(self) -> Slots:
         """The slots on the device: all, or the first few if these were decoded last, with all busy
-        ones among them. A caller may replace leaves between two calls."""
+        ones among them."""
         return self._all if self._first is None else self._first
 
     @slots.setter
@@ -360,3 +363,34 @@ class SlotPool:
                 self.tasks[slot] = None
                 finished.append((slot, task))
         return finished
+
+    def cancel(self, slots: Sequence[int]) -> None:
+        """Frees slots whose rows are not finished."""
+        if not slots:
+            return
+        arrays = self.slots
+        reason = np.array(arrays.state.reason)
+        reason[slots] = STOP
+        for slot in slots:
+            self.tasks[slot] = None
+        state = arrays.state.replace(reason=self._placed_as(reason, arrays.state.reason))
+        self.slots = dataclasses.replace(arrays, state=state)
+
+    def write_processor(self, new: LogitsProcessor) -> None:
+        """Replaces the logits processor of the same class in all of `slots`.
+
+        Args:
+            new: has host arrays with a row for each slot of `slots`.
+        """
+
+        def replaced(old: Any) -> Any:
+            return jax.tree.map(self._placed_as, new, old) if type(old) is type(new) else old
+
+        settings = self.slots.settings
+        processors = RowProcessors(map(replaced, settings.processors))
+        settings = dataclasses.replace(settings, processors=processors)
+        self.slots = dataclasses.replace(self.slots, settings=settings)
+
+    def _placed_as(self, new: np.ndarray, old: jax.Array) -> jax.Array:
+        """A host array on the devices of the array that it replaces."""
+        return place(new, None if self._mesh is None else old.sharding)

@@ -12,7 +12,6 @@ owns the device: in turns it prefills prompts, or decodes a few steps and report
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,12 +24,11 @@ from jaxtyping import Array, Bool, UInt32
 from jaxllm.batch.row_groups import Group, Task, TaskChunk, fits_slots, per_row_fields
 from jaxllm.batch.rows import BatchRow, Chunk, RawRow, RowReader, TokenLogprob
 from jaxllm.batch.slot_pool import BatchCounts, SlotPool
-from jaxllm.batch.slots import DecodeProgress, Sizes, place
+from jaxllm.batch.slots import DecodeProgress, Sizes
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError, counted
 from jaxllm.generation.processors.base import (
     History,
     LogitsProcessor,
-    RowProcessors,
     Scores,
     logits_processor,
     signature,
@@ -43,7 +41,6 @@ from jaxllm.generation.strategies.strategy import (
     FINISH_REASONS,
     NONFINITE,
     RUNNING,
-    STOP,
     Logprobs,
     Result,
     nonfinite_error,
@@ -64,8 +61,8 @@ class TokenMaskLogitsProcessor(LogitsProcessor):
     bits: UInt32[Array, "R W"]
     """The allowed tokens, as `pack_bits` packs them."""
 
-    def __init__(self, bits: UInt32[np.ndarray, " W"]) -> None:
-        store(self, bits=bits[None])
+    def __init__(self, bits: UInt32[np.ndarray, "R W"]) -> None:
+        store(self, bits=bits)
 
     def is_neutral(self) -> Bool[Array, " R"]:
         return jnp.all(self.bits == ALL_TOKENS, axis=1)
@@ -165,7 +162,7 @@ class RequestReader:
             grammar=grammar,
             forced_token=forced if len(row.decoder_prompt) == 1 else None,
         )
-        mask = TokenMaskLogitsProcessor(allowed_tokens(task, self._group.vocab_size))
+        mask = TokenMaskLogitsProcessor(allowed_tokens(task, self._group.vocab_size)[None])
         return dataclasses.replace(task, processors=(mask,))
 
     def _check_fields(self, row: BatchRow, raw: Any) -> None:
@@ -225,8 +222,7 @@ class LiveRun:
         prefill: PrefillOptions,
         few: int | None,
     ) -> None:
-        self._mesh, self._vocab = mesh, group.vocab_size
-        self._steps_per_call = group.window
+        self._vocab, self._steps_per_call = group.vocab_size, group.window
         self._pool = SlotPool(model, group, sizes, plain, counts, mesh, few)
         self._admission = Admission(self._pool, prefill)
         self._prefill_is_next = True
@@ -290,7 +286,7 @@ class LiveRun:
             return task is not None and (id(task.request), task.sample) in cancelled
 
         self._admission.remove(ends)
-        self._release([slot for slot, task in enumerate(self._pool.tasks) if ends(task)])
+        self._pool.cancel([slot for slot, task in enumerate(self._pool.tasks) if ends(task)])
 
     def step(self) -> list[TaskChunk]:
         """Prefills prompts that wait, or decodes, in turn: the new tokens of all tasks."""
@@ -320,44 +316,19 @@ class LiveRun:
             return []
         every_token = np.full(-(-self._vocab // WORD_BITS), ALL_TOKENS)
         masks = [every_token] * self._pool.slots.count
-        failed: dict[int, list[TaskChunk]] = {}
+        failed: list[TaskChunk] = []
+        failed_slots: list[int] = []
         for slot, task in enumerate(self._pool.tasks):
             if task is None:
                 continue
             try:
                 masks[slot] = allowed_tokens(task, self._vocab)
             except JaxLLMError as error:
-                failed[slot] = task.failed(error)
-        self._release([*failed])
-        self._replace_masks(np.stack(masks))
-        return [*itertools.chain.from_iterable(failed.values())]
-
-    def _replace_masks(self, masks: UInt32[np.ndarray, "B W"]) -> None:
-        def replaced(processor: Any) -> Any:
-            if not isinstance(processor, TokenMaskLogitsProcessor):
-                return processor
-            return jax.tree.map(lambda old: self._placed_as(masks, old), processor)
-
-        slots = self._pool.slots
-        processors = RowProcessors(map(replaced, slots.settings.processors))
-        settings = dataclasses.replace(slots.settings, processors=processors)
-        self._pool.slots = dataclasses.replace(slots, settings=settings)
-
-    def _release(self, slots: list[int]) -> None:
-        """Frees slots whose rows are not finished."""
-        if not slots:
-            return
-        arrays = self._pool.slots
-        reason = np.array(arrays.state.reason)
-        reason[slots] = STOP
-        for slot in slots:
-            self._pool.tasks[slot] = None
-        state = arrays.state.replace(reason=self._placed_as(reason, arrays.state.reason))
-        self._pool.slots = dataclasses.replace(arrays, state=state)
-
-    def _placed_as(self, new: np.ndarray, old: jax.Array) -> jax.Array:
-        """A host array on the devices of the array that it replaces."""
-        return place(new, None if self._mesh is None else old.sharding)
+                failed += task.failed(error)
+                failed_slots.append(slot)
+        self._pool.cancel(failed_slots)
+        self._pool.write_processor(TokenMaskLogitsProcessor(np.stack(masks)))
+        return failed
 
     def _collect(self, progress: DecodeProgress) -> list[TaskChunk]:
         results, stopped = [], []
@@ -372,7 +343,7 @@ class LiveRun:
                 stopped.append(slot)
             if chunk.tokens or chunk.is_last:
                 results.append((task, chunk))
-        self._release(stopped)
+        self._pool.cancel(stopped)
         return results
 
 
