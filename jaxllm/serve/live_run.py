@@ -71,7 +71,7 @@ class TokenMaskLogitsProcessor(LogitsProcessor):
         return jnp.where(unpack_bits(self.bits, scores.shape[1]), scores, -jnp.inf)
 
 
-def allowed_tokens(task: Task, vocab_size: int) -> UInt32[np.ndarray, " W"]:
+def token_mask(task: Task, vocab_size: int) -> UInt32[np.ndarray, " W"]:
     """The tokens that are allowed next, as `pack_bits` packs them."""
     tokens = task.tokens
     if task.forced_token is not None:
@@ -162,7 +162,7 @@ class RequestReader:
             grammar=grammar,
             forced_token=forced if len(row.decoder_prompt) == 1 else None,
         )
-        mask = TokenMaskLogitsProcessor(allowed_tokens(task, self._group.vocab_size)[None])
+        mask = TokenMaskLogitsProcessor(token_mask(task, self._group.vocab_size)[None])
         return dataclasses.replace(task, processors=(mask,))
 
     def _check_fields(self, row: BatchRow, raw: Any) -> None:
@@ -322,7 +322,7 @@ class LiveRun:
             if task is None:
                 continue
             try:
-                masks[slot] = allowed_tokens(task, self._vocab)
+                masks[slot] = token_mask(task, self._vocab)
             except JaxLLMError as error:
                 failed += task.failed(error)
                 failed_slots.append(slot)
