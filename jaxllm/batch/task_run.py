@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import jax
@@ -42,37 +43,11 @@ MAX_STEPS = 256
 """Decode steps of one call at most, so that progress is shown."""
 
 
-class Queue:
-    """Tasks that wait for a slot, in buckets of power-of-two prompt lengths.
-
-    Those with the most new tokens come first: a long sequence that starts last would be decoded
-    alone, while all other slots are free.
-    """
-
-    def __init__(self, tasks: Iterable[Task]) -> None:
-        self._buckets: dict[int, deque[Task]] = {}
-        for task in sorted(
-            tasks, key=lambda task: (-task.row.max_new_tokens, task.row.index, task.sample)
-        ):
-            self._buckets.setdefault(task.width, deque()).append(task)
-
-    def take(self, count: int) -> list[Task]:
-        """Removes up to `count` tasks of one bucket, that of the task with the most new tokens."""
-        candidates = [tasks for tasks in self._buckets.values() if tasks]
-        if not candidates:
-            return []
-        tasks = max(candidates, key=lambda tasks: (tasks[0].row.max_new_tokens, tasks[0].width))
-        return [tasks.popleft() for _ in range(min(count, len(tasks)))]
-
-    def take_all(self) -> list[Task]:
-        """All tasks that wait."""
-        tasks = [task for bucket in self._buckets.values() for task in bucket]
-        self._buckets.clear()
-        return tasks
-
-
 class TaskRun:
     """Runs the tasks of one group in one pool of slots.
+
+    The tasks with the most new tokens come first: a long sequence that starts last would be decoded
+    alone, while all other slots are free.
 
     Args:
         model: the model, with RoPE lengths per row.
@@ -90,7 +65,12 @@ class TaskRun:
         mesh: Mesh | None,
     ) -> None:
         self._pool = SlotPool(model, group, sizes, tasks[0], counts, mesh)
-        self._queue = Queue(tasks)
+        self._waiting: dict[int, deque[Task]] = {}
+        """The tasks that wait for a slot, by the bucket of their prompts."""
+        for task in sorted(
+            tasks, key=lambda task: (-task.row.max_new_tokens, task.row.index, task.sample)
+        ):
+            self._waiting.setdefault(task.width, deque()).append(task)
         self._finished: list[TaskChunk] = []
         self._next_batch = self._take_next_batch()
 
@@ -98,7 +78,7 @@ class TaskRun:
         """After a failure: sequences that had ended, and tasks that wait or were in a slot."""
         running = [task for task in self._pool.tasks if task is not None]
         next_tasks = [] if self._next_batch is None else self._next_batch[0]
-        return self._finished, [*running, *next_tasks, *self._queue.take_all()]
+        return self._finished, [*running, *next_tasks, *chain(*self._waiting.values())]
 
     def run(self) -> Iterator[TaskChunk]:
         """Sequences as they end. The device decodes while the caller reads them."""
@@ -128,9 +108,15 @@ class TaskRun:
             self._next_batch = self._take_next_batch()
 
     def _take_next_batch(self) -> tuple[list[Task], PromptRows] | None:
-        """The next tasks and their rows, ready for `prefill`."""
-        tasks = self._queue.take(self._pool.sizes.prefill_rows)
-        return (tasks, self._pool.prepare(tasks)) if tasks else None
+        """The next tasks, of the bucket whose first one has the most new tokens, and their rows,
+        ready for `prefill`."""
+        buckets = [tasks for tasks in self._waiting.values() if tasks]
+        if not buckets:
+            return None
+        waiting = max(buckets, key=lambda tasks: (tasks[0].row.max_new_tokens, tasks[0].width))
+        count = min(len(waiting), self._pool.sizes.prefill_rows)
+        tasks = [waiting.popleft() for _ in range(count)]
+        return tasks, self._pool.prepare(tasks)
 
 
 def _chunks(task: Task, result: Result, slot: int) -> list[TaskChunk]:
