@@ -12,7 +12,6 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxllm.cache.kv_cache import Cache
@@ -36,8 +35,8 @@ from jaxllm.parallel.sharding import constrain
 
 T = TypeVar("T")
 Progress: TypeAlias = tuple[Any, Int[Array, ""], Int[Array, ""]]
-"""A state, the number of steps, and the sum over the steps of the rows that were running."""
-NO_LIMIT = np.iinfo(np.int32).max
+"""A state, the number of steps, and the sum over the steps of the rows that were running, which is
+not counted for aligned rows."""
 
 
 def prefill(
@@ -183,44 +182,43 @@ def decode(
     state: S,
     settings: DecodeSettings,
     *,
-    max_length: int | Int[Array, ""] = NO_LIMIT,
-    free_rows: int | Int[Array, ""] = NO_LIMIT,
-    max_steps: int | Int[Array, ""] = NO_LIMIT,
+    max_length: Int[Array, ""] | None = None,
+    free_rows: Int[Array, ""] | None = None,
+    max_steps: Int[Array, ""] | None = None,
     steps_per_check: int = 1,
 ) -> Progress:
-    """Runs decode steps while a row is running, that is, has not ended and has fewer than
-    `max_length` columns; with the other two limits until `free_rows` rows are not running, or for
-    `max_steps` steps.
+    """Runs decode steps while a row is running: it has not ended, and has fewer than `max_length`
+    columns. With the other limits until `free_rows` rows are not running, or for `max_steps` steps.
 
     Args:
         steps_per_check: steps that run between two checks of this (`steps_of`). Rows of a call,
             which are aligned, end with the state of the first check that ends the loop; others may
             be a few steps further.
-
-    Returns:
-        The state, the number of steps, and the sum over the steps of the rows that were running.
     """
     if settings.is_guided:
         model = Guided(model)
-    rows = state.reason.shape[0]
 
-    def running(state: S) -> Int[Array, ""]:
-        is_running = (state.reason == RUNNING) & (state.cur_len < max_length)
-        return jnp.sum(is_running, dtype=jnp.int32)
+    def running(state: S) -> Bool[Array, " B"]:
+        is_running = state.reason == RUNNING
+        return is_running if max_length is None else is_running & (state.cur_len < max_length)
 
     def continues(carry: Progress) -> Bool[Array, ""]:
         state, steps, _ = carry
-        count = running(state)
-        return (count > 0) & (rows - count < free_rows) & (steps < max_steps)
+        is_running = running(state)
+        result = jnp.any(is_running)
+        if free_rows is not None:
+            result &= jnp.sum(~is_running, dtype=jnp.int32) < free_rows
+        return result if max_steps is None else result & (steps < max_steps)
 
     def step(_: Any, carry: Progress) -> Progress:
         state, steps, row_steps = carry
         after = strategy.step(model, state, settings)
         if not settings.aligned:
+            row_steps += jnp.sum(running(state), dtype=jnp.int32)
             after = without_ended_rows(select_state(state.reason == RUNNING, after, state))
         elif steps_per_check > 1:
             after = select_state(continues(carry), after, state)
-        return after, steps + 1, row_steps + running(state)
+        return after, steps + 1, row_steps
 
     def several_steps(carry: Progress) -> Progress:
         return jax.lax.fori_loop(0, steps_per_check, step, carry)
