@@ -58,6 +58,7 @@ GATHERS = {
     "jaxllm.generation.settings.config": {"jaxllm.contrib"},
 }
 FOREIGN = {"torch", "transformers", "tensorflow", "keras"}
+ENGINE = ("jaxllm.generation", "jaxllm.batch")
 # The one module that compares with the reference, and imports it inside a function.
 COMPARES = PACKAGE / "cli" / "verify.py"
 MODULE = re.compile(r"jaxllm(\.\w+)+")
@@ -128,6 +129,20 @@ def test_the_rule_can_fail() -> None:
     assert imported(ast.parse("import importlib\nimportlib.import_module('torch')"))[-1] == "torch"
     assert imported(ast.parse("setting(provider='jaxllm.contrib')")) == ["jaxllm.contrib"]
     assert upward("jaxllm.generation.settings.fields", "jaxllm.contrib")
+
+
+def of_engine(text: str) -> set[str]:
+    """What a file imports of generation and of batches."""
+    names = imported(ast.parse(text))
+    return {name for name in names if any(f"{name}.".startswith(f"{top}.") for top in ENGINE)}
+
+
+def test_planning_imports_one_name_of_the_engine() -> None:
+    files = (PACKAGE / "planning").rglob("*.py")
+    found = set[str]().union(*(of_engine(path.read_text(encoding="utf-8")) for path in files))
+    assert found == {"jaxllm.batch.programs.programs"}
+    wrong = "from jaxllm.batch import slots\ndef f():\n    import jaxllm.generation.loop"
+    assert of_engine(wrong) == {"jaxllm.batch.slots", "jaxllm.generation.loop"}
 
 
 def test_every_package_has_a_level() -> None:

@@ -7,23 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
+from jaxllm.batch.programs import slot_decode, slot_prefill
 from jaxllm.batch.row_groups import Group, Task, prefill_batch, sizes_for
 from jaxllm.batch.rows import BatchRow
-from jaxllm.batch.slots import PromptRows, Sizes, Slots, decode_slots, prefill_slots, slot_shapes
+from jaxllm.batch.slots import Sizes, slot_shapes
 from jaxllm.common.arguments import is_integer
 from jaxllm.common.errors import InputError
-from jaxllm.common.hardware import default_device, format_bytes, host_memory, nbytes, own_memory
+from jaxllm.common.hardware import format_bytes, nbytes, usable_memory
 from jaxllm.models.decoder import Decoder
-from jaxllm.nn.platform.decoding import steps_between_checks
-from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.parallel.sharding import row_shards, use_mesh
 
-SHARE_OF_DEVICE = 0.9
-SHARE_OF_HOST = 0.5
-"""Share of the machine's memory, where the model computes on its processor."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -69,10 +64,7 @@ def memory_budget(memory: int | str | None, devices: int = 1) -> int:
         devices: number of devices that share this machine's memory in that case.
     """
     if memory is None:
-        own = own_memory(default_device())
-        if own is not None:
-            return int(SHARE_OF_DEVICE * own)
-        return int(SHARE_OF_HOST * host_memory()) // devices
+        return usable_memory(devices)
     if isinstance(memory, str):
         number = memory.strip().upper().removesuffix("B").removesuffix("I")
         unit = number[-1:] if number[-1:] in _UNITS else ""
@@ -201,28 +193,11 @@ def predict(
     if not prediction.fits and not (compile_always and prediction.weights < budget):
         return prediction
     with use_mesh(mesh):
-        programs = traced_programs(model, shapes, rows, sizes)
+        programs = slot_prefill(model, shapes, group, widest, sizes), slot_decode(model, shapes)
         activations = max(
             working_memory(program.lower().compile(), prediction.cache) for program in programs
         )
     return dataclasses.replace(prediction, activations=activations)
-
-
-def traced_programs(
-    model: Decoder, shapes: Slots, rows: PromptRows, sizes: Sizes
-) -> tuple[jax.stages.Traced, jax.stages.Traced]:
-    """The programs `prefill` and `decode` of a pool, traced; call it inside `use_mesh(mesh)`.
-
-    Args:
-        shapes: the slots, as `slot_shapes` returns them.
-    """
-    slot_ids, number = np.zeros(sizes.prefill_rows, np.int32), np.int32(1)
-    steps = steps_between_checks(platform_of_arrays(model))
-    bucket = sizes.new_token_bucket
-    return (
-        prefill_slots.trace(model, shapes, rows, slot_ids, new_token_bucket=bucket),
-        decode_slots.trace(model, shapes, number, number, steps_per_check=steps),
-    )
 
 
 def too_large_error(task: Task, plan: PoolPlan) -> InputError:

@@ -19,6 +19,10 @@ from jaxllm.common.optional_packages import install_command
 ROOT = Path("/")
 GOOGLE_VENDOR = "0x1ae0"
 """PCI vendor of TPUs."""
+SHARE_OF_DEVICE = 0.9
+"""Share of a device's own memory that a batch may use, weights included."""
+SHARE_OF_HOST = 0.5
+"""The same of the machine's memory, where the model computes on its processor."""
 KERNELS_GAIN = (
     "they decode 1.1 to 1.8 times as many tokens/s in float32; `make kernels` in a clone, or "
     + install_command("cpu")
@@ -120,6 +124,13 @@ def host_memory() -> int:
     import psutil  # for Windows
 
     return psutil.virtual_memory().total
+
+
+def usable_memory(devices: int) -> int:
+    """Bytes that a batch may use on each device, of which so many may share the host's memory."""
+    own = own_memory(default_device())
+    shared = int(SHARE_OF_HOST * host_memory()) // devices
+    return shared if own is None else int(SHARE_OF_DEVICE * own)
 
 
 def total_memory(devices: Sequence[Any]) -> int:

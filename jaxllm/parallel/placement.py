@@ -121,6 +121,21 @@ def put(x: object, sharding: Sharding) -> Any:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
+def put_shapes(
+    tree: Any, mesh: Mesh | AbstractMesh | None, device: Any, shardings: object = None
+) -> Any:
+    """The shapes of a tree of arrays or shapes, as `put_tree` shards them, or on one device."""
+    if mesh is not None:
+        return put_tree(shapes_of(tree), mesh, shardings)
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    return jax.tree.map(lambda x: x.update(sharding=sharding), shapes_of(tree))
+
+
+def shapes_of(tree: Any) -> Any:
+    """The shapes and dtypes of arrays or shapes, without shardings."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
 def wait_on_cpu_mesh(tree: T) -> T:
     """Waits for arrays that are on several CPU devices, and returns the tree.
 

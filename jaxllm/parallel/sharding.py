@@ -127,6 +127,15 @@ def use_mesh(mesh: Mesh | AbstractMesh | None) -> AbstractContextManager[Any]:
     return jax.set_mesh(mesh)
 
 
+def use_devices(mesh: Mesh | AbstractMesh | None, device: Any) -> AbstractContextManager[Any]:
+    """Sets the mesh for programs traced inside, or without one what the device is: kernels of
+    Pallas read the kind of GPU there, since JAX 0.11."""
+    if mesh is not None:
+        return use_mesh(mesh)
+    kind = Mesh([device], ("device",)).abstract_mesh.abstract_device
+    return use_mesh(AbstractMesh((), (), abstract_device=kind))
+
+
 def abstract_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1) -> AbstractMesh:
     """The mesh of `make_mesh` without devices, which shardings of shapes can be made on."""
     return AbstractMesh((data, fsdp, tensor), AXES, (AxisType.Auto,) * len(AXES))

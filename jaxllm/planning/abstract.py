@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.split import open_gguf
@@ -28,12 +28,11 @@ from jaxllm.checkpoint.weight_files import format_of, t5x_folders, t5x_in
 from jaxllm.common.arguments import checked, checked_path, checks_flags, is_integer
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError, quoted
 from jaxllm.common.hardware import default_device
-from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.build_options import Options
 from jaxllm.models.lora import LoraConfig, add_lora
 from jaxllm.models.model import Card, model_shapes
 from jaxllm.models.quantize import layer_formats, quantized_shapes
-from jaxllm.parallel.placement import mesh_of, put_tree
+from jaxllm.parallel.placement import mesh_of, put_shapes
 from jaxllm.parallel.sharding import check_heads, check_mesh
 
 PARTS = ("gather", "dynamic_slice", "slice")
@@ -95,11 +94,9 @@ def abstract_model(
     dtype = float_dtype("dtype", dtype)
     if dtype is None:  # which would be JAX's own default
         raise UnsupportedError("dtype: expected float32, bfloat16 or float16, found None")
-    platform = (default_device() if device is None else device).platform
-    if mesh is not None:
-        platform = mesh.devices.flat[0].platform
+    device = default_device() if device is None else device
     options = Options.on(
-        platform,
+        (device if mesh is None else mesh.devices.flat[0]).platform,
         dtype=dtype,
         param_dtype=dtype if param_dtype is None else float_dtype("param_dtype", param_dtype),
         attn_implementation=attn_implementation,
@@ -113,10 +110,7 @@ def abstract_model(
         )
     if mesh is not None:
         check_heads(spec.config.head_counts, mesh)
-        model = put_tree(model, mesh)
-    else:
-        model = on_device(model, device if device is not None else default_device())
-    return model.with_card(Card(spec.config, generation_config=GenerationConfig()))
+    return put_shapes(model, mesh, device).with_card(Card(spec.config))
 
 
 def with_lora(model: Any, rank: int) -> Any:
@@ -130,10 +124,8 @@ def with_lora(model: Any, rank: int) -> Any:
     config, card = LoraConfig(rank=rank), model.checked_card("lora_rank")
     adapted = jax.eval_shape(lambda model: add_lora(model.with_card(card), config), model)
     mesh, leaf = mesh_of(model), jax.tree.leaves(model)[0]
-    if mesh is not None:
-        adapted = put_tree(adapted, mesh)
-    elif leaf.sharding is not None:
-        adapted = on_device(adapted, next(iter(leaf.sharding.device_set)))
+    if leaf.sharding is not None:
+        adapted = put_shapes(adapted, mesh, next(iter(leaf.sharding.device_set)))
     return adapted.with_card(card, modules_to_save=())
 
 
@@ -156,24 +148,6 @@ def read_source(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[Mappin
             f"{path}: no such file; give a folder with config.json, or the path of one"
         )
     return read_config_file(path), str(path)
-
-
-def on_device(tree: Any, device: Any) -> Any:
-    """The shapes of a tree of arrays or shapes, with a sharding on one device."""
-    sharding = SingleDeviceSharding(device)
-    return jax.tree.map(lambda x: x.update(sharding=sharding), shapes_of(tree))
-
-
-def shapes_of(tree: Any) -> Any:
-    """The shapes and dtypes of arrays; shapes stay as they are."""
-
-    def one(x: Any) -> jax.ShapeDtypeStruct:
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return x
-        x = x if isinstance(x, jax.Array) else np.asarray(x)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-    return jax.tree.map(one, tree)
 
 
 def device_bytes(tree: Any) -> int:

@@ -17,10 +17,11 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
-from jaxllm.batch.memory import SHARE_OF_DEVICE
+from jaxllm.batch.programs import programs
 from jaxllm.checkpoint.load_parameters import READ_AHEAD
 from jaxllm.common.arguments import checks_flags
 from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.hardware import SHARE_OF_DEVICE
 from jaxllm.models.expert_use import used_shares
 from jaxllm.models.model import BaseModel, LanguageModel, Model
 from jaxllm.models.weights import parameters
@@ -33,7 +34,7 @@ from jaxllm.planning.abstract import (
     with_experts,
     with_lora,
 )
-from jaxllm.planning.lower import BatchEngine, Workload, forward_flops
+from jaxllm.planning.lower import Workload, forward_flops
 from jaxllm.planning.topology import Chip, chip_and_count
 from jaxllm.training.lora import is_trainable
 from jaxllm.training.monitor.flops import TokenCounts, model_flops
@@ -196,7 +197,6 @@ class Costs:
 
     model: LanguageModel[Any]
     """Shapes without shardings."""
-    engine: BatchEngine
     workload: Workload
     read_shares: tuple[float, ...]
     """Share of each weight that a decode step reads."""
@@ -208,13 +208,12 @@ class Costs:
     @staticmethod
     def of(placed: LanguageModel[Any], plain: LanguageModel[Any], workload: Workload) -> Costs:
         """The costs of a model, whose FLOPs are those of the same model without quantization."""
-        engine = BatchEngine.of(placed, workload, {}, 1)
-        slots = engine.slots(placed, None)
-        _, decode = engine.traced(placed, slots)
-        jaxpr, count = decode.jaxpr.jaxpr, len(jax.tree.leaves(placed))
+        sizes = {"rows": workload.slots, "prompt": workload.prompt, "new": workload.new}
+        decode, _ = programs(placed, None, None, **sizes, in_slots=True, fields={})
+        jaxpr, count = decode.trace().jaxpr.jaxpr, len(jax.tree.leaves(placed))
         shares = read_shares(jaxpr, jaxpr.invars[:count])
         decode_flops, prefill_flops = forward_flops(plain, workload.prompt, workload.new)
-        return Costs(placed, engine, workload, tuple(shares), decode_flops, prefill_flops)
+        return Costs(placed, workload, tuple(shares), decode_flops, prefill_flops)
 
     def on(self, mesh: AbstractMesh, chip: Chip) -> MeshBounds:
         """The bounds for a mesh of one kind of device."""
@@ -235,9 +234,9 @@ class Costs:
             shares = with_experts(self.read_shares, used)
             return sum(s * size for s, size in zip(shares, gathered, strict=True))
 
-        sizes = dataclasses.replace(self.engine.sizes, shards=shards, slots=shards)
-        slots = dataclasses.replace(self.engine, sizes=sizes).slots(self.model, mesh)
-        row_bytes = device_bytes(slots)
+        sizes = {"rows": shards, "prompt": self.workload.prompt, "new": self.workload.new}
+        decode, _ = programs(self.model, mesh, None, **sizes, in_slots=True, fields={})
+        row_bytes = device_bytes(decode.state)
         # Of one device and its share of the rows, from here on.
         rows = max(0, int((SHARE_OF_DEVICE * chip.memory_bytes - weights) / row_bytes))
         peak = tensor * chip.peak(self.model.dtype)

@@ -10,26 +10,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AbstractMesh, Mesh
 
-from jaxllm.batch.memory import traced_programs
-from jaxllm.batch.row_groups import groups, prefill_batch, sizes_for
-from jaxllm.batch.rows import RawRow, RowReader
-from jaxllm.batch.slots import PromptRows, Sizes, Slots, slot_shapes
+from jaxllm.batch.programs import programs
 from jaxllm.common.arguments import checked, is_integer
 from jaxllm.common.errors import InputError, quoted
-from jaxllm.generation.call.prepare import PreparedCall, prepare_call
-from jaxllm.generation.generate import run_prefill
-from jaxllm.generation.loop import decode_program, prefill_program, steps_of
-from jaxllm.models.decoder import FlatModel
 from jaxllm.models.input_checks import MAX_IDS
 from jaxllm.models.model import LanguageModel, Model
-from jaxllm.nn.platform.decoding import steps_between_checks
-from jaxllm.parallel.field_axes import field_shardings
-from jaxllm.parallel.placement import put, put_everywhere, put_tree
-from jaxllm.parallel.sharding import batch_sharding, row_shards
-from jaxllm.planning.abstract import device_bytes, on_device, shapes_of
+from jaxllm.parallel.placement import put_shapes
+from jaxllm.parallel.sharding import batch_sharding, row_shards, use_devices
+from jaxllm.planning.abstract import device_bytes
 from jaxllm.planning.topology import LoweredProgram, Target
 
 _MAX_SIZE = 2**20
@@ -99,124 +88,36 @@ def lower(
     return tuple(PROGRAMS[program](Target.of(model), workload, fields))
 
 
-def abstract_request(target: Target, workload: Workload, fields: Mapping[str, Any]) -> PreparedCall:
-    """A call of `generate` with this workload, whose arrays are shapes on the target's devices."""
-    shape = (workload.batch, workload.prompt)
-    if math.prod(shape) > MAX_IDS:
+def lower_generation(
+    name: str, target: Target, workload: Workload, fields: Mapping[str, Any]
+) -> Iterator[LoweredProgram]:
+    """The program `decode` or `prefill` of `generate`, or both of the batch engine."""
+    in_slots, shape = name == "batch", (workload.batch, workload.prompt)
+    if not in_slots and math.prod(shape) > MAX_IDS:
         raise InputError(f"batch, prompt: {shape} are more than {MAX_IDS} token ids; lower one")
-    ids = np.zeros(shape, np.int32)
-    keywords = {"do_sample": False, "num_beams": 1, **fields, "max_new_tokens": workload.new}
-    call = prepare_call(target.unplaced, ids, np.ones_like(ids), None, 0, keywords)
-    flat = FlatModel.of(target.model)
-    arrays = (call.inputs, call.settings, call.strategy)
-    arrays = shapes_of(arrays) if target.mesh is not None else on_device(arrays, target.device)
-    inputs, settings, strategy = arrays
-    call = dataclasses.replace(
-        call, model=flat, inputs=inputs, settings=settings, strategy=strategy
-    )
-    return call if target.mesh is None else call.on_mesh(target.mesh)
-
-
-def decode_state(target: Target, call: PreparedCall) -> Any:
-    """The state after prefill, as shapes with the shardings that the programs give it."""
-    with target.context():
-        state = run_prefill(call, prefill_program.eval_shape)
-    if target.mesh is None:
-        return on_device(state, target.device)
-    shardings = field_shardings(state, target.mesh, batch=state.cache.mask.shape[0])
-    return put_tree(state, target.mesh, shardings)
-
-
-def lower_decode(
-    target: Target, workload: Workload, fields: Mapping[str, Any]
-) -> Iterator[LoweredProgram]:
-    """The decode loop of `generate`."""
-    call = abstract_request(target, workload, fields)
-    state = decode_state(target, call)
-    max_length = shapes_of(np.int32(call.request.max_length))
-    if target.mesh is None:
-        max_length = on_device(max_length, target.device)
-    else:
-        max_length = put_everywhere(max_length, target.mesh)
-    with target.context():
-        arguments = (call.strategy, call.model, state, call.settings, max_length)
-        steps = steps_of(call.strategy, call.settings, target.device.platform)
-        traced = decode_program.trace(*arguments, steps)
-    position = len(jax.tree.leaves(call.strategy))
-    flops, _ = forward_flops(target.unplaced, workload.prompt, workload.new)
-    rows = workload.batch
-    numbers = {"rows": rows, "flops": rows * flops, **cache_numbers(state.cache)}
-    loops = 1 + (steps > 1)
-    yield target.lowered("decode", traced, position, tokens=rows, loops=loops, **numbers)
-
-
-def lower_prefill(
-    target: Target, workload: Workload, fields: Mapping[str, Any]
-) -> Iterator[LoweredProgram]:
-    """The prefill of `generate`."""
-    call = abstract_request(target, workload, fields)
-    with target.context():
-        traced = run_prefill(call, prefill_program.trace)
-    position = len(jax.tree.leaves(call.strategy))
-    cache = decode_state(target, call).cache
-    _, flops = forward_flops(target.unplaced, workload.prompt, workload.new)
-    rows = workload.batch
-    numbers = {"rows": rows, "flops": rows * flops, **cache_numbers(cache)}
-    tokens = rows * workload.prompt
-    yield target.lowered("prefill", traced, position, tokens=tokens, loops=0, **numbers)
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchEngine:
-    """What the batch engine makes of rows of one length."""
-
-    sizes: Sizes
-    rows: PromptRows
-
-    @staticmethod
-    def of(model: Any, workload: Workload, fields: Mapping[str, Any], shards: int) -> BatchEngine:
-        """The engine for a model, whose slots are split into `shards` parts.
-
-        Args:
-            model: shapes without shardings, with the model's card.
-        """
-        keywords = {"do_sample": False, "num_beams": 1, **fields, "max_new_tokens": workload.new}
-        reader = RowReader(model, None, keywords, seed=0)
-        row = reader.read(RawRow(0, 0, {"input_ids": [0] * workload.prompt}))
-        (group,) = groups([row], model.config.vocab_size)
-        (task,) = group.tasks()[:1]
-        sizes = sizes_for([task], 1, model.is_encoder_decoder, shards, group.beams)
-        sizes = sizes.with_slots(workload.slots)
-        return BatchEngine(sizes, prefill_batch([task], group, sizes))
-
-    def slots(self, model: Any, mesh: Mesh | AbstractMesh | None) -> Slots:
-        """The shapes of the slots, with their shardings on a mesh."""
-        return slot_shapes(model, self.rows, self.sizes, mesh)
-
-    def traced(self, model: Any, slots: Slots) -> tuple[jax.stages.Traced, jax.stages.Traced]:
-        """The programs that prefill and decode, traced."""
-        return traced_programs(model, slots, self.rows, self.sizes)
-
-
-def lower_batch(
-    target: Target, workload: Workload, fields: Mapping[str, Any]
-) -> Iterator[LoweredProgram]:
-    """The programs of the batch engine: decode steps of all slots, and prefill into slots."""
-    engine = BatchEngine.of(target.unplaced, workload, fields, row_shards(target.mesh))
-    slots = engine.slots(target.model, target.mesh)
-    if target.mesh is None:
-        slots = on_device(slots, target.device)
-    with target.context():
-        prefill, decode = engine.traced(target.model, slots)
-    numbers = cache_numbers(slots.state.cache)
-    loops = 1 + (steps_between_checks(target.device.platform) > 1)
-    step, prompt = forward_flops(target.unplaced, workload.prompt, workload.new)
-    rows = engine.sizes.slots
-    numbers |= {"rows": rows, "flops": rows * step}
-    yield target.lowered("batch.decode", decode, tokens=rows, loops=loops, **numbers)
-    rows = engine.sizes.prefill_rows
-    numbers |= {"rows": rows, "flops": rows * prompt, "tokens": rows * workload.prompt}
-    yield target.lowered("batch.prefill", prefill, loops=0, **numbers)
+    sizes = {"prompt": workload.prompt, "new": workload.new}
+    rows, devices = workload.slots if in_slots else workload.batch, (target.mesh, target.device)
+    found = programs(target.model, *devices, rows=rows, **sizes, in_slots=in_slots, fields=fields)
+    step, prefill = forward_flops(target.model, **sizes)
+    for program in found:
+        if not in_slots and program.name != name:
+            continue
+        with use_devices(*devices):
+            traced = program.trace()
+        arrays = jax.tree.leaves((program.cache.layers, program.cache.cross))
+        kinds = ((jnp.dtype(x.dtype).name, x.sharding.shard_shape(x.shape)) for x in arrays)
+        rows, is_step = program.rows, program.loops > 0
+        yield target.lowered(
+            program.name,
+            traced,
+            program.position,
+            tokens=rows if is_step else rows * workload.prompt,
+            loops=program.loops,
+            cache_bytes=device_bytes(program.cache),
+            cache_arrays=frozenset((dtype, math.prod(shape)) for dtype, shape in kinds),
+            rows=rows,
+            flops=rows * (step if is_step else prefill),
+        )
 
 
 def lower_train(
@@ -245,17 +146,15 @@ def lower_train(
     state = jax.eval_shape(create, target.model)
     ids = jax.ShapeDtypeStruct((workload.batch, workload.prompt), jnp.int32)
     batch = {"input_ids": ids, "labels": ids}
-    if target.mesh is None:
-        state, batch = on_device((state, batch), target.device)
-    else:
-        state = put_tree(state, target.mesh)
-        batch = {name: put(x, batch_sharding(target.mesh)) for name, x in batch.items()}
-    with target.context():
+    state = put_shapes(state, target.mesh, target.device)
+    rows = None if target.mesh is None else dict.fromkeys(batch, batch_sharding(target.mesh))
+    batch = put_shapes(batch, target.mesh, target.device, rows)
+    with use_devices(target.mesh, target.device):
         traced = step.trace(state, batch)
     program = target.lowered("train", traced, loops=0)
     tokens, pairs = workload.batch * workload.prompt, workload.batch * workload.prompt**2
     counts = TokenCounts(tokens, pairs // 2)
-    if target.unplaced.is_encoder_decoder:
+    if target.model.is_encoder_decoder:
         counts = TokenCounts(tokens, pairs // 2, tokens, pairs, pairs)
     # A step reads trained parameters in float32, whatever the model's dtype.
     weights = device_bytes((state.params, state.frozen))
@@ -294,18 +193,7 @@ def forward_flops(model: LanguageModel[Any], prompt: int, new: int) -> tuple[flo
     return flops.of(step) / 3, body - (prompt - 1) * head
 
 
-def cache_numbers(cache: Any) -> dict[str, Any]:
-    """The fields of `LoweredProgram` about the KV cache."""
-    arrays = jax.tree.leaves((cache.layers, cache.cross))
-    kinds = {
-        (jnp.dtype(x.dtype).name, int(np.prod(x.sharding.shard_shape(x.shape)))) for x in arrays
-    }
-    return {"cache_bytes": device_bytes(cache), "cache_arrays": frozenset(kinds)}
-
-
 PROGRAMS: dict[str, Callable[..., Iterator[LoweredProgram]]] = {
-    "decode": lower_decode,
-    "prefill": lower_prefill,
-    "batch": lower_batch,
+    **{name: partial(lower_generation, name) for name in ("decode", "prefill", "batch")},
     "train": lower_train,
 }

@@ -13,14 +13,13 @@ import math
 import operator
 import os
 import re
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.extend.backend import backends
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from jaxllm.common.arguments import checked
 from jaxllm.common.compiling import without_compile_cache
@@ -30,13 +29,8 @@ from jaxllm.common.precision import chosen_precision
 from jaxllm.models.expert_use import used_shares
 from jaxllm.models.model import Model
 from jaxllm.parallel.placement import mesh_of
-from jaxllm.parallel.sharding import DATA, use_mesh
-from jaxllm.planning.abstract import (
-    device_bytes,
-    is_used,
-    read_shares,
-    with_experts,
-)
+from jaxllm.parallel.sharding import DATA, use_devices, use_mesh
+from jaxllm.planning.abstract import device_bytes, is_used, read_shares, with_experts
 
 GIB = 2**30
 KNOWN = (
@@ -317,9 +311,7 @@ class Target:
     """A model and the devices that programs are lowered for."""
 
     model: Any
-    """Shapes with shardings: an argument of the compiled programs."""
-    unplaced: Any
-    """Shapes without shardings, with the model's card, which the host reads."""
+    """Shapes with shardings, an argument of the compiled programs, and the model's card."""
     mesh: Mesh | None
     device: Any
     """The device, or the mesh's first one."""
@@ -331,16 +323,7 @@ class Target:
         placed = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), model
         )
-        unplaced = jax.tree.map(lambda x: x.update(sharding=None), placed)
-        return Target(placed, unplaced.with_card(model.checked_card("lower")), mesh, device)
-
-    def context(self) -> AbstractContextManager[Any]:
-        """Sets the mesh for programs traced inside, or without one what the device is: kernels of
-        Pallas read the kind of GPU there, since JAX 0.11."""
-        if self.mesh is not None:
-            return use_mesh(self.mesh)
-        kind = Mesh(np.array([self.device]), ("device",)).abstract_mesh.abstract_device
-        return use_mesh(AbstractMesh((), (), abstract_device=kind))
+        return Target(placed.with_card(model.checked_card("lower")), mesh, device)
 
     def lowered(
         self,
@@ -364,7 +347,7 @@ class Target:
         # The tokens of a copy of the model go to all of its experts.
         used = used_shares(self.model, tokens / (self.mesh.shape[DATA] if self.mesh else 1))
         shares = with_experts(read_shares(jaxpr, variables), used.values())
-        with self.context():
+        with use_devices(self.mesh, self.device):
             lowered = traced.lower(lowering_platforms=(platform_of(self.device),))
         return LoweredProgram(
             name=name,
@@ -372,7 +355,7 @@ class Target:
             weight_bytes=device_bytes(weights),
             argument_weight_bytes=device_bytes(arguments),
             read_weight_bytes=round(sum(map(operator.mul, map(device_bytes, weights), shares))),
-            dtype=self.unplaced.dtype,
+            dtype=self.model.dtype,
             mesh=self.mesh,
             ahead_of_time=self.device.client not in backends().values(),
             **numbers,

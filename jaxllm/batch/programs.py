@@ -1,0 +1,146 @@
+"""The compiled programs of `generate` and of batch slots, traced for a model without weights.
+
+`programs` is all that planning imports of generation. The memory of a pool is predicted from the
+same programs of its slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxllm.batch.row_groups import Group, Task, groups, prefill_batch, sizes_for
+from jaxllm.batch.rows import RawRow, RowReader
+from jaxllm.batch.slots import Sizes, Slots, decode_slots, prefill_slots, slot_shapes
+from jaxllm.common.hardware import default_device
+from jaxllm.generation.call.prepare import prepare_call
+from jaxllm.generation.generate import decode_arguments, run_prefill
+from jaxllm.generation.loop import decode_program, prefill_program
+from jaxllm.models.decoder import Decoder, FlatModel
+from jaxllm.nn.platform.decoding import steps_between_checks
+from jaxllm.parallel.field_axes import field_shardings
+from jaxllm.parallel.placement import platform_of_arrays, put_shapes, shapes_of
+from jaxllm.parallel.sharding import row_shards, use_devices
+
+
+class Program(NamedTuple):
+    """A program for rows of one length."""
+
+    name: str
+    """`decode` or `prefill` of `generate`, `batch.decode` or `batch.prefill` of slots."""
+    trace: Callable[[], jax.stages.Traced]
+    """Traces the program; call it inside `use_devices`."""
+    state: Any
+    """All rows after prefill: shapes with shardings."""
+    cache: Any
+    """The KV cache in `state`."""
+    rows: int
+    """Sequences of a step."""
+    loops: int
+    """As `loops` of a `LoweredProgram`."""
+    position: int = 0
+    """Index of the model's first leaf among the leaves of the arguments."""
+
+
+def programs(
+    model: Any,
+    mesh: Mesh | AbstractMesh | None,
+    device: Any,
+    *,
+    rows: int,
+    prompt: int,
+    new: int,
+    in_slots: bool,
+    fields: Mapping[str, Any],
+) -> tuple[Program, Program]:
+    """The programs that decode and prefill, before they are traced.
+
+    Args:
+        model: shapes with shardings, and a card.
+        mesh: the mesh of the rows; programs of an abstract one cannot be traced.
+        device: the device of all arrays without a mesh; None: JAX's default one.
+        rows: number of rows, or of slots.
+        prompt: tokens of a prompt.
+        new: new tokens of a row.
+        in_slots: True for the programs of batch slots, False for those of `generate`.
+        fields: further generation fields; without any, greedy search.
+
+    Raises:
+        InputError, UnsupportedError: as `generate` and `BatchGenerator` for such rows.
+    """
+    fields = {"do_sample": False, "num_beams": 1, **fields, "max_new_tokens": new}
+    make = _of_slots if in_slots else _of_generate
+    return make(model, mesh, device or default_device(), rows, prompt, fields)
+
+
+def _of_generate(
+    model: Any, mesh: Any, device: Any, rows: int, prompt: int, fields: Mapping[str, Any]
+) -> tuple[Program, Program]:
+    ids = np.zeros((rows, prompt), np.int32)
+    # Without shardings, since a call is prepared on the host.
+    unplaced = shapes_of(model).with_card(model.card)
+    call = prepare_call(unplaced, ids, np.ones_like(ids), None, 0, fields)
+    place = shapes_of if mesh is not None else partial(put_shapes, mesh=None, device=device)
+    call = dataclasses.replace(
+        call,
+        model=FlatModel.of(model),
+        inputs=place(call.inputs),
+        settings=place(call.settings),
+        strategy=place(call.strategy),
+    )
+    call = call if mesh is None else call.on_mesh(mesh)
+    with use_devices(mesh, device):
+        state = run_prefill(call, prefill_program.eval_shape)
+    batch = state.cache.mask.shape[0]
+    shardings = None if mesh is None else field_shardings(state, mesh, batch=batch)
+    state = put_shapes(state, mesh, device, shardings)
+    *arguments, steps = decode_arguments(call, state, call.request.max_length)
+    decode = partial(decode_program.trace, *arguments, steps)
+    prefill = partial(run_prefill, call, prefill_program.trace)
+    position = len(jax.tree.leaves(call.strategy))
+    return (
+        Program("decode", decode, state, state.cache, rows, 1 + (steps > 1), position),
+        Program("prefill", prefill, state, state.cache, rows, 0, position),
+    )
+
+
+def _of_slots(
+    model: Any, mesh: Any, device: Any, rows: int, prompt: int, fields: Mapping[str, Any]
+) -> tuple[Program, Program]:
+    row = RowReader(model, None, fields, seed=0).read(RawRow(0, 0, {"input_ids": [0] * prompt}))
+    (group,) = groups([row], model.config.vocab_size)
+    (task,) = group.tasks()[:1]
+    sizes = sizes_for([task], 1, model.is_encoder_decoder, row_shards(mesh), group.beams)
+    sizes = sizes.with_slots(rows)
+    # The shapes may be of so many slots that a prefill's prompts do not fit this machine.
+    one_row = prefill_batch([task], group, dataclasses.replace(sizes, slots=1))
+    slots = slot_shapes(model, one_row, sizes, mesh)
+    slots = slots if mesh is not None else put_shapes(slots, mesh, device)
+    prefill = partial(slot_prefill, model, slots, group, task, sizes)
+    decode = partial(slot_decode, model, slots)
+    steps = steps_between_checks(platform_of_arrays(model))
+    return (
+        Program("batch.decode", decode, slots, slots.state.cache, sizes.slots, 1 + (steps > 1)),
+        Program("batch.prefill", prefill, slots, slots.state.cache, sizes.prefill_rows, 0),
+    )
+
+
+def slot_prefill(
+    model: Decoder, slots: Slots, group: Group, task: Task, sizes: Sizes
+) -> jax.stages.Traced:
+    """The program that prefills rows as wide as a task into slots of these shapes, traced."""
+    rows = prefill_batch([task], group, sizes)
+    slot_ids, bucket = np.zeros(sizes.prefill_rows, np.int32), sizes.new_token_bucket
+    return prefill_slots.trace(model, slots, rows, slot_ids, new_token_bucket=bucket)
+
+
+def slot_decode(model: Decoder, slots: Slots) -> jax.stages.Traced:
+    """The program that decodes slots of these shapes, traced."""
+    number, steps = np.int32(1), steps_between_checks(platform_of_arrays(model))
+    return decode_slots.trace(model, slots, number, number, steps_per_check=steps)
