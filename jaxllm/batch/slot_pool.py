@@ -309,21 +309,21 @@ class SlotPool:
         self._count_call(f"prefill rest {width} into", self.sizes)
         return cache
 
-    def decode(self, free_slots: int, max_steps: int) -> DecodeProgress:
-        """Decodes until `free_slots` slots are free, all rows are finished, or for `max_steps`
+    def decode(self, until_free: int, max_steps: int) -> DecodeProgress:
+        """Decodes until `until_free` slots are free, all rows are finished, or for `max_steps`
         steps. The results are on the device, which may still be decoding, and may have the first
         slots only, all busy ones among them. On a GPU the other rows may be up to three steps
         further."""
         last_busy = max((i for i, task in enumerate(self.tasks) if task is not None), default=-1)
         slots = self._first_slots(last_busy + 1)
-        return self._decode(slots, free_slots - (self.sizes.slots - slots.count), max_steps)
+        return self._decode(slots, until_free - (self.sizes.slots - slots.count), max_steps)
 
     def run_decode_programs(self) -> None:
         """Runs each program of decoding once, without a step."""
         self._decode(self._first_slots(0), 1, 0)
         self._decode(self._all_slots(), 1, 0)
 
-    def _decode(self, slots: Slots, free_slots: int, max_steps: int) -> DecodeProgress:
+    def _decode(self, slots: Slots, until_free: int, max_steps: int) -> DecodeProgress:
         platform = platform_of_arrays(slots.state.reason)
         sizes = self.sizes.with_slots(slots.count)
         self._counts.doing = f"decoding {slots.count} rows at once"
@@ -331,7 +331,7 @@ class SlotPool:
             self.slots, progress = decode_slots(
                 self._model,
                 slots,
-                np.int32(free_slots),
+                np.int32(until_free),
                 np.int32(max_steps),
                 steps_per_check=steps_per_check_for(max_steps, platform),
             )

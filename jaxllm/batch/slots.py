@@ -314,7 +314,7 @@ def empty_slots(shapes: Slots, rows: PromptRows) -> Slots:
     return Slots(strategy, settings, empty_arrays(shapes.state))
 
 
-def first_slots(
+def slots_after_prefill(
     model: Decoder,
     rows: PromptRows,
     inputs: PrefillInputs,
@@ -350,19 +350,21 @@ def prefill_slots(
     init_cache = partial(model.init_cache, len(slot_ids), **inputs.encoder_inputs)
     width = inputs.decoder_inputs["tokens"].shape[1]
     cache = slots.state.cache.for_prompts(init_cache, width, jnp.asarray(inputs.start_len))
-    return write_rows(slots, first_slots(model, rows, inputs, cache, new_token_bucket), slot_ids)
+    return write_rows(
+        slots, slots_after_prefill(model, rows, inputs, cache, new_token_bucket), slot_ids
+    )
 
 
 @partial(jax.jit, static_argnames=("steps_per_check",), donate_argnames=("slots",))
 def decode_slots(
     model: Decoder,
     slots: Slots,
-    free_slots: Int[Array, ""],
+    until_free: Int[Array, ""],
     max_steps: Int[Array, ""],
     *,
     steps_per_check: int = 1,
 ) -> tuple[Slots, DecodeProgress]:
-    """Decodes until `free_slots` slots are free, all rows are finished, or for `max_steps` steps.
+    """Decodes until `until_free` slots are free, all rows are finished, or for `max_steps` steps.
 
     Args:
         steps_per_check: steps between two checks of these conditions; see `steps_per_check_for`.
@@ -376,7 +378,7 @@ def decode_slots(
         model,
         slots.strategy_state,
         settings,
-        free_rows=free_slots,
+        until_free=until_free,
         max_steps=max_steps,
         steps_per_check=steps_per_check,
     )
@@ -457,7 +459,7 @@ def prefill_rest(
         last_column=inputs.last_column - cache.length,
         past_cache=cache,
     )
-    new = first_slots(model, rows, inputs, cache, new_token_bucket=0)
+    new = slots_after_prefill(model, rows, inputs, cache, new_token_bucket=0)
     cache = new.state.cache.replace(length=jnp.asarray(rows.inputs.start_len)[0])
     state = new.state.replace(cache=slots.state.cache.rows_of(new.state.cache))
     slots = write_rows(slots, dataclasses.replace(new, state=state), slot_ids)

@@ -87,8 +87,8 @@ class TaskRun:
             if not self._pool.busy:
                 break
             next_batch = self._next_batch
-            free_slots = self._pool.sizes.slots if next_batch is None else len(next_batch[0])
-            progress = self._pool.decode(free_slots, MAX_STEPS)
+            until_free = self._pool.sizes.slots if next_batch is None else len(next_batch[0])
+            progress = self._pool.decode(until_free, MAX_STEPS)
             self._next_batch = self._next_batch or self._take_next_batch()
             yield from self._take_finished()
             progress = jax.device_get(progress)

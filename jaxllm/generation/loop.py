@@ -183,12 +183,13 @@ def decode(
     settings: DecodeSettings,
     *,
     max_length: Int[Array, ""] | None = None,
-    free_rows: Int[Array, ""] | None = None,
+    until_free: Int[Array, ""] | None = None,
     max_steps: Int[Array, ""] | None = None,
     steps_per_check: int = 1,
 ) -> Progress:
     """Runs decode steps while a row is running: it has not ended, and has fewer than `max_length`
-    columns. With the other limits until `free_rows` rows are not running, or for `max_steps` steps.
+    columns. The other limits end the loop when `until_free` rows are not running, or after
+    `max_steps` steps.
 
     Args:
         steps_per_check: steps that run between two checks of this (`steps_of`). Rows of a call,
@@ -206,8 +207,8 @@ def decode(
         state, steps, _ = carry
         is_running = running(state)
         result = jnp.any(is_running)
-        if free_rows is not None:
-            result &= jnp.sum(~is_running, dtype=jnp.int32) < free_rows
+        if until_free is not None:
+            result &= jnp.sum(~is_running, dtype=jnp.int32) < until_free
         return result if max_steps is None else result & (steps < max_steps)
 
     def step(_: Any, carry: Progress) -> Progress:

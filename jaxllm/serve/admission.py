@@ -194,7 +194,7 @@ class PrefixStore:
         """Keeps a prefix."""
         self._kept = [*self._kept, prefix][-self._limit :]
 
-    def repeat(self, prompt: Prefix) -> None:
+    def keep_repeated(self, prompt: Prefix) -> None:
         """Keeps a prompt that comes again."""
         self._repeated = prompt
 
@@ -353,7 +353,7 @@ class Admission:
         if partial.kept_length and self._prefixes is not None:
             self._prefixes.keep(Prefix(prompt[: partial.kept_length], cache))
         if partial.repeats and self._prefixes is not None:
-            self._prefixes.repeat(Prefix(prompt, cache))
+            self._prefixes.keep_repeated(Prefix(prompt, cache))
         return width
 
     def _prefill_batch(self) -> int:

@@ -303,8 +303,8 @@ class LiveRun:
     def _decode(self, steps: int) -> list[TaskChunk]:
         """Decodes; stops early if a slot is free for a task that waits."""
         pool, waiting = self._pool, self._admission.waiting
-        free_slots = len(pool.free) + 1 if waiting else pool.sizes.slots
-        return self._collect(jax.device_get(pool.decode(free_slots, steps)))
+        until_free = len(pool.free) + 1 if waiting else pool.sizes.slots
+        return self._collect(jax.device_get(pool.decode(until_free, steps)))
 
     def _write_masks(self) -> list[TaskChunk]:
         """Writes the masks of all rows into the slots if one changes, and ends those whose grammar

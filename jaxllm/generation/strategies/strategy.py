@@ -99,10 +99,9 @@ class DecodeSettings:
     """`remove_invalid_values`: a processor replaces NaN and infinite logits, so they are not
     reported."""
     aligned: bool = dataclasses.field(default=True, metadata={"static": True})
-    """True for the rows of a call: they start in different columns, with padding on the left, and
-    write their new tokens to one column, so that a `Length` is one number. False in batch slots:
-    every row starts at column 0, so that processors and criteria need no mask, and has lengths of
-    its own."""
+    """True for the rows of a call: prompts may be padded on the left, and all rows write their new
+    tokens to one column, so that a `Length` is one number. False in batch slots: every row starts
+    at column 0, so that processors and criteria need no mask, and has lengths of its own."""
     is_guided: bool = dataclasses.field(default=False, metadata={"static": True})
     """Unconditional contexts are decoded too."""
     keep_scores: bool = dataclasses.field(default=False, metadata={"static": True})

@@ -31,9 +31,10 @@ _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 class SampleText:
     """Decodes the tokens of a sample one by one, and ends the text before a stop string.
 
-    Text that may be the beginning of a stop string is held back until it is known. A stop string
-    is looked for in the new text alone, not in the prompt. Special tokens are not in the text, but
-    a stop string may be one or contain one.
+    The `stop` of a request is looked for here alone: the engine's `stop_strings` leave the stop
+    string in the text. Text that may be the beginning of a stop string is held back until it is
+    known. A stop string is looked for in the new text alone, not in the prompt. Special tokens are
+    not in the text, but a stop string may be one or contain one.
 
     Attributes:
         stopped: a stop string was found.
