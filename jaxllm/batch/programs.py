@@ -15,9 +15,17 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxllm.batch.row_groups import Group, Task, groups, prefill_batch, sizes_for
+from jaxllm.batch.row_groups import (
+    Group,
+    Task,
+    fits_slots,
+    groups,
+    prefill_batch,
+    sizes_for,
+)
 from jaxllm.batch.rows import RawRow, RowReader
 from jaxllm.batch.slots import Sizes, Slots, decode_slots, prefill_slots, slot_shapes
+from jaxllm.common.errors import UnsupportedError
 from jaxllm.common.hardware import default_device
 from jaxllm.generation.call.prepare import prepare_call
 from jaxllm.generation.generate import decode_arguments, run_prefill
@@ -114,6 +122,11 @@ def _of_slots(
     model: Any, mesh: Any, device: Any, rows: int, prompt: int, fields: Mapping[str, Any]
 ) -> tuple[Program, Program]:
     row = RowReader(model, None, fields, seed=0).read(RawRow(0, 0, {"input_ids": [0] * prompt}))
+    if not fits_slots(row):
+        raise UnsupportedError(
+            f"batch: rows with these settings ({row.mode}) have no slots, and run in calls of "
+            "generate; plan decode and prefill"
+        )
     (group,) = groups([row], model.config.vocab_size)
     (task,) = group.tasks()[:1]
     sizes = sizes_for([task], 1, model.is_encoder_decoder, row_shards(mesh), group.beams)

@@ -250,6 +250,21 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         jaxllm.plan(tiny.CONFIGS["gpt2"], "cpu", program="decode", prompt=60, new=60)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guidance_scale": 2.0},
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0},
+    ],
+    ids=["guidance", "contrastive", "groups"],
+)
+def test_rows_without_slots_have_no_programs_of_slots(fields: dict[str, Any]) -> None:
+    model = abstract_model(tiny.CONFIGS["llama"])
+    with pytest.raises(UnsupportedError, match=r"batch: rows with these settings .* plan decode"):
+        lower(model, "batch", **SMALL, **fields)
+
+
 def test_cudnn_needs_its_library() -> None:
     with pytest.raises(UnsupportedError, match="attn_implementation: cudnn kernels are compiled"):
         jaxllm.plan(

@@ -139,7 +139,7 @@ def test_the_last_prefixes_that_recur_are_kept() -> None:
     assert store.length_to_keep(first.tokens) == 0
     store.keep(second)
     for n in (71, 72, 73):  # prompts of several samples
-        store.repeat(Prefix(-tokens[:n], store.empty.cache))
+        store.keep_repeated(Prefix(-tokens[:n], store.empty.cache))
     assert store.longest(-tokens)[1] == 73
     assert store.longest(np.array([*(tokens[:60] + 70), 0])) == (first, 60)
     assert store.longest(first.tokens) == (first, 69)  # the last token is run again
