@@ -193,7 +193,7 @@ def predict(
     if not prediction.fits and not (compile_always and prediction.weights < budget):
         return prediction
     with use_mesh(mesh):
-        programs = slot_prefill(model, shapes, group, widest, sizes), slot_decode(model, shapes)
+        programs = slot_prefill(model, shapes, rows, sizes), slot_decode(model, shapes)
         activations = max(
             working_memory(program.lower().compile(), prediction.cache) for program in programs
         )

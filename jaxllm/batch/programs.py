@@ -1,7 +1,7 @@
 """The compiled programs of `generate` and of batch slots, traced for a model without weights.
 
-`programs` is all that planning imports of generation. The memory of a pool is predicted from the
-same programs of its slots.
+`programs` is the only name of generation and of batches that planning imports. The memory of a pool
+is predicted from the same programs of its slots.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxllm.batch.row_groups import (
-    Group,
-    Task,
     fits_slots,
     groups,
     prefill_batch,
     sizes_for,
 )
 from jaxllm.batch.rows import RawRow, RowReader
-from jaxllm.batch.slots import Sizes, Slots, decode_slots, prefill_slots, slot_shapes
+from jaxllm.batch.slots import PromptRows, Sizes, Slots, decode_slots, prefill_slots, slot_shapes
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.common.hardware import default_device
 from jaxllm.generation.call.prepare import prepare_call
@@ -45,13 +43,13 @@ class Program(NamedTuple):
     trace: Callable[[], jax.stages.Traced]
     """Traces the program; call it inside `use_devices`."""
     state: Any
-    """All rows after prefill: shapes with shardings."""
+    """State of the rows, or the slots: shapes with shardings."""
     cache: Any
     """The KV cache in `state`."""
     rows: int
-    """Sequences of a step."""
+    """Rows of a decode step, or prompts of a prefill."""
     loops: int
-    """As `loops` of a `LoweredProgram`."""
+    """Loops that the program has."""
     position: int = 0
     """Index of the model's first leaf among the leaves of the arguments."""
 
@@ -123,8 +121,9 @@ def _of_slots(
 ) -> tuple[Program, Program]:
     row = RowReader(model, None, fields, seed=0).read(RawRow(0, 0, {"input_ids": [0] * prompt}))
     if not fits_slots(row):
+        names = ", ".join(sorted(fields.keys() - {"do_sample", "max_new_tokens"}))
         raise UnsupportedError(
-            f"batch: rows with these settings ({row.mode}) have no slots, and run in calls of "
+            f"batch: rows with these settings ({names}) have no slots, and run in calls of "
             "generate; plan decode and prefill"
         )
     (group,) = groups([row], model.config.vocab_size)
@@ -135,8 +134,11 @@ def _of_slots(
     one_row = prefill_batch([task], group, dataclasses.replace(sizes, slots=1))
     slots = slot_shapes(model, one_row, sizes, mesh)
     slots = slots if mesh is not None else put_shapes(slots, mesh, device)
-    prefill = partial(slot_prefill, model, slots, group, task, sizes)
     decode = partial(slot_decode, model, slots)
+
+    def prefill() -> jax.stages.Traced:
+        return slot_prefill(model, slots, prefill_batch([task], group, sizes), sizes)
+
     steps = steps_between_checks(platform_of_arrays(model))
     return (
         Program("batch.decode", decode, slots, slots.state.cache, sizes.slots, 1 + (steps > 1)),
@@ -144,11 +146,8 @@ def _of_slots(
     )
 
 
-def slot_prefill(
-    model: Decoder, slots: Slots, group: Group, task: Task, sizes: Sizes
-) -> jax.stages.Traced:
-    """The program that prefills rows as wide as a task into slots of these shapes, traced."""
-    rows = prefill_batch([task], group, sizes)
+def slot_prefill(model: Decoder, slots: Slots, rows: PromptRows, sizes: Sizes) -> jax.stages.Traced:
+    """The program that prefills rows into slots of these shapes, traced."""
     slot_ids, bucket = np.zeros(sizes.prefill_rows, np.int32), sizes.new_token_bucket
     return prefill_slots.trace(model, slots, rows, slot_ids, new_token_bucket=bucket)
 

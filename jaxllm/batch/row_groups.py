@@ -149,7 +149,8 @@ class Task:
 
     Only requests of a server set the fields after `num_sequences`. While a request runs, the host
     reads its new tokens, looks for its stop strings, and writes a mask of the tokens that its
-    grammar or its forced token allows. The settings of its row leave these three out.
+    grammar or its forced token allows. The settings of its row have no stop strings, no grammar and
+    no forced token.
     """
 
     row: BatchRow
@@ -342,12 +343,13 @@ def _by_processors(
     rows: Sequence[BatchRow], shared_fields: tuple[str, ...], vocab_size: int
 ) -> Iterable[list[BatchRow]]:
     """Splits rows into parts whose processors differ only in per-row numbers."""
-    signatures: dict[GenerationConfig, Any] = {}
+    signatures: dict[Hashable, Any] = {}
     parts: dict[Any, list[BatchRow]] = {}
     for row in rows:
-        if row.config not in signatures:
-            signatures[row.config] = signature(row_processors(row, shared_fields, vocab_size))
-        parts.setdefault(signatures[row.config], []).append(row)
+        key = row.config, row.constraint is not None
+        if key not in signatures:
+            signatures[key] = signature(row_processors(row, shared_fields, vocab_size))
+        parts.setdefault(signatures[key], []).append(row)
     return parts.values()
 
 

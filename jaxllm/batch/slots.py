@@ -142,7 +142,8 @@ class Slots:
 
     @classmethod
     def of(cls, rows: PromptRows, state: Any) -> Self:
-        """The rows in a state of their strategy."""
+        """The rows in a state of their strategy; the cache of rows that have ended gets a length of
+        0."""
         return cls(rows.strategy, rows.settings, None).with_state(without_ended_rows(state))
 
     def with_state(self, state: Any) -> Self:

@@ -127,7 +127,11 @@ def host_memory() -> int:
 
 
 def usable_memory(devices: int) -> int:
-    """Bytes that a batch may use on each device, of which so many may share the host's memory."""
+    """Bytes that a batch may use on each device.
+
+    Args:
+        devices: number of devices that share the host's memory, if they have none of their own.
+    """
     own = own_memory(default_device())
     shared = int(SHARE_OF_HOST * host_memory()) // devices
     return shared if own is None else int(SHARE_OF_DEVICE * own)

@@ -36,7 +36,7 @@ from jaxllm.parallel.sharding import constrain
 T = TypeVar("T")
 Progress: TypeAlias = tuple[Any, Int[Array, ""], Int[Array, ""]]
 """A state, the number of steps, and the sum over the steps of the rows that were running, which is
-not counted for aligned rows."""
+0 for aligned rows."""
 
 
 def prefill(

@@ -114,7 +114,7 @@ class RequestReader:
         self._check_fields(plain, None)
         self.eos = plain.eos
         """End tokens of requests that do not set their own."""
-        self._signature = signature(group.processors(self._task(plain, 0)))
+        self._signature = signature(group.processors(*self._tasks(plain)))
 
     def read(
         self,
@@ -136,34 +136,36 @@ class RequestReader:
         self._check_lengths(row)
         if grammar is None and row.constraint is not None:
             grammar = row.constraint.grammar
-        tasks = [self._task(row, sample, logprobs, grammar) for sample in range(row.samples)]
+        tasks = self._tasks(row, logprobs, grammar)
         if signature(self._group.processors(tasks[0])) != self._signature:
             raise self._unsupported(row, raw)
         return tasks
 
-    def _task(
-        self,
-        row: BatchRow,
-        sample: int,
-        logprobs: bool = False,
-        grammar: GrammarLogitsProcessor | None = None,
-    ) -> Task:
-        config, stops = row.config, None
-        if self._tokenizer is not None and config.stop_strings:
-            prompt = row.decoder_prompt.tolist()
-            stops = StopStringMatcher(self._tokenizer, config.stop_strings, prompt)
+    def _tasks(
+        self, row: BatchRow, logprobs: bool = False, grammar: GrammarLogitsProcessor | None = None
+    ) -> list[Task]:
+        """The tasks of a row, whose samples share the mask of their first token."""
+        config, prompt = row.config, row.decoder_prompt.tolist()
         forced = config.forced_bos_token_id if config.begin_suppress_tokens is None else None
         names = ["stop_strings"] if forced is None else ["stop_strings", "forced_bos_token_id"]
-        task = Task(
-            dataclasses.replace(row, config=config.without(names), constraint=None),
-            sample,
+        row = dataclasses.replace(row, config=config.without(names), constraint=None)
+        plain = Task(
+            row,
+            0,
             logprobs=logprobs,
-            stops=stops,
             grammar=grammar,
-            forced_token=forced if len(row.decoder_prompt) == 1 else None,
+            forced_token=forced if len(prompt) == 1 else None,
         )
-        mask = TokenMaskLogitsProcessor(token_mask(task, self._group.vocab_size)[None])
-        return dataclasses.replace(task, processors=(mask,))
+        mask = TokenMaskLogitsProcessor(token_mask(plain, self._group.vocab_size)[None])
+
+        def task(sample: int) -> Task:
+            stops = None
+            if self._tokenizer is not None and config.stop_strings:
+                stops = StopStringMatcher(self._tokenizer, config.stop_strings, prompt)
+            own = {"sample": sample, "stops": stops, "tokens": []}
+            return dataclasses.replace(plain, processors=(mask,), **own)
+
+        return [task(sample) for sample in range(row.samples)]
 
     def _check_fields(self, row: BatchRow, raw: Any) -> None:
         if row.config.num_beams > 1 or not fits_slots(row):

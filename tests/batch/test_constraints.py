@@ -79,6 +79,17 @@ def test_a_grammar_that_fails_while_it_runs_is_an_error_of_its_row_alone():
     assert other.text.strip() == "aaa"
 
 
+@pytest.mark.parametrize("regex_first", [True, False])
+def test_a_constrained_row_beside_a_row_of_equal_settings(regex_first):
+    rows = [{"prompt": "x", "regex": "[0-9]{3}"}, {"prompt": "Hello"}]
+    engine = jaxllm.BatchGenerator(MODEL, TOKENIZER, slots=2, max_new_tokens=8)
+    outputs = engine.generate(rows if regex_first else rows[::-1])
+    constrained, free = outputs if regex_first else outputs[::-1]
+    assert re.fullmatch("[0-9]{3}", constrained.text)
+    (alone,) = engine.generate(["Hello"])
+    assert free.output_ids == alone.output_ids
+
+
 def test_a_jobs_constraint_is_compiled_at_once():
     with pytest.raises(InputError, match="regex: "):
         jaxllm.BatchGenerator(MODEL, TOKENIZER, regex="(")

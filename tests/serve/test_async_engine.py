@@ -221,6 +221,16 @@ def test_a_grammar_that_fails_ends_its_own_request_alone():
     assert first.output_ids == second.output_ids
 
 
+def test_samples_share_the_mask_of_their_first_token():
+    """It is as wide as the vocabulary, and a grammar takes time to make it."""
+    row = {"input_ids": [5], "num_return_sequences": 8, "do_sample": True, "stop_strings": ["a"]}
+    engine = AsyncEngine(MODEL, TOKENIZER, slots=2, context=64, warm_up=False)
+    tasks = engine._reader.read(0, row, grammar=jaxllm.generation.grammar.regex("a+", TOKENIZER))
+    assert [task.sample for task in tasks] == [*range(8)]
+    assert len({id(processor) for task in tasks for processor in task.processors}) == 1
+    assert len({id(task.stops) for task in tasks}) == len({id(task.tokens) for task in tasks}) == 8
+
+
 def test_cancelled_requests_free_their_slots_and_the_queue_is_bounded():
     row = {"input_ids": [5, 6], "max_new_tokens": 60, "eos_token_id": None}
 
