@@ -15,12 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxllm.batch.row_groups import (
-    fits_slots,
-    groups,
-    prefill_batch,
-    sizes_for,
-)
+from jaxllm.batch.row_groups import fits_slots, groups, prefill_batch, sizes_for
 from jaxllm.batch.rows import RawRow, RowReader
 from jaxllm.batch.slots import PromptRows, Sizes, Slots, decode_slots, prefill_slots, slot_shapes
 from jaxllm.common.errors import UnsupportedError
@@ -33,6 +28,8 @@ from jaxllm.nn.platform.decoding import steps_between_checks
 from jaxllm.parallel.field_axes import field_shardings
 from jaxllm.parallel.placement import platform_of_arrays, put_shapes, shapes_of
 from jaxllm.parallel.sharding import row_shards, use_devices
+
+GREEDY = {"do_sample": False, "num_beams": 1}
 
 
 class Program(NamedTuple):
@@ -74,13 +71,13 @@ def programs(
         rows: number of rows, or of slots.
         prompt: tokens of a prompt.
         new: new tokens of a row.
-        in_slots: True for the programs of batch slots, False for those of `generate`.
+        in_slots: True: the programs of batch slots; False: the programs of `generate`.
         fields: further generation fields; without any, greedy search.
 
     Raises:
         InputError, UnsupportedError: as `generate` and `BatchGenerator` for such rows.
     """
-    fields = {"do_sample": False, "num_beams": 1, **fields, "max_new_tokens": new}
+    fields = {**GREEDY, **fields, "max_new_tokens": new}
     make = _of_slots if in_slots else _of_generate
     return make(model, mesh, device or default_device(), rows, prompt, fields)
 
@@ -121,7 +118,8 @@ def _of_slots(
 ) -> tuple[Program, Program]:
     row = RowReader(model, None, fields, seed=0).read(RawRow(0, 0, {"input_ids": [0] * prompt}))
     if not fits_slots(row):
-        names = ", ".join(sorted(fields.keys() - {"do_sample", "max_new_tokens"}))
+        given = {name for name, value in fields.items() if GREEDY.get(name) != value}
+        names = ", ".join(sorted(given - {"max_new_tokens"}))
         raise UnsupportedError(
             f"batch: rows with these settings ({names}) have no slots, and run in calls of "
             "generate; plan decode and prefill"

@@ -160,13 +160,13 @@ class Task:
     request: Any = None
     """Caller's handle of the request."""
     processors: tuple[LogitsProcessor, ...] = ()
-    """Logits processors besides those of the row's settings."""
+    """Logits processors that the row's settings do not ask for."""
     logprobs: bool = False
     """The request asks for log-probabilities."""
     stops: StopStringMatcher | None = None
     grammar: GrammarLogitsProcessor | None = None
     forced_token: int | None = None
-    """First new token, such as a language; a grammar is that of the tokens after it."""
+    """First new token, such as a language. A grammar describes the tokens after the first one."""
     tokens: list[int] = dataclasses.field(default_factory=list)
     """New tokens so far."""
 

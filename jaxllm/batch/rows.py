@@ -177,7 +177,7 @@ class BatchRow:
 class TokenLogprob:
     """Log-probability of a token, and of the most probable tokens in its place.
 
-    They are those of the model's own distribution: before temperature, penalties and filters.
+    The log-probabilities are those of the model itself, before temperature, penalties and filters.
     """
 
     logprob: float

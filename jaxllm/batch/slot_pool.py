@@ -109,7 +109,8 @@ class BatchCounts:
     halvings: int = 0
     """Number of times that memory ran out and the slots were halved."""
     programs: int = 0
-    """Programs that the rows need, as far as that is known; `program_calls` has those that ran."""
+    """Programs that the rows need, as far as they are known; `program_calls` has the programs that
+    ran."""
     doing: str = ""
     """What the engine computes or compiles at this moment, in words."""
     program_calls: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -134,7 +135,7 @@ class BatchCounts:
 
     @property
     def tokens(self) -> int:
-        """New tokens, those of unfinished rows included."""
+        """New tokens of finished and unfinished rows."""
         return max(self.new_tokens, self.busy_slot_steps)
 
     @property

@@ -215,6 +215,7 @@ def decode(
         state, steps, row_steps = carry
         after = strategy.step(model, state, settings)
         if not settings.aligned:
+            # Calls do not read the sum, and XLA would keep it in their loop.
             row_steps += jnp.sum(running(state), dtype=jnp.int32)
             after = without_ended_rows(select_state(state.reason == RUNNING, after, state))
         elif steps_per_check > 1:

@@ -162,8 +162,9 @@ class RequestReader:
             stops = None
             if self._tokenizer is not None and config.stop_strings:
                 stops = StopStringMatcher(self._tokenizer, config.stop_strings, prompt)
-            own = {"sample": sample, "stops": stops, "tokens": []}
-            return dataclasses.replace(plain, processors=(mask,), **own)
+            return dataclasses.replace(
+                plain, sample=sample, processors=(mask,), stops=stops, tokens=[]
+            )
 
         return [task(sample) for sample in range(row.samples)]
 

@@ -106,11 +106,11 @@ def _checked_row_ids(row_ids: RowIds, batch: int) -> UInt32[Array, " B"]:
 def _random_keys(
     key: Key[Array, ""], row_ids: UInt32[Array, " B"], samples: int
 ) -> Key[Array, " Bn"]:
-    of_row = jax.vmap(jax.vmap(key_of, in_axes=(None, None, 0)), in_axes=(None, 0, None))
+    of_row = jax.vmap(jax.vmap(sample_key, in_axes=(None, None, 0)), in_axes=(None, 0, None))
     return of_row(key, row_ids, jnp.arange(samples, dtype=jnp.uint32)).reshape(-1)
 
 
-def key_of(
+def sample_key(
     key: Key[Array, ""], row: UInt32[Array, ""], sample: UInt32[Array, ""]
 ) -> Key[Array, ""]:
     """The key of a sample of a row."""
@@ -118,10 +118,13 @@ def key_of(
 
 
 def keys_of_slots(numbers: UInt32[Array, "B 3"]) -> Key[Array, " B"]:
-    """Keys from the seed, the number of the row and the number of the sample of each slot: those of
-    `generate(..., key=seed, row_ids=[row])`."""
+    """Random keys of slots, equal to the keys of `generate(..., key=seed, row_ids=[row])`.
+
+    Args:
+        numbers: seed, number of the row and number of the sample of each slot.
+    """
     seeds, rows, samples = jnp.asarray(numbers).T
-    return jax.vmap(key_of)(jax.vmap(jax.random.key)(seeds), rows, samples)
+    return jax.vmap(sample_key)(jax.vmap(jax.random.key)(seeds), rows, samples)
 
 
 def choose_greedy(scores: Float[Array, "B V"]) -> Int[Array, " B"]:
