@@ -27,7 +27,7 @@ from jaxllm.cache.kv_cache import KV, Cache, per_head
 from jaxllm.cache.slot_cache import RotatedCache, SlotCache
 from jaxllm.generation.inputs.arguments import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
-from jaxllm.generation.loop import decode, first_state, without_ended_rows
+from jaxllm.generation.loop import decode_loop, first_state, without_ended_rows
 from jaxllm.generation.strategies.draws import keys_of_slots
 from jaxllm.generation.strategies.strategy import (
     RUNNING,
@@ -374,7 +374,7 @@ def decode_slots(
     wait for the host.
     """
     strategy, settings = slots.strategy, slots.settings
-    state, *counts = decode(
+    state, *counts = decode_loop(
         strategy,
         model,
         slots.strategy_state,

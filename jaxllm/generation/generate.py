@@ -32,7 +32,7 @@ from jaxllm.generation.call.prepare import (
 )
 from jaxllm.generation.inputs.arguments import TokenRows
 from jaxllm.generation.loop import (
-    decode_call,
+    decode,
     decode_program,
     finish,
     finish_program,
@@ -256,7 +256,7 @@ def run(call: PreparedCall, streamer: Streamer | None) -> GenerateOutput:
             if on_host:
                 raise InputError(f"{name}: works on the host, outside jax.jit")
         state = run_prefill(call, of_flat_model(prefill))
-        state = of_flat_model(decode_call)(strategy, model, state, settings, jnp.int32(max_length))
+        state = of_flat_model(decode)(strategy, model, state, settings, jnp.int32(max_length))
         result = finish(strategy, state, settings)
         past = past_key_values(call, state)
         return generate_output(call, result, past, max_length, max_length - call.request.start_len)

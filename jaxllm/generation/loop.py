@@ -176,7 +176,7 @@ def recorded_encoding(
     return {"encoder_states": encoded.x, "attention_mask": mask}, encoded
 
 
-def decode(
+def decode_loop(
     strategy: Strategy[S],
     model: Decoder,
     state: S,
@@ -279,7 +279,7 @@ def of_flat_model(function: Callable[..., T]) -> Callable[..., T]:
     return program
 
 
-def decode_call(
+def decode(
     strategy: Strategy[S],
     model: Decoder,
     state: S,
@@ -287,8 +287,8 @@ def decode_call(
     max_length: Int[Array, ""],
     steps_per_check: int = 1,
 ) -> S:
-    """`decode` of a call of `generate`, up to `max_length` columns."""
-    state, *_ = decode(
+    """`decode_loop` of a call of `generate`, up to `max_length` columns."""
+    state, *_ = decode_loop(
         strategy, model, state, settings, max_length=max_length, steps_per_check=steps_per_check
     )
     return state
@@ -299,7 +299,7 @@ prefill_program = jax.jit(
 )
 # The state is donated: cache and sequences are updated in the buffers that prefill made.
 decode_program = jax.jit(
-    of_flat_model(decode_call), static_argnames=("steps_per_check",), donate_argnames=("state",)
+    of_flat_model(decode), static_argnames=("steps_per_check",), donate_argnames=("state",)
 )
 finish_program = jax.jit(finish)
 
