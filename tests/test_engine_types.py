@@ -26,7 +26,7 @@ CALL = {"CallArguments", "PaddedBatch", "Request", "PreparedCall"}
 PROGRAM = {"ProcessorInputs", "Sample", "DecodeSettings", "PrefillInputs"}
 ROW = {"RawRow", "RowInput", "PaddedBatch", "CallArguments", "Request", "BatchRow", "Task"}
 SLOTS = {"Sizes", "PromptRows", "Slots", "SampleState"}
-JOB = {"BatchCounts", "Group", "Prediction", "PoolPlan", "TaskRun", "SlotPool"}
+JOB = {"BatchCounts", "Group", "Prediction", "RowWindow", "Pool", "TaskRun", "SlotPool"}
 
 
 class ReachedError(Exception):

@@ -12,15 +12,31 @@ import jax
 from jax.sharding import Mesh
 
 from jaxllm.batch.memory import (
-    PoolPlan,
+    Pool,
     Prediction,
     memory_budget,
     out_of_memory_error,
-    plans,
+    pools,
     too_large_error,
 )
-from jaxllm.batch.row_groups import Group, TaskChunk, check_processors, fits_slots, groups
-from jaxllm.batch.rows import BatchOutput, BatchRow, Chunk, RawRow, RowReader, error_output
+from jaxllm.batch.row_groups import (
+    Group,
+    TaskChunk,
+    check_processors,
+    fits_slots,
+    groups,
+    sizes_of,
+)
+from jaxllm.batch.row_window import RowWindow
+from jaxllm.batch.rows import (
+    MAX_SHARED_SETTINGS,
+    BatchOutput,
+    BatchRow,
+    Chunk,
+    RawRow,
+    RowReader,
+    error_output,
+)
 from jaxllm.batch.slot_pool import BatchCounts
 from jaxllm.batch.tables.columns import ColumnChoice
 from jaxllm.batch.tables.read import RESULTS, read_table, table_of_frame
@@ -78,10 +94,10 @@ class BatchGenerator:
     rounding. docs/batch.md says more.
 
     A row is a prompt, a list of token ids, or a mapping with one of `prompt`, `messages` and
-    `input_ids`, optionally `id` and `seed`, and any generation fields. Rows wait in buckets of
-    power-of-two prompt lengths; the longest results run first. One compiled program decodes a
-    fixed number of slots. When a row ends, the next row takes its slot while the others continue.
-    All beams of a row are one slot.
+    `input_ids`, optionally `id` and `seed`, and any generation fields. Rows are read in
+    windows, and wait in buckets of power-of-two prompt lengths; the longest results of a window run
+    first. One compiled program decodes a fixed number of slots. When a row ends, the next row takes
+    its slot while the others continue. All beams of a row are one slot.
 
     Args:
         model: a causal or encoder-decoder language model. Where it lies on a mesh, so do the slots:
@@ -277,41 +293,45 @@ class BatchGenerator:
     def answer(self, rows: Iterable[RawRow]) -> Iterator[BatchOutput]:
         """Streams outputs of some rows of a larger job, which keep their numbers there."""
         self.counts, self.memory = BatchCounts(), []
-        checked_rows: list[BatchRow] = []
-        for row in self._checked(rows):
-            if isinstance(row, BatchOutput):
-                self.counts.add_output(row)
-                yield row
-            else:
-                self.counts.cut_texts += row.was_cut
-                checked_rows.append(row)
-        self.counts.work = sum(row.max_new_tokens * row.samples for row in checked_rows)
+        window = RowWindow(
+            self._checked(rows), self._model.is_encoder_decoder, row_shards(self.mesh), self.counts
+        )
         unfinished: dict[int, list[Chunk]] = {}
-        for task, chunk in self._sequences(checked_rows):
-            row = task.row
-            chunks = unfinished.setdefault(row.index, [])
-            chunks.append(chunk)
-            if len(chunks) == row.samples:
+        for item in self._sequences(window):
+            if isinstance(item, BatchOutput):
+                output = item
+            else:
+                task, chunk = item
+                row = task.row
+                chunks = unfinished.setdefault(row.index, [])
+                chunks.append(chunk)
+                if len(chunks) < row.samples:
+                    continue
                 self.counts.work_done += row.max_new_tokens * row.samples
                 output = self._output(row, unfinished.pop(row.index))
-                self.counts.add_output(output)
-                yield output
+            self.counts.add_output(output)
+            yield output
 
     def plan(self, rows: Iterable[RawRow]) -> RowPlan:
-        """What `answer` would run. It reads no weights, so that the model may have none."""
+        """What `answer` would run if it read all rows before the first runs. It reads no weights,
+        so that the model may have none."""
         plan = RowPlan([], [], [])
         for row in self._checked(rows):
             if isinstance(row, BatchRow):
                 plan.rows.append(row)
             elif row.error is not None:
                 plan.errors.append(row)
-        for group in self._groups(plan.rows):
+        options = (self._model.is_encoder_decoder, row_shards(self.mesh))
+        for group in self._groups(filter(fits_slots, plan.rows)):
             for pool in self._pools(group):
+                assert pool.memory is not None
                 if pool.memory.fits:
                     plan.memory.append(pool.memory)
-                else:
-                    errors = ((task.row, too_large_error(task, pool)) for task in pool.tasks)
-                    plan.errors.extend(error_output(row, error) for row, error in errors)
+                    continue
+                for row in group.rows:
+                    if pool.holds(row, sizes_of(row, *options)):
+                        error = too_large_error(row, pool)
+                        plan.errors.append(error_output(row, error))
         failed = {output.index for output in plan.errors}
         plan.rows[:] = [row for row in plan.rows if row.index not in failed]
         return plan
@@ -332,60 +352,83 @@ class BatchGenerator:
                         "(CUDA_VISIBLE_DEVICES), or start a process for each"
                     )
                 if row.config not in checked_configs:
+                    if len(checked_configs) == MAX_SHARED_SETTINGS:
+                        checked_configs.clear()
                     check_processors(row, self.model.config.vocab_size)
                     checked_configs.add(row.config)
                 yield row
             except JaxLLMError as error:
                 yield error_output(raw_row, error)
 
-    def _sequences(self, rows: Sequence[BatchRow]) -> Iterator[TaskChunk]:
-        """The sequences of all rows: those that run in slots first."""
-        for group in self._groups(rows):
-            # One program decodes, and one reads the prompts of each width.
-            self.counts.programs += 1 + len({task.width for task in group.tasks()})
-            self.counts.doing = "trying how many rows fit into memory"
-            for plan in self._pools(group):
-                self.memory.append(plan.memory)
-                if self._announce is not None:
-                    self._announce(plan.memory)
-                yield from self._run_plan(group, plan)
-        options = (self._slots, row_shards(self.mesh), self.counts)
-        for batch in static_batches(row for row in rows if not fits_slots(row)):
-            yield from run_static_batch(self._model, self.tokenizer, batch, *options)
+    def _sequences(self, window: RowWindow) -> Iterator[TaskChunk | BatchOutput]:
+        """The sequences of all rows, and the outputs of rows that do not run."""
+        while True:
+            yield from window.read()
+            if (pool := window.next_pool()) is not None:
+                yield from self._run_pool(pool, window)
+            elif window.unplaced:
+                self._add_pools(window)
+            elif window.static:
+                options = (self._slots, row_shards(self.mesh), self.counts)
+                for batch in static_batches(window.take_static()):
+                    yield from run_static_batch(self._model, self.tokenizer, batch, *options)
+            else:
+                return
 
-    def _groups(self, rows: Iterable[BatchRow]) -> Iterator[Group]:
-        """The groups of the rows that run in slots."""
+    def _add_pools(self, window: RowWindow) -> None:
+        """Chooses pools for rows of one group that no pool holds."""
+        rows, known = window.unplaced, window.groups
+        group = next((each for each in known if each.accepts(rows[0])), None)
+        if group is not None:  # its rows are too long for its pools
+            rows = tuple(filter(group.accepts, rows))
+            new = self._pools(dataclasses.replace(group, rows=rows), window)
+        else:
+            chosen = next(self._groups(rows, known))
+            group = dataclasses.replace(chosen, rows=chosen.rows[:1])
+            new = self._pools(chosen, window)
+        self.counts.doing = "trying how many rows fit into memory"
+        pools = [dataclasses.replace(pool, group=group) for pool in new]
+        for pool in pools:
+            assert pool.memory is not None
+            self.memory.append(pool.memory)
+            if self._announce is not None:
+                self._announce(pool.memory)
+        window.add_pools(pools[::-1])
+
+    def _groups(self, rows: Iterable[BatchRow], earlier: Sequence[Group] = ()) -> Iterator[Group]:
+        """The groups of rows that run in slots."""
         vocab_size = self.model.config.vocab_size
-        return groups(filter(fits_slots, rows), vocab_size, self.tokenizer, self.mesh)
+        return groups(rows, vocab_size, self.tokenizer, self.mesh, earlier)
 
-    def _pools(self, group: Group) -> Iterator[PoolPlan]:
-        return plans(self._model, group, self._slots, self._budget, self.mesh)
+    def _pools(self, group: Group, window: RowWindow | None = None) -> Iterator[Pool]:
+        """Pools for the rows of a group, as the next ones of a window."""
+        is_later = window is not None and group.number < len(window.groups)
+        more = window is not None and not window.is_read
+        options = {"is_later": is_later, "more": more}
+        return pools(self._model, group, self._slots, self._budget, self.mesh, **options)
 
-    def _run_plan(self, group: Group, plan: PoolPlan) -> Iterator[TaskChunk]:
-        """Sequences as they end. Where memory runs out, half the slots go on."""
-        tasks, sizes = plan.tasks, plan.sizes
-        while tasks:
-            if not plan.memory.fits and sizes.slots == sizes.shards:
-                for task in tasks:
-                    yield from task.failed(too_large_error(task, plan))
+    def _run_pool(self, pool: Pool, window: RowWindow) -> Iterator[TaskChunk | BatchOutput]:
+        """Sequences as they end, until no more tasks of the pool are in reach. Where memory runs
+        out, half the slots go on."""
+        while pool.waiting:
+            if pool.memory is not None and not pool.memory.fits and pool.is_smallest:
+                yield from _failed(window, pool, lambda row: too_large_error(row, pool))
                 return
             run = None
             try:
-                run = TaskRun(self._model, group, tasks, sizes, self.counts, self.mesh)
+                run = TaskRun(self._model, pool, window, self.counts, self.mesh)
                 yield from run.run()
                 return
             except jax.errors.JaxRuntimeError as error:
                 if not is_exhausted(error):
                     raise
                 if run is not None:
-                    finished, tasks = run.leftover()
-                    yield from finished
+                    yield from run.put_back()
             del run
-            if sizes.slots == sizes.shards:
-                for task in tasks:
-                    yield from task.failed(out_of_memory_error(task, sizes))
+            if pool.is_smallest:
+                yield from _failed(window, pool, lambda row: out_of_memory_error(row, pool.sizes))
                 return
-            sizes = sizes.with_slots(sizes.slots // 2)
+            pool.sizes = pool.sizes.with_slots(pool.sizes.slots // 2)
             self.counts.add_halving()
 
     def _output(self, row: BatchRow, chunks: Sequence[Chunk]) -> BatchOutput:
@@ -395,6 +438,15 @@ class BatchGenerator:
         if errors:
             return error_output(row, errors[0])
         return BatchOutput.of(row, chunks, self.tokenizer)
+
+
+def _failed(
+    window: RowWindow, pool: Pool, error: Callable[[BatchRow], JaxLLMError]
+) -> Iterator[TaskChunk]:
+    """The ends of all tasks that wait for a pool, after errors."""
+    while tasks := window.take(pool, pool.waiting):
+        for task in tasks:
+            yield from task.failed(error(task.row))
 
 
 def check_tokenizer(tokenizer: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -16,6 +17,7 @@ from jaxllm.batch.slots import Sizes, slot_shapes
 from jaxllm.common.arguments import is_integer
 from jaxllm.common.errors import InputError
 from jaxllm.common.hardware import format_bytes, nbytes, usable_memory
+from jaxllm.generation.inputs.values import bucket
 from jaxllm.models.decoder import Decoder
 from jaxllm.parallel.sharding import row_shards, use_mesh
 
@@ -108,57 +110,142 @@ def working_memory(compiled: jax.stages.Compiled, state: int) -> int:
     return memory.temp_size_in_bytes + max(0, memory.output_size_in_bytes - state)
 
 
-@dataclasses.dataclass(frozen=True)
-class PoolPlan:
-    """Tasks of one pool of slots."""
+@dataclasses.dataclass(eq=False)
+class Pool:
+    """A pool of slots of one group, and the tasks that wait for a slot."""
 
-    tasks: list[Task]
+    group: Group
     sizes: Sizes
-    memory: Prediction
-    fitting: Sizes | None
+    memory: Prediction | None = None
+    """None: not predicted yet, since an earlier run of the job chose the sizes."""
+    fitting: Sizes | None = None
     """`sizes`, or those of shorter sequences that would fit, or None."""
+    is_lowered: bool = False
+    """Memory has no room for as many slots as were asked for, so that only rows that need slots as
+    large as these run here."""
+    least_width: int = 0
+    """Columns to which prompts are padded at least."""
+    _waiting: dict[int, list[tuple[int, int, int, Task]]] = dataclasses.field(default_factory=dict)
+    """Heaps of tasks by the bucket of their prompts."""
+
+    def holds(self, row: BatchRow, own: Sizes) -> bool:
+        """True if a row runs in this pool.
+
+        Args:
+            own: the sizes that the row needs.
+        """
+        needed, given = (
+            (sizes.columns, sizes.encoder_columns or 0, sizes.new_token_bucket)
+            for sizes in (own, self.sizes)
+        )
+        if any(x > y for x, y in zip(needed, given, strict=True)):
+            return False
+        if self.is_lowered and length_class(own) != length_class(self.sizes):
+            return False
+        return self.group.accepts(row)
+
+    def add(self, task: Task) -> None:
+        """Adds a task that waits. The tasks with the most new tokens come first: a long sequence
+        that starts last would be decoded alone, while all other slots are free."""
+        entry = (-task.row.max_new_tokens, task.row.index, task.sample, task)
+        heapq.heappush(self._waiting.setdefault(task.width, []), entry)
+
+    def take(self, count: int) -> list[Task]:
+        """Removes the next tasks, at most `count`, of the bucket whose first one has the most new
+        tokens."""
+        if (heap := self._next_heap()) is None:
+            return []
+        return [heapq.heappop(heap)[-1] for _ in range(min(count, len(heap)))]
+
+    def first(self) -> Task:
+        """The task that `take` removes first."""
+        heap = self._next_heap()
+        assert heap is not None
+        return heap[0][-1]
+
+    def _next_heap(self) -> list[tuple[int, int, int, Task]] | None:
+        heaps = [heap for heap in self._waiting.values() if heap]
+        return min(heaps, key=lambda heap: (heap[0][0], -heap[0][-1].width), default=None)
+
+    @property
+    def is_smallest(self) -> bool:
+        """True if there are as few slots as there can be."""
+        return self.sizes.slots == self.sizes.shards
+
+    @property
+    def waiting(self) -> int:
+        """Number of tasks that wait."""
+        return sum(map(len, self._waiting.values()))
+
+    @property
+    def programs(self) -> int:
+        """Programs of its tasks so far: one decodes, and one reads the prompts of each width."""
+        return len(self._waiting) and 1 + len(self._waiting)
+
+    def widest(self) -> Task:
+        """One of the waiting tasks with the widest prompts."""
+        return self._waiting[max(width for width, heap in self._waiting.items() if heap)][0][-1]
 
 
-def plans(
+def length_class(sizes: Sizes) -> tuple[int, int]:
+    """What rows of one class need of a slot."""
+    return sizes.capacity, sizes.encoder_columns or 0
+
+
+def pools(
     model: Decoder,
     group: Group,
     slots: int,
     budget: int,
     mesh: Mesh | None,
-) -> Iterator[PoolPlan]:
+    *,
+    is_later: bool = False,
+    more: bool = False,
+) -> Iterator[Pool]:
     """One pool for all tasks of a group if memory allows `slots` slots of the longest; else the
-    longest have a pool of their own, with fewer slots, and so on with the rest.
+    longest have a pool of their own, with fewer slots, and so on with the rest. The tasks are not
+    in the pools yet.
 
-    If even the fewest slots do not fit, the plan's `memory.fits` is False.
+    If even the fewest slots do not fit, the pool's `memory.fits` is False.
+
+    Args:
+        is_later: the rows are too long for the pools that the group has already. One program reads
+            all their prompts.
+        more: more rows follow, so that there is work for all slots.
     """
     shards = row_shards(mesh)
     options = (model.is_encoder_decoder, shards, group.beams)
     predict_for = partial(predict, model, group, budget, mesh)
     # Largest slots first.
-    by_capacity: dict[tuple[int, int], list[Task]] = {}
+    by_length: dict[tuple[int, int], list[Task]] = {}
     for task in group.tasks():
-        own = sizes_for([task], 1, *options)
-        by_capacity.setdefault((own.capacity, own.encoder_columns or 0), []).append(task)
-    classes = [by_capacity[capacity] for capacity in sorted(by_capacity, reverse=True)]
+        by_length.setdefault(length_class(sizes_for([task], 1, *options)), []).append(task)
+    classes = [by_length[length] for length in sorted(by_length, reverse=True)]
+
+    def try_slots(tasks: list[Task]) -> tuple[Sizes, Prediction]:
+        """Sizes of all slots that are asked for, and the prediction for those that fit."""
+        sizes = sizes_for(tasks, slots if more else min(slots, bucket(len(tasks), 1)), *options)
+        return sizes, fitting_slots(partial(predict_for, tasks, sizes), sizes.slots, shards)
+
     while classes:
-        pool = [task for tasks in classes for task in tasks]
-        sizes = sizes_for(pool, slots, *options)
-        memory = fitting_slots(partial(predict_for, pool, sizes), sizes.slots, shards)
-        if memory.slots < sizes.slots and len(classes) > 1:
-            pool = classes.pop(0)
-            sizes = sizes_for(pool, slots, *options)
-            memory = fitting_slots(partial(predict_for, pool, sizes), sizes.slots, shards)
+        tasks = [task for tasks in classes for task in tasks]
+        sizes, memory = try_slots(tasks)
+        if len(classes) > 1 and not (memory.fits and memory.slots == sizes.slots):
+            tasks = classes.pop(0)
+            sizes, memory = try_slots(tasks)
         else:
             classes = []
         if not memory.fits:  # the error of its rows states all bytes
-            memory = predict_for(pool, sizes, memory.slots, compile_always=True)
+            memory = predict_for(tasks, sizes, memory.slots, compile_always=True)
+        is_lowered = not memory.fits or memory.slots < sizes.slots
         sizes = fitting = dataclasses.replace(sizes, slots=memory.slots)
         if not memory.fits:
-            prompt_length = max(len(task.row.decoder_prompt) for task in pool)
+            prompt_length = max(len(task.row.decoder_prompt) for task in tasks)
             fitting = sizes.with_half_the_new_tokens(prompt_length)
-            while fitting is not None and not predict_for(pool, fitting, sizes.shards).fits:
+            while fitting is not None and not predict_for(tasks, fitting, sizes.shards).fits:
                 fitting = fitting.with_half_the_new_tokens(prompt_length)
-        yield PoolPlan(pool, sizes, memory, fitting)
+        least_width = max(task.width for task in tasks) if is_later else 0
+        yield Pool(group, sizes, memory, fitting, is_lowered, least_width)
 
 
 def predict(
@@ -200,9 +287,10 @@ def predict(
     return dataclasses.replace(prediction, activations=activations)
 
 
-def too_large_error(task: Task, plan: PoolPlan) -> InputError:
-    """The error of a task that cannot run, with the number to change."""
-    memory, row = plan.memory, task.row
+def too_large_error(row: BatchRow, pool: Pool) -> InputError:
+    """The error of a row that cannot run, with the number to change."""
+    memory = pool.memory
+    assert memory is not None
     if memory.weights >= memory.budget:
         return InputError(
             f"memory: the weights alone take {format_bytes(memory.weights)} of a budget of "
@@ -212,17 +300,17 @@ def too_large_error(task: Task, plan: PoolPlan) -> InputError:
         f"one slot of {memory.capacity} columns ({_lengths(row)}) takes "
         f"{format_bytes(memory.total)}, but the budget is {format_bytes(memory.budget)}"
     )
-    possible = 0 if plan.fitting is None else plan.fitting.max_new_tokens(len(row.decoder_prompt))
+    possible = 0 if pool.fitting is None else pool.fitting.max_new_tokens(len(row.decoder_prompt))
     if possible >= 1:
         return InputError(f"max_new_tokens: {needed}; ask for at most {possible}, or raise memory")
     return InputError(f"memory: {needed}; shorten the prompt, or raise memory")
 
 
-def out_of_memory_error(task: Task, sizes: Sizes) -> InputError:
-    """The error of a task for which memory ran out although it was predicted to fit."""
+def out_of_memory_error(row: BatchRow, sizes: Sizes) -> InputError:
+    """The error of a row for which memory ran out although it was predicted to fit."""
     return InputError(
         f"max_new_tokens: the device ran out of memory with a single slot of {sizes.capacity} "
-        f"columns ({_lengths(task.row)}); ask for fewer"
+        f"columns ({_lengths(row)}); ask for fewer"
     )
 
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.batch.rows import BatchRow, Chunk
+from jaxllm.batch.rows import MAX_SHARED_SETTINGS, BatchRow, Chunk
 from jaxllm.batch.slots import PromptRows, Sizes, place
 from jaxllm.common.errors import JaxLLMError
 from jaxllm.generation.inputs.arguments import SMALLEST_BUCKET, padded_rows
@@ -175,10 +175,13 @@ class Task:
         """Numbers of the samples that it ends with."""
         return range(self.sample, self.sample + self.num_sequences)
 
+    least_width: int = 0
+    """Columns to which its prompt is padded at least."""
+
     @property
     def width(self) -> int:
         """Columns of its prompt's bucket."""
-        return bucket(len(self.row.input_ids), SMALLEST_BUCKET)
+        return max(bucket(len(self.row.input_ids), SMALLEST_BUCKET), self.least_width)
 
     def failed(self, error: JaxLLMError) -> list[TaskChunk]:
         """The end of all its samples after an error."""
@@ -187,6 +190,13 @@ class Task:
 
 TaskChunk: TypeAlias = tuple[Task, Chunk]
 """New tokens of a task, or its error."""
+
+
+def tasks_of(row: BatchRow, least_width: int = 0) -> list[Task]:
+    """One task for each sample of a row, or one for all of its beams."""
+    if row.config.num_beams > 1:
+        return [Task(row, 0, num_sequences=row.samples, least_width=least_width)]
+    return [Task(row, sample, least_width=least_width) for sample in range(row.samples)]
 
 
 def sizes_for(
@@ -205,7 +215,12 @@ def sizes_for(
         beams=beams,
         new_token_bucket=0 if beams == 1 else bucket(longest, SMALLEST_BUCKET),
     )
-    return sizes.with_slots(min(slots, bucket(len(tasks), 1)))
+    return sizes.with_slots(slots)
+
+
+def sizes_of(row: BatchRow, encoder_decoder: bool, shards: int) -> Sizes:
+    """The sizes that a row needs."""
+    return sizes_for(tasks_of(row)[:1], 1, encoder_decoder, shards, row.config.num_beams)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -214,6 +229,7 @@ class Group:
 
     number: int
     rows: tuple[BatchRow, ...]
+    """Rows for which the programs were chosen. The first one tells which other rows they fit."""
     vocab_size: int
     sampling: bool
     """True if some rows of the program sample."""
@@ -226,6 +242,7 @@ class Group:
     """With `window`, the most probable tokens of each step that it reads."""
     stops: Mapping[tuple[str, ...], StopStringCriteria] = dataclasses.field(default_factory=dict)
     """A stopping criterion for each list of stop strings, on the devices."""
+    _accepted: dict[Hashable, bool] = dataclasses.field(default_factory=dict)
 
     @property
     def beams(self) -> int:
@@ -233,10 +250,33 @@ class Group:
         return self.rows[0].config.num_beams if self.rows else 1
 
     def tasks(self) -> list[Task]:
-        """One task for each sample of a row, or one for all beams of a row."""
-        if self.beams > 1:
-            return [Task(row, 0, num_sequences=row.samples) for row in self.rows]
-        return [Task(row, sample) for row in self.rows for sample in range(row.samples)]
+        """The tasks of its rows."""
+        return [task for row in self.rows for task in tasks_of(row)]
+
+    def accepts(self, row: BatchRow) -> bool:
+        """True if the programs of the group fit the settings of a row."""
+        if len(row.eos) > self.eos_width:
+            return False
+        key = row.config, row.constraint is not None
+        if key not in self._accepted:
+            if len(self._accepted) == MAX_SHARED_SETTINGS:
+                self._accepted.clear()
+            self._accepted[key] = self._has_programs_for(row)
+        return self._accepted[key]
+
+    def _has_programs_for(self, row: BatchRow) -> bool:
+        first = self.rows[0]
+        if _strategy_key(row) != _strategy_key(first) or not self._applies_fields_of(row):
+            return False
+        if row.config.stop_strings and row.config.stop_strings not in self.stops:
+            return False
+        lists = [row_processors(each, self.shared_fields, self.vocab_size) for each in (row, first)]
+        return signature(lists[0]) == signature(lists[1])
+
+    def _applies_fields_of(self, row: BatchRow) -> bool:
+        """True if the programs sample where the row does, and apply the per-row fields it uses."""
+        samples = self.sampling or not row.config.do_sample
+        return samples and set(used_fields([row])) <= set(self.shared_fields)
 
     def processors(self, task: Task) -> LogitsProcessorList:
         """The logits processors of a task."""
@@ -293,6 +333,7 @@ def groups(
     vocab_size: int,
     tokenizer: Tokenizer | None = None,
     mesh: Mesh | None = None,
+    earlier: Sequence[Group] = (),
 ) -> Iterator[Group]:
     """Groups rows by the programs that they need; most batches are one group.
 
@@ -301,16 +342,24 @@ def groups(
     Args:
         tokenizer: None if no row has stop strings.
         mesh: of the model.
+        earlier: groups of earlier rows. The new programs of a strategy have the per-row fields of
+            its earlier ones as well, so that rows of both kinds need no further programs.
     """
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     place_all = partial(place, sharding=everywhere)
     by_strategy: dict[Hashable, list[BatchRow]] = {}
     for row in rows:
         by_strategy.setdefault(_strategy_key(row), []).append(row)
-    numbers = itertools.count()
-    for strategy_rows in by_strategy.values():
-        shared_fields = used_fields(strategy_rows)
+    numbers = itertools.count(len(earlier))
+    for strategy, strategy_rows in by_strategy.items():
+        before = [group for group in earlier if _strategy_key(group.rows[0]) == strategy]
+        fields = {
+            *used_fields(strategy_rows),
+            *(x for group in before for x in group.shared_fields),
+        }
+        shared_fields = tuple(sorted(fields))
         sampling = any(row.config.do_sample for row in strategy_rows)
+        sampling |= any(group.sampling for group in before)
         for processor_rows in _by_processors(strategy_rows, shared_fields, vocab_size):
             for group_rows in _by_stop_lists(processor_rows):
                 lists = sorted({row.config.stop_strings or () for row in group_rows} - {()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import cache, partial
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxllm.batch import row_window
 from jaxllm.batch.memory import Prediction
 from jaxllm.batch.rows import (
     BatchOutput,
@@ -125,17 +127,24 @@ class RowTask(ABC, Generic[T, R]):
         """The output of a row."""
 
     def answer(self, rows: Iterable[RawRow]) -> Iterator[BatchOutput]:
-        """Outputs: wrong rows first, then the others, the longest first."""
+        """Outputs of each window of rows: wrong rows first, then the others, the longest first."""
         counts = self.counts = BatchCounts()
-        checked: list[tuple[RawRow, T]] = []
-        for row in rows:
-            try:
-                checked.append((row, self.read(row)))
-            except JaxLLMError as error:
-                counts.add_output(output := error_output(row, error))
-                yield output
-        items = [item for _, item in checked]
-        counts.work = sum(map(self._size, items))
+        rows = iter(rows)
+        while window := list(itertools.islice(rows, row_window.WINDOW)):
+            counts.rows_read += len(window)
+            checked: list[tuple[RawRow, T]] = []
+            for row in window:
+                try:
+                    checked.append((row, self.read(row)))
+                except JaxLLMError as error:
+                    counts.add_output(output := error_output(row, error))
+                    yield output
+            yield from self._results(checked)
+
+    def _results(self, rows: Sequence[tuple[RawRow, T]]) -> Iterator[BatchOutput]:
+        """Outputs of checked rows."""
+        counts, items = self.counts, [item for _, item in rows]
+        counts.work += sum(map(self._size, items))
 
         def run(batch: list[T]) -> Sequence[R]:
             counts.doing = f"computing {len(batch)} rows at once"
@@ -147,7 +156,7 @@ class RowTask(ABC, Generic[T, R]):
             run, items, self._batch_size, length=self._size, on_halving=counts.add_halving
         )
         for i, result in results:
-            row, item = checked[i]
+            row, item = rows[i]
             counts.work_done += self._size(item)
             counts.add_output(output := self.output(row, item, result))
             yield output

@@ -83,9 +83,11 @@ def with_first_rows(slots: Slots, first: Slots) -> Slots:
 class BatchCounts:
     """Counters of one run, all of them exact."""
 
+    rows_read: int = 0
+    """Rows that are read, those with errors included."""
     work: int = 0
-    """Size of all rows that can run, for the time left: the sum of their new-token limits where
-    rows generate."""
+    """Size of the rows that are read and can run, for the time left: the sum of their new-token
+    limits where rows generate."""
     work_done: int = 0
     """Size of finished rows."""
     rows: int = 0

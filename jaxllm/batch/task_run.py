@@ -1,26 +1,27 @@
 """Runs the rows of a job: through a pool of slots, or in static batches of `jaxllm.generate`.
 
-While the device decodes slots, the host prepares the next prompts and yields finished sequences.
-`BatchGenerator` chooses the pools, and halves them when memory runs out. Rows that cannot run in
-slots, such as those of diverse beams, run after all pools. A static batch finishes as a whole, so a
-row that ends early waits for the others; its rows share all settings and the prompt bucket.
+While the device decodes slots, the host prepares the next prompts, yields finished sequences and
+reads more rows. `BatchGenerator` chooses the pools, and halves them when memory runs out. Rows that
+cannot run in slots, such as those of diverse beams, run when no row waits for a slot. A static
+batch finishes as a whole, so a row that ends early waits for the others; its rows share all
+settings and the prompt bucket.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxllm.batch.row_groups import Group, Task, TaskChunk
-from jaxllm.batch.rows import BatchRow, Chunk
+from jaxllm.batch.memory import Pool
+from jaxllm.batch.row_groups import Task, TaskChunk
+from jaxllm.batch.row_window import RowWindow
+from jaxllm.batch.rows import BatchOutput, BatchRow, Chunk
 from jaxllm.batch.slot_pool import BatchCounts, SlotPool
-from jaxllm.batch.slots import PromptRows, Sizes
+from jaxllm.batch.slots import PromptRows
 from jaxllm.common.errors import InputError, JaxLLMError
 from jaxllm.generation.generate import generate
 from jaxllm.generation.inputs.arguments import SMALLEST_BUCKET, is_exhausted, run_in_batches
@@ -44,45 +45,37 @@ MAX_STEPS = 256
 
 
 class TaskRun:
-    """Runs the tasks of one group in one pool of slots.
-
-    The tasks with the most new tokens come first: a long sequence that starts last would be decoded
-    alone, while all other slots are free.
+    """Runs the tasks of a pool, and those that join it while the window goes on.
 
     Args:
         model: the model, with RoPE lengths per row.
-        tasks: all fit `sizes`.
+        tasks: the pool; some tasks wait in it.
+        window: gives the pool more tasks.
         mesh: of the model.
     """
 
     def __init__(
-        self,
-        model: Decoder,
-        group: Group,
-        tasks: Sequence[Task],
-        sizes: Sizes,
-        counts: BatchCounts,
-        mesh: Mesh | None,
+        self, model: Decoder, tasks: Pool, window: RowWindow, counts: BatchCounts, mesh: Mesh | None
     ) -> None:
-        self._pool = SlotPool(model, group, sizes, tasks[0], counts, mesh)
-        self._waiting: dict[int, deque[Task]] = {}
-        """The tasks that wait for a slot, by the bucket of their prompts."""
-        for task in sorted(
-            tasks, key=lambda task: (-task.row.max_new_tokens, task.row.index, task.sample)
-        ):
-            self._waiting.setdefault(task.width, deque()).append(task)
+        self._tasks, self._window = tasks, window
+        self._pool = SlotPool(model, tasks.group, tasks.sizes, tasks.first(), counts, mesh)
         self._finished: list[TaskChunk] = []
-        self._next_batch = self._take_next_batch()
+        self._next_batch: tuple[list[Task], PromptRows] | None = None
 
-    def leftover(self) -> tuple[list[TaskChunk], list[Task]]:
-        """After a failure: sequences that had ended, and tasks that wait or were in a slot."""
+    def put_back(self) -> list[TaskChunk]:
+        """After a failure: tasks that were in a slot, or ready for one, wait again; returns the
+        sequences that had ended."""
         running = [task for task in self._pool.tasks if task is not None]
         next_tasks = [] if self._next_batch is None else self._next_batch[0]
-        return self._finished, [*running, *next_tasks, *chain(*self._waiting.values())]
+        for task in (*running, *next_tasks):
+            self._tasks.add(task)
+        return self._finished
 
-    def run(self) -> Iterator[TaskChunk]:
-        """Sequences as they end. The device decodes while the caller reads them."""
+    def run(self) -> Iterator[TaskChunk | BatchOutput]:
+        """Sequences as they end, and the outputs of rows that need no slot. The device decodes
+        while the caller reads them, and while the window reads rows."""
         while True:
+            yield from self._window.read(self._has_work_for_all_slots)
             self._refill()
             if not self._pool.busy:
                 break
@@ -91,10 +84,15 @@ class TaskRun:
             progress = self._pool.decode(until_free, MAX_STEPS)
             self._next_batch = self._next_batch or self._take_next_batch()
             yield from self._take_finished()
+            steps: Any = progress.steps
+            yield from self._window.read(steps.is_ready)
             progress = jax.device_get(progress)
             for slot, task in self._pool.take_finished(progress):
                 self._finished.extend(_chunks(task, progress.result, slot))
         yield from self._take_finished()
+
+    def _has_work_for_all_slots(self) -> bool:
+        return self._tasks.waiting >= self._pool.sizes.slots
 
     def _take_finished(self) -> Iterator[TaskChunk]:
         while self._finished:
@@ -102,21 +100,16 @@ class TaskRun:
 
     def _refill(self) -> None:
         """Prefills prompts into free slots while there are enough of both."""
+        self._next_batch = self._next_batch or self._take_next_batch()
         while (batch := self._next_batch) and len(batch[0]) <= len(self._pool.free):
             self._next_batch = None  # from here on its tasks are in slots
             self._pool.prefill(*batch)
             self._next_batch = self._take_next_batch()
 
     def _take_next_batch(self) -> tuple[list[Task], PromptRows] | None:
-        """The next tasks, of the bucket whose first one has the most new tokens, and their rows,
-        ready for `prefill`."""
-        buckets = [tasks for tasks in self._waiting.values() if tasks]
-        if not buckets:
-            return None
-        waiting = max(buckets, key=lambda tasks: (tasks[0].row.max_new_tokens, tasks[0].width))
-        count = min(len(waiting), self._pool.sizes.prefill_rows)
-        tasks = [waiting.popleft() for _ in range(count)]
-        return tasks, self._pool.prepare(tasks)
+        """The next tasks and their rows, ready for `prefill`."""
+        tasks = self._window.take(self._tasks, self._pool.sizes.prefill_rows)
+        return (tasks, self._pool.prepare(tasks)) if tasks else None
 
 
 def _chunks(task: Task, result: Result, slot: int) -> list[TaskChunk]:

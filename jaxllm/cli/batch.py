@@ -597,7 +597,8 @@ class BatchProgress:
         return Text(self.status())
 
     def status(self) -> str:
-        """What runs, speeds and the remaining time; compiling does not count as time."""
+        """What runs, speeds and the remaining time; compiling does not count as time. Rows that are
+        not read yet count as much as the others."""
         counts = self._job.engine.counts
         compile_seconds = self._clock.seconds_so_far - self._earlier_compile_seconds
         seconds = max(time.monotonic() - self._start - compile_seconds, 1e-9)
@@ -616,13 +617,15 @@ class BatchProgress:
         if counts.tokens:
             parts.append(f"{counts.tokens / seconds:.0f} new tokens/s")
         if counts.answered:
-            parts.append(f"{left(seconds, counts.work_done, counts.work)} left")
+            unread = len(self._job.source) - self._job.resumed - counts.rows_read
+            work = counts.work * (1 + max(unread, 0) / max(counts.rows_read, 1))
+            parts.append(f"{left(seconds, counts.work_done, work)} left")
         if errors := counts.errors.total():
             parts.append(f"{errors} errors")
         return ", ".join(parts)
 
 
-def left(seconds: float, tokens_done: int, tokens: int) -> str:
+def left(seconds: float, tokens_done: int, tokens: float) -> str:
     """Estimates the remaining time, assuming that rows end as early before their limits as so far.
 
     >>> left(60.0, 100, 400), left(60.0, 0, 400)

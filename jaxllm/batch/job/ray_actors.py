@@ -132,7 +132,7 @@ class RayEngine:
         rows = list(rows)
         if not rows:
             return
-        self.counts.work = len(rows)
+        self.counts.rows_read = self.counts.work = len(rows)
         unanswered = {row.index for row in rows}
         try:
             for record in self._results(rows):
@@ -175,7 +175,8 @@ class RayEngine:
         """Adds the counters of a batch. Actors compile at the same time: the longest counts."""
         run = result.run
         self.counts = BatchCounts.total([self.counts, run.counts])
-        self.counts.work, self.counts.work_done = rows, self.counts.rows
+        self.counts.rows_read = self.counts.work = rows
+        self.counts.work_done = self.counts.rows
         self.memory += [x for x in run.memory if x not in self.memory]
         before = max(self._compile_seconds.values(), default=0.0)
         of_actor = self._compile_seconds.get(result.actor, 0.0)

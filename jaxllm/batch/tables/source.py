@@ -90,6 +90,7 @@ class Source:
         self.columns = ["id", "row", *names, *own]
         read = {"id", *used, *self._kept}
         self.unread = [name for name in columns if name not in read]
+        self._has_ids = "id" in columns
         self.table = table.select([name for name in columns if name in read])
         self.sha256 = self.table.sha256()
         self._read = [] if keeps_types and table.is_typed else self._kept
@@ -126,6 +127,16 @@ class Source:
         except JaxLLMError as error:
             raw = error
         return RawRow(index, row_id, raw)
+
+    def row_id(self, index: int) -> str | int:
+        """The id of a row, or its number if it has none. Templates are not rendered for it."""
+        if self._has_ids:
+            with contextlib.suppress(CellError, JaxLLMError):  # the number of a row with an error
+                own = printable(self.table.cells(index).get("id"))
+                is_empty = own == "" and self.table.has_texts
+                if is_integer(own) or (isinstance(own, str) and not is_empty):
+                    return own
+        return self.number(index)
 
     def result(self, output: BatchOutput) -> dict[str, Any]:
         """What a row adds to its line of the output; an error names its line in the input."""
@@ -198,17 +209,15 @@ class Source:
             raise DataError(f"{self.name}: has no rows")
         # Ids 2 and "2" are the same id, because every cell of CSV is a text.
         number_of_id: dict[str, int] = {}
-        has_prompt = False
         for index in range(len(self)):
-            row, number = self.row(index), self.number(index)
-            has_prompt |= self.has_prompt(row)
-            other_number = number_of_id.setdefault(str(row.row_id), number)
+            row_id, number = self.row_id(index), self.number(index)
+            other_number = number_of_id.setdefault(str(row_id), number)
             if other_number != number:
                 raise DataError(
                     f"{self.name}: {self.unit}s {other_number} and {number} have the same id, "
-                    f"{quoted(row.row_id)} (one without an id has its number); give each its own"
+                    f"{quoted(row_id)} (one without an id has its number); give each its own"
                 )
-        if not has_prompt:
+        if not any(self.has_prompt(self.row(index)) for index in range(len(self))):
             raise self._no_prompt()
 
     def has_prompt(self, row: RawRow) -> bool:
@@ -252,6 +261,9 @@ class OpenAIRequests(Source):
         custom_id = raw.get("custom_id") if isinstance(raw, Mapping) else None
         row_id = custom_id if isinstance(custom_id, str) else self.number(index)
         return RawRow(index, row_id, raw)
+
+    def row_id(self, index: int) -> str | int:
+        return self.row(index).row_id
 
     def has_prompt(self, row: RawRow) -> bool:
         return isinstance(row.raw, Mapping) and "body" in row.raw

@@ -144,7 +144,11 @@ class JsonLines(LineTable):
 
     def column_names(self) -> list[str]:
         """The keys of all lines, in the order in which they appear."""
-        return list(dict.fromkeys(key for cells in self._readable() for key in cells))
+        return list(self._keys)
+
+    @cached_property
+    def _keys(self) -> dict[str, None]:
+        return dict.fromkeys(key for cells in self._readable() for key in cells)
 
     def _readable(self) -> Iterator[dict[str, Any]]:
         """The cells of the lines that can be read."""

@@ -120,8 +120,6 @@ class BatchRequests:
         Raises:
             JaxLLMError: the engine has failed.
         """
-        rows = list(rows)
-        self.counts.work = len(rows)
         answers = self._answers(rows)
         with asyncio.Runner() as runner:
             try:
@@ -132,7 +130,7 @@ class BatchRequests:
             finally:
                 runner.run(answers.aclose())
 
-    async def _answers(self, rows: Sequence[RawRow]) -> AsyncGenerator[AnsweredRequest, None]:
+    async def _answers(self, rows: Iterable[RawRow]) -> AsyncGenerator[AnsweredRequest, None]:
         waiting = iter(rows)
         limit = REQUESTS_PER_SLOT * self._engine.slots
         running: set[asyncio.Task[AnsweredRequest]] = set()
@@ -140,6 +138,8 @@ class BatchRequests:
             try:
                 while True:
                     for row in itertools.islice(waiting, limit - len(running)):
+                        self.counts.rows_read += 1
+                        self.counts.work += 1
                         running.add(asyncio.create_task(self._answer(row)))
                     if not running:
                         return

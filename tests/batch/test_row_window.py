@@ -1,0 +1,135 @@
+"""Rows that are read while others run: windows, what waits in them, and the pools of a table."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+
+from jaxllm import BatchGenerator
+from jaxllm.batch import row_window
+from jaxllm.batch.rows import RawRow
+
+MODEL = tiny.make("llama", num_hidden_layers=1, max_position_embeddings=256)
+SIZE = 16
+"""Rows of a window."""
+
+
+@pytest.fixture(autouse=True)
+def small_window(monkeypatch):
+    monkeypatch.setattr(row_window, "WINDOW", SIZE)
+
+
+def row(index: int, length: int = 8, new: int = 6) -> dict[str, Any]:
+    rng = np.random.default_rng(index)
+    return {"input_ids": rng.integers(3, 50, length).tolist(), "max_new_tokens": new}
+
+
+def counted(rows: Iterable[Any], read: list[int]) -> Iterator[Any]:
+    """Rows whose numbers are noted when they are read."""
+    for index, each in enumerate(rows):
+        read.append(index)
+        yield each
+
+
+def test_an_endless_iterator_yields_results_in_windows():
+    read: list[int] = []
+    engine = BatchGenerator(MODEL, slots=2, eos_token_id=None)
+    started: dict[int, int] = {}
+    for output in engine.stream(counted(map(row, itertools.count()), read)):
+        assert output.error is None
+        started[output.index] = len(read)
+        if len(started) == 80:
+            break
+    assert min(started.values()) <= SIZE + 4  # the first results, with two rows in slots
+    # A row is in a slot at the latest when the window's end is a window further.
+    assert all(read_then - index <= SIZE + 8 for index, read_then in started.items())
+    assert len(engine.memory) == 1
+
+
+def mixed_rows() -> list[Any]:
+    """Rows of several groups, lengths and tasks in every window, wrong ones among them."""
+    rows: list[Any] = [row(i, 3 + i % 14, 2 + i % 7) for i in range(90)]
+    for i in range(0, 90, 9):
+        rows[i] |= {"do_sample": True, "temperature": 0.5 + i / 90, "num_return_sequences": 2}
+    for i in range(4, 90, 10):
+        rows[i] |= {"num_beams": 2}
+    for i in range(5, 90, 15):
+        rows[i] |= {"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 0.5}
+    for i in range(50, 90, 8):
+        rows[i] |= {"suppress_tokens": [9, 10]}
+    rows[7], rows[70] = {"prompt": "no tokenizer"}, {"input_ids": []}
+    rows[80] = row(80, 100, 90)
+    return rows
+
+
+@pytest.mark.ci
+def test_results_do_not_depend_on_the_window(monkeypatch):
+    rows, read = mixed_rows(), []
+    small = BatchGenerator(MODEL, slots=4).generate(counted(rows, read))
+    assert read == list(range(len(rows)))
+    monkeypatch.setattr(row_window, "WINDOW", 1000)
+    assert small == BatchGenerator(MODEL, slots=4).generate(rows)
+    assert [output.index for output in small if output.error] == [7, 70]
+
+
+def programs(rows: list[Any]) -> tuple[list[str], BatchGenerator]:
+    engine = BatchGenerator(MODEL, slots=4, eos_token_id=None)
+    engine.generate(rows)
+    assert engine.counts.programs == len(engine.counts.program_calls)
+    return sorted(engine.counts.program_calls), engine
+
+
+@pytest.mark.ci
+def test_longer_rows_need_one_program_more(monkeypatch):
+    short = [row(i, 4 + i % 20, 6) for i in range(40)]
+    longer = [row(i, 4 + i * 7 % 40, 60) for i in range(40)]
+    in_windows, engine = programs([*short, *longer])
+    assert engine.counts.rows_read == 80
+    assert [memory.capacity for memory in engine.memory] == [32, 128]
+    same, _ = programs([*longer, *short])
+    monkeypatch.setattr(row_window, "WINDOW", 1000)
+    at_once, _ = programs([*short, *longer])
+    assert same == at_once
+    assert len(in_windows) <= len(at_once) + 1
+
+
+@pytest.mark.ci
+def test_a_row_waits_for_the_first_pool_that_holds_it():
+    """Also where memory has room for a single slot of the longest rows: others stay out of it."""
+    model = tiny.make("llama", num_hidden_layers=1, max_position_embeddings=4096)
+    short = [row(i, 3, 20) for i in range(30)]
+    small = BatchGenerator(model, slots=8)
+    small.generate(short[:10])
+    memory = small.memory[0].total + 3 * 10**6
+    long = row(0, 100, 3900) | {"eos_token_id": list(range(50))}
+    middle = row(1, 3, 300) | {"eos_token_id": list(range(50))}
+    engine = BatchGenerator(model, slots=8, memory=memory)
+    rows = [*short[:10], long, *short, middle, *short, long]
+    outputs = engine.generate(rows)
+    assert all(output.error is None for output in outputs)
+    found = [(each.capacity, each.slots) for each in engine.memory]
+    assert [capacity for capacity, _ in found] == [4096, 32, 512]
+    assert found[0][1] < found[2][1] <= found[1][1] == 8
+
+
+def test_static_rows_run_in_windows():
+    fields = {"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 0.5}
+    read: list[int] = []
+    rows = counted((row(i) | fields for i in itertools.count()), read)
+    outputs = BatchGenerator(MODEL, slots=4).stream(rows)
+    assert [output.index // SIZE for output in itertools.islice(outputs, 40)] == (
+        [0] * SIZE + [1] * SIZE + [2] * 8
+    )
+    assert len(read) == 3 * SIZE
+
+
+def test_wrong_rows_come_at_once():
+    engine = BatchGenerator(MODEL, slots=2)
+    outputs = engine.answer(RawRow(i, i, {"prompt": "x"}) for i in itertools.count())
+    assert [output.index for output in itertools.islice(outputs, 3)] == [0, 1, 2]
+    assert engine.counts.rows_read == 3
