@@ -321,7 +321,7 @@ def test_all_entrances_of_the_package_are_listed():
     names = {"BatchGenerator", "embed", "generate_texts", "pipeline"}
     assert set(jaxllm.__all__) - TEXT_ONLY["names"] == names
     with running_server(context=16) as server:
-        paths = {route.path for route in make_app(server.state).routes}
+        paths = {route.path for route in make_app(server.server.startup).routes}
     assert paths - TEXT_ONLY["routes"] == {"/v1/chat/completions", "/tokenize"}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import math
 import re
 import socket
@@ -21,7 +22,6 @@ from jaxllm.cli.options import (
     load_named,
 )
 from jaxllm.cli.process import Flags, Parser, add_flags, command, path, signals
-from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import InputError, MissingFileError, quoted
 from jaxllm.common.files import read_text
 from jaxllm.common.optional_packages import require
@@ -29,7 +29,7 @@ from jaxllm.common.progress import PLAIN_SECONDS, Reporter
 from jaxllm.serve.async_engine import DEFAULT_QUEUE_SIZE, AsyncEngine
 
 if TYPE_CHECKING:
-    from jaxllm.serve.http.state import ServerState
+    from jaxllm.serve.http.state import ServerSettings, ServerState, Startup
 
 POLL_SECONDS = 0.1
 """Time between two looks at whether a signal has come."""
@@ -81,6 +81,10 @@ _HTTP_FLAGS: Flags = {
     "--request-seconds S": {
         "default": 600.0,
         "help": "the longest time of a request, in seconds (600)",
+    },
+    "--start-seconds S": {
+        "default": 60.0,
+        "help": "the seconds that a request waits while the model loads and compiles (60)",
     },
     "--drain-seconds S": {
         "default": 60.0,
@@ -135,7 +139,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InputError(f"--port: expected 0 to {2**16 - 1}, found {arguments.port}")
     if arguments.max_body < 1:
         raise InputError(f"--max-body: expected 1 or more bytes, found {arguments.max_body}")
-    for name in ("client_seconds", "request_seconds"):
+    for name in ("client_seconds", "request_seconds", "start_seconds"):
         seconds = getattr(arguments, name)
         if not 0 < seconds < math.inf:
             option = name.replace("_", "-")
@@ -159,46 +163,65 @@ def _run(arguments: argparse.Namespace) -> int:
 
     _check(arguments)
     keys = api_keys(arguments.api_keys)
-    # Before loading, which takes minutes.
+    settings = _settings(arguments, keys)
     with bound_socket(arguments.host, arguments.port) as bound:
-        return _serve(arguments, _state(arguments, keys), bound)
+        return _serve(arguments, settings, bound)
 
 
-def _serve(arguments: argparse.Namespace, state: ServerState, bound: socket.socket) -> int:
+def _settings(arguments: argparse.Namespace, keys: tuple[bytes, ...] | None) -> ServerSettings:
+    """What is known of the server before its model is loaded."""
+    from jaxllm.serve.http.state import Limits, ServerSettings
+
+    return ServerSettings(
+        model_name=arguments.served_model_name or Path(arguments.model).absolute().stem,
+        limits=Limits(
+            arguments.max_body,
+            arguments.client_seconds,
+            arguments.request_seconds,
+            arguments.start_seconds,
+        ),
+        api_keys=keys,
+        cors_origins=tuple(arguments.cors_origin),
+    )
+
+
+def _serve(arguments: argparse.Namespace, settings: ServerSettings, bound: socket.socket) -> int:
     """Serves until a signal comes."""
-    from jaxllm.serve.http.server import HttpServer, log_to_stderr
+    from jaxllm.serve.http.server import HttpServer, logs_to_stderr
 
-    server = HttpServer(state, bound, drain_seconds=arguments.drain_seconds)
+    load = functools.partial(_load, arguments, settings)
+    server = HttpServer(settings, bound, load, drain_seconds=arguments.drain_seconds)
+    startup = server.startup
     host, port = bound.getsockname()[:2]
 
     async def serve() -> None:
         ready = asyncio.Event()
+        stopped = signals.stop_after(lambda: _running(server.running_requests))
+
+        def on_ready() -> None:
+            stopped()  # before requests run
+            ready.set()
 
         async def stop_on_signal() -> None:
-            with contextlib.closing(CompileClock()) as clock:
-                while not ready.is_set():
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(ready.wait(), PLAIN_SECONDS)
-                        break
-                    signals.say(
-                        f"compiling, {clock.seconds_so_far:.0f} s so far, programs: "
-                        f"{clock.programs}"
-                    )
-            signals.say(f"compiling: {server.warm_up_seconds:.1f} s")
-            stopped = signals.stop_after(lambda: _running(server.running_requests))
-            stopped()  # before clients hear of it, since from now on requests may run
-            signals.say(f"serving {state.model_name} on http://{host}:{port}")
+            signals.say(f"http://{host}:{port} is open; requests wait until the model is ready")
+            while not ready.is_set():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(ready.wait(), PLAIN_SECONDS)
+                    break
+                if progress := startup.progress():
+                    signals.say(progress)
+            signals.say(f"compiling: {startup.warm_up_seconds:.1f} s")
+            signals.say(f"serving {settings.model_name} on http://{host}:{port}")
             while not stopped():
                 await asyncio.sleep(POLL_SECONDS)
             server.stop()
 
         watcher = asyncio.create_task(stop_on_signal())
-        await server.run(ready.set)
+        await server.run(on_ready)
         watcher.cancel()
 
-    log_to_stderr()
-    signals.say("compiling all programs")
-    asyncio.run(serve())
+    with logs_to_stderr():
+        asyncio.run(serve())
     return 0
 
 
@@ -213,10 +236,10 @@ def _running(count: int) -> str:
     return f"the {count} requests that run"
 
 
-def _state(arguments: argparse.Namespace, keys: tuple[bytes, ...] | None) -> ServerState:
-    """Loads the model; nothing is compiled yet."""
+def _load(arguments: argparse.Namespace, settings: ServerSettings, startup: Startup) -> ServerState:
+    """Loads the model, and compiles the programs by which its memory is predicted."""
     from jaxllm.batch.row_tasks import Embedder
-    from jaxllm.serve.http.state import Limits, NoEngine, ServerState
+    from jaxllm.serve.http.state import NoEngine, ServerState
     from jaxllm.serve.text_worker import TextWorker
 
     reporter = Reporter()
@@ -224,10 +247,12 @@ def _state(arguments: argparse.Namespace, keys: tuple[bytes, ...] | None) -> Ser
     model, tokenizer = load_named(arguments, mesh, reporter, needs_tokenizer="a server")
     engine: Any
     if arguments.embeddings is not None and not hasattr(model, "init_cache"):
+        startup.begin_compiling(1)
         engine = NoEngine(model, arguments.context or model.config.default_window)
     else:
         names = ("slots", "memory", "context", "queue_size", "steps_per_call", "kept_prefixes")
         options = {name: getattr(arguments, name) for name in names}
+        startup.begin_compiling(2)
         engine = AsyncEngine(model, tokenizer, **options, **generation_fields(arguments))
         reporter.say(str(engine.memory))
     embedder = None
@@ -236,14 +261,11 @@ def _state(arguments: argparse.Namespace, keys: tuple[bytes, ...] | None) -> Ser
         kinds, most = " and ".join(embedder.recipe.pooling), embedder.context
         reporter.say(f"embeddings: {kinds} pooling, up to {most} tokens")
     return ServerState(
+        **vars(settings),
         engine=engine,
         tokenizer=tokenizer,
-        model_name=arguments.served_model_name or Path(arguments.model).absolute().stem,
-        limits=Limits(arguments.max_body, arguments.client_seconds, arguments.request_seconds),
-        api_keys=keys,
         embedder=embedder,
         texts=TextWorker(tokenizer),
-        cors_origins=tuple(arguments.cors_origin),
     )
 
 

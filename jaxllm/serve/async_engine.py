@@ -458,8 +458,36 @@ class AsyncEngine:
         grammar: GrammarLogitsProcessor | None = None,
     ) -> list[GenerationStream]:
         """Queues all of some requests, or none; arguments and errors are those of `submit`."""
+        return self._queue(self._read(self._numbered(requests), logprobs, grammar))
+
+    async def submit_in_thread(
+        self,
+        requests: Iterable[Any],
+        *,
+        logprobs: bool = False,
+        grammar: GrammarLogitsProcessor | None = None,
+    ) -> list[GenerationStream]:
+        """As `submit_all`, but checks the requests in a thread, so that the event loop goes on."""
+        read = with_settings_of_this_thread(self._read)
+        return self._queue(
+            await asyncio.to_thread(read, self._numbered(requests), logprobs, grammar)
+        )
+
+    def _numbered(self, requests: Iterable[Any]) -> list[tuple[int, Any]]:
+        """The requests with their numbers, from which the draws of those without a seed follow."""
+        return [(next(self._numbers), request) for request in requests]
+
+    def _read(
+        self,
+        requests: Iterable[tuple[int, Any]],
+        logprobs: bool,
+        grammar: GrammarLogitsProcessor | None,
+    ) -> list[list[Task]]:
+        """The tasks of each request."""
         options = {"logprobs": logprobs, "grammar": grammar}
-        read = [self._reader.read(next(self._numbers), each, **options) for each in requests]
+        return [self._reader.read(number, request, **options) for number, request in requests]
+
+    def _queue(self, read: list[list[Task]]) -> list[GenerationStream]:
         streams = [GenerationStream(self._thread, tasks[0].row) for tasks in read]
         self._thread.submit(
             [
@@ -472,7 +500,8 @@ class AsyncEngine:
 
     async def generate(self, request: Any, **options: Any) -> BatchOutput:
         """The whole result of a request; arguments and errors are those of `submit`."""
-        async with self.submit(request, **options) as stream:
+        (stream,) = await self.submit_in_thread([request], **options)
+        async with stream:
             chunks = [chunk async for chunk in stream]
         return BatchOutput.of(stream.row, chunks, self.tokenizer)
 

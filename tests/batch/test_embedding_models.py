@@ -24,6 +24,7 @@ from jaxllm.common.errors import CheckpointError, InputError, UnsupportedError
 from jaxllm.models.embedding import text_vectors
 from jaxllm.models.lora import LoraConfig, add_lora, merge_lora
 from jaxllm.serve.http.app import make_app
+from jaxllm.serve.http.state import Startup
 
 pytestmark = pytest.mark.filterwarnings("ignore:embed. .* were cut")
 DATA = paths.DATA / "sentence_transformers"
@@ -231,8 +232,10 @@ def test_the_folders_of_version_1(tmp_path):
 
 def test_a_server_of_a_model_without_a_head(tmp_path):
     words = [str(make_folder("gemma3_embedding", tmp_path / "model")), "--no-compile-cache"]
-    state = serve._state(serve._parser("serve").parse_args([*words, "--embeddings"]), None)
-    client = TestClient(make_app(state))
+    arguments = serve._parser("serve").parse_args([*words, "--embeddings"])
+    settings = serve._settings(arguments, None)
+    state = serve._load(arguments, settings, Startup(settings))
+    client = TestClient(make_app(Startup(state)))
     case = CASES["gemma3_embedding"]
     answer = client.post("/v1/embeddings", json={"input": case["texts"]}).json()
     close([item["embedding"] for item in answer["data"]], case["calls"][0]["vectors"])

@@ -11,8 +11,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -59,9 +62,21 @@ def tiny_chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_model_that_is_not_there_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["no/such/model", "--port", "0", "--no-compile-cache"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith("jaxllm serve: error: 'no/such/model': ")
+
+
 @contextlib.contextmanager
-def serving(model: Path, *options: str) -> Generator[tuple[subprocess.Popen[str], str]]:
-    """The command, and its address when it takes requests; ends it if the block has not."""
+def serving(
+    model: Path, *options: str, said: str = "serving tiny on "
+) -> Generator[tuple[subprocess.Popen[str], str]]:
+    """The command, and its address when it takes requests; ends it if the block has not.
+
+    Args:
+        said: what the command says before the address when the block begins.
+    """
     command = [sys.executable, "-m", "jaxllm", "serve", str(model), "--port", "0"]
     with subprocess.Popen(
         [*command, *options], cwd=ROOT, stderr=subprocess.PIPE, text=True
@@ -69,7 +84,7 @@ def serving(model: Path, *options: str) -> Generator[tuple[subprocess.Popen[str]
         assert process.stderr is not None
         try:
             lines = iter(process.stderr.readline, "")
-            found = (re.search(r"serving tiny on http://(\S+):(\d+)", line) for line in lines)
+            found = (re.search(rf"{said}http://(\S+):(\d+)", line) for line in lines)
             match = next(filter(None, found))
             wait_until_open((match[1], int(match[2])))
             yield process, f"http://{match[1]}:{match[2]}"
@@ -111,6 +126,41 @@ def test_a_signal_says_what_is_finished_first(tiny_chat: Path, number: signal.Si
     assert "Traceback" not in errors
 
 
+@pytest.mark.ci
+def test_a_signal_before_the_model_is_ready_ends_the_command_at_once(tiny_chat: Path) -> None:
+    with serving(tiny_chat, "--no-compile-cache", said="") as (process, url):
+        assert httpx.get(f"{url}/health").status_code == 503
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=10)
+    assert process.returncode == 143
+    assert errors.splitlines()[-1] == "jaxllm serve: stopped by SIGTERM"
+
+
+@pytest.mark.ci
+def test_the_states_of_a_start_and_an_early_request(tiny_chat: Path) -> None:
+    body = {"prompt": "a", "max_tokens": 8, "ignore_eos": True}
+    with (
+        serving(tiny_chat, "--no-compile-cache", "--slots", "4", "--context", "32", said="") as (
+            _,
+            url,
+        ),
+        ThreadPoolExecutor() as threads,
+    ):
+        early = threads.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=100)
+        states: list[dict[str, Any]] = []
+        while not states or states[-1]["status"] != "ok":
+            answer = httpx.get(f"{url}/health")
+            assert answer.is_success == (answer.json()["status"] == "ok")
+            if answer.json() not in states:
+                states.append(answer.json())
+            time.sleep(0.01)
+        assert [state["status"] for state in states[:2]] == ["loading", "compiling"]
+        programs = [state["program"] for state in states[1:-1]]
+        assert programs == sorted(programs)
+        assert programs[-1] == states[-2]["of"]
+        assert early.result().json()["usage"]["completion_tokens"] == 8
+
+
 @pytest.mark.slow
 def test_a_real_model_is_served_and_drains(smollm2_gguf: Path, tmp_path: Path):
     keys = tmp_path / "keys.txt"
@@ -131,16 +181,12 @@ def test_a_real_model_is_served_and_drains(smollm2_gguf: Path, tmp_path: Path):
                 break
         assert match, "".join(lines)
         said = [line for line in lines if "compiling" in line]
-        # Before the minutes that it may take.
-        assert said[0].strip() == "jaxllm serve: compiling all programs"
         assert re.search(r"compiling: \d+\.\d s", said[-1])
         headers = {"Authorization": "Bearer secret-key"}
         with httpx.Client(base_url=match[1], headers=headers, timeout=60) as client:
             question = {"role": "user", "content": "What is the capital of France?"}
             body = {"messages": [question], "temperature": 0, "max_tokens": 12}
-            transport = httpx.HTTPTransport(retries=20)
-            with httpx.Client(base_url=match[1], headers=headers, transport=transport) as first:
-                answer = first.post("/v1/chat/completions", json=body, timeout=60).json()
+            answer = client.post("/v1/chat/completions", json=body).json()
             assert "Paris" in answer["choices"][0]["message"]["content"]
             body |= {"stream": True, "max_tokens": 60, "ignore_eos": True}
             with client.stream("POST", "/v1/chat/completions", json=body) as stream:
@@ -162,7 +208,7 @@ def test_a_port_out_of_range(port: str, capsys: pytest.CaptureFixture[str]) -> N
     assert f"--port: expected 0 to 65535, found {port}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--client-seconds", "--request-seconds"])
+@pytest.mark.parametrize("option", ["--client-seconds", "--request-seconds", "--start-seconds"])
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
 def test_a_time_limit_that_is_none(option: str, seconds: str, capsys) -> None:
     assert main(["x", option, seconds], program="serve") == 2

@@ -22,7 +22,7 @@ from jaxllm.serve import EngineStoppedError, QueueFullError
 from jaxllm.serve.http.api_types import ApiError
 from jaxllm.serve.http.app import make_app, read_limited
 from jaxllm.serve.http.server import JsonFormatter, bound_socket, listen
-from jaxllm.serve.http.state import Limits
+from jaxllm.serve.http.state import Limits, Startup
 
 KEYS = (b"key-1", b"key-2", "clé".encode())
 KEY = {"Authorization": "Bearer key-1"}
@@ -169,7 +169,7 @@ def test_pages_of_other_origins_have_no_work_done(server):
     page = {"Origin": "http://page.example", "Content-Type": "text/plain", **KEY}
     for origins, status in [((), 403), (("http://page.example",), 200), (("*",), 200)]:
         state = dataclasses.replace(server.state, cors_origins=origins)
-        with TestClient(make_app(state)) as client:
+        with TestClient(make_app(Startup(state))) as client:
             answer = client.post("/tokenize", content='{"prompt": "a"}', headers=page)
             assert answer.status_code == status
             assert ("access-control-allow-origin" in answer.headers) == bool(origins)
@@ -324,12 +324,12 @@ def test_refusals_of_keys_origins_and_http_are_logged(server, caplog):
 
 def test_a_page_that_may_not_call_and_a_stopped_engine_are_logged(server, caplog, monkeypatch):
     state = dataclasses.replace(server.state, cors_origins=("https://a.example",))
-    client = TestClient(make_app(state))
+    client = TestClient(make_app(Startup(state)))
     with caplog.at_level(logging.INFO, "jaxllm.serve"):
         asks = {"Origin": "https://b.example", "Access-Control-Request-Method": "POST"}
         assert client.options("/v1/completions", headers=asks).status_code == 400
         for failure in (EngineStoppedError("it ended"), QueueFullError("5 wait", retry_after=2)):
-            monkeypatch.setattr(server.engine, "submit_all", raiser(failure))
+            monkeypatch.setattr(server.engine, "submit_in_thread", raiser(failure))
             for stream in (False, True):
                 body = {"prompt": "secret", "stream": stream}
                 client.post("/v1/completions", json=body, headers=KEY)
@@ -340,7 +340,7 @@ def test_a_page_that_may_not_call_and_a_stopped_engine_are_logged(server, caplog
 
 
 def raiser(failure: Exception) -> Callable[..., Any]:
-    def submit(*_: Any, **__: Any) -> Any:
+    async def submit(*_: Any, **__: Any) -> Any:
         raise failure
 
     return submit

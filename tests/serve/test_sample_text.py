@@ -212,7 +212,8 @@ def test_only_the_first_tool_call_is_answered_without_parallel_calls(parallel, n
     ]
     text = "Well.\n" + "\n".join(calls)
     model = tiny.make("llama", num_hidden_layers=1, vocab_size=len(TOKENIZER))
-    state = ServerState(AsyncEngine(model, TOKENIZER, slots=1, context=64), TOKENIZER, "tiny")
+    engine = AsyncEngine(model, TOKENIZER, slots=1, context=64)
+    state = ServerState(engine=engine, tokenizer=TOKENIZER, model_name="tiny")
     answer = ChatAnswer(state, request, Usage())
     whole = answer.choice(Piece(0, text, (), None, "stop"))
     assert whole["message"]["content"] == "Well."

@@ -23,7 +23,7 @@ from small_tokenizers import DATA
 from jaxllm.batch.row_tasks import Embedder
 from jaxllm.serve import AsyncEngine
 from jaxllm.serve.http.server import HttpServer, bound_socket
-from jaxllm.serve.http.state import Limits, ServerState
+from jaxllm.serve.http.state import Limits, ServerSettings, ServerState, Startup
 from jaxllm.serve.text_worker import TextWorker
 from jaxllm.tokenizers import LlamaTokenizer
 from jaxllm.tokenizers.settings import TokenizerSettings
@@ -64,9 +64,14 @@ def running_server(
     drain_seconds: float = 60.0,
     embeddings: bool = True,
     embedder: Embedder | None = None,
+    while_loading: Callable[[Startup], object] | None = None,
     **options: Any,
 ) -> Iterator[RunningServer]:
-    """Runs a server until the block ends; raises what ended it."""
+    """Runs a server until the block ends; raises what ended it.
+
+    Args:
+        while_loading: called before the model is loaded. The block begins at the same time.
+    """
     tokenizer = tokenizer or chat_tokenizer()
     if model is None:
         model = tiny.make("llama", num_hidden_layers=1, vocab_size=len(tokenizer))
@@ -84,8 +89,18 @@ def running_server(
         cors_origins=cors_origins,
     )
     bound = bound_socket("127.0.0.1", 0)
-    server = HttpServer(state, bound, drain_seconds=drain_seconds)
     ready, failures = threading.Event(), []
+
+    def load(startup: Startup) -> ServerState:
+        if while_loading is not None:
+            ready.set()
+            while_loading(startup)
+        return state
+
+    settings = {
+        field.name: getattr(state, field.name) for field in dataclasses.fields(ServerSettings)
+    }
+    server = HttpServer(ServerSettings(**settings), bound, load, drain_seconds=drain_seconds)
 
     def main() -> None:
         try:
@@ -106,6 +121,8 @@ def running_server(
     finally:
         server.stop()
         thread.join()
+        if failures and state.texts is not None:
+            state.texts.close()
     if failures:
         raise failures[0]
 

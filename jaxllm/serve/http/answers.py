@@ -161,7 +161,8 @@ class Answer(abc.ABC):
                     f"the limit is {limit}; lower min_tokens, or raise {self.limit_field}"
                 )
             rows.append({"input_ids": np.asarray(ids), "max_new_tokens": limit, **fields})
-        streams = state.engine.submit_all(rows, logprobs=logprobs, grammar=grammar)
+        submit = state.engine.submit_in_thread
+        streams = await submit(rows, logprobs=logprobs, grammar=grammar)
         self.usage.prompt_tokens = sum(stream.prompt_tokens for stream in streams)
         return streams
 

@@ -40,7 +40,7 @@ from jaxllm.serve.http.api_types import (
     read_body,
     stopped_error,
 )
-from jaxllm.serve.http.state import NoEngine, ServerState
+from jaxllm.serve.http.state import NoEngine, ServerState, Startup
 
 T = TypeVar("T")
 
@@ -177,18 +177,30 @@ async def read_limited(receive: Receive, max_bytes: int, seconds: float) -> byte
 class HttpCall:
     """One request to an endpoint, from its first byte to its line in the log."""
 
-    def __init__(self, state: ServerState, path: str, request: Request) -> None:
-        self.state, self.path, self.request = state, path, request
+    def __init__(self, server: Startup, path: str, request: Request) -> None:
+        self.server, self.path, self.request = server, path, request
+        self.settings = server.settings
         self.id, self.usage = uuid.uuid4().hex, Usage()
         self.headers = {"x-request-id": self.id}
 
     async def read(self, request_class: type[T]) -> T:
         """The body as a request to this server's model, within the limits of size and time."""
-        limits, receive = self.state.limits, self.request.receive
+        limits, receive = self.settings.limits, self.request.receive
         body = await read_limited(receive, limits.body_bytes, limits.client_seconds)
         request: Any = read_body(request_class, body)
-        self.state.check_model(request.model)
+        self.settings.check_model(request.model)
         return request
+
+    async def state(self) -> ServerState:
+        """The state of the server, for which a request waits that comes before the model is ready.
+
+        Raises:
+            ApiError: it waits too long, or the server does not start.
+            ClientGoneError: the client disconnects.
+        """
+        if self.server.state is not None:
+            return self.server.state
+        return await until_disconnect(self.request.receive, self.server.wait())
 
     def json(self, content: Any, status: int = 200) -> JSONResponse:
         """An answer."""
@@ -196,7 +208,7 @@ class HttpCall:
 
     def check_key(self) -> None:
         """Compares the request's key with all of the server's, in constant time."""
-        keys = self.state.api_keys
+        keys = self.settings.api_keys
         if keys is None:
             return
         kind, _, key = self.request.headers.get("authorization", "").partition(" ")
@@ -210,7 +222,7 @@ class HttpCall:
     def check_origin(self) -> None:
         """Refuses work for a page of another origin. A browser keeps the answer from it, but sends
         some requests all the same."""
-        origin, allowed = self.request.headers.get("origin"), self.state.cors_origins
+        origin, allowed = self.request.headers.get("origin"), self.settings.cors_origins
         if self.request.method != "POST" or origin is None or {origin, "*"}.intersection(allowed):
             return
         raise ApiError(
@@ -221,7 +233,7 @@ class HttpCall:
 
     def end(self, status: int, error: ApiError | None = None) -> None:
         """Counts and logs the request; the log has no prompt and no answer."""
-        usage, metrics = self.usage, self.state.metrics
+        usage, metrics = self.usage, self.server.metrics
         seconds = time.perf_counter() - usage.start
         metrics.requests.labels(self.path, status).inc()
         metrics.seconds.labels(self.path).observe(seconds)
@@ -260,7 +272,7 @@ def log_request(
 
 
 def endpoint(
-    state: ServerState,
+    server: Startup,
     path: str,
     answer: Endpoint,
     method: str = "POST",
@@ -274,7 +286,7 @@ def endpoint(
     """
 
     async def handle(request: Request) -> Response:
-        call = HttpCall(state, path, request)
+        call = HttpCall(server, path, request)
         status, failure = 500, None
         try:
             call.check_origin()
@@ -304,7 +316,7 @@ def _failure(error: BaseException, call: HttpCall) -> ApiError:
     if isinstance(error, JaxLLMError):
         return api_error(error)
     if isinstance(error, TimeoutError):
-        seconds = call.state.limits.request_seconds
+        seconds = call.settings.limits.request_seconds
         return ApiError(504, f"the answer took longer than {seconds:g} seconds")
     fields = {"event": "error", "id": call.id}
     _LOG.error("internal error", exc_info=error, extra={"fields": fields})
@@ -315,7 +327,8 @@ async def completions(
     request_class: type[SamplingFields], answer_class: type[Answer], call: HttpCall
 ) -> Response:
     """Answers messages or continues prompts, whole or as a stream."""
-    state, request = call.state, await call.read(request_class)
+    request = await call.read(request_class)
+    state = await call.state()
     answer = answer_class(state, request, call.usage)
     if isinstance(state.engine, NoEngine):
         raise ApiError(404, "the model has no language-model head; this server only embeds")
@@ -336,10 +349,10 @@ async def completions(
 
 async def embeddings(call: HttpCall) -> Response:
     """Embeds texts."""
-    state = call.state
+    request = await call.read(EmbeddingRequest)
+    state = await call.state()
     if state.embedder is None:
         raise ApiError(404, "embeddings are not served; start the server with --embeddings")
-    request = await call.read(EmbeddingRequest)
     embedder, unpooled, inputs = state.embedder, 0, request.inputs
     prompt = embedder.recipe.prompt(request.prompt_name, request.prompt)
     if (request.prompt_name or request.prompt) is not None and not isinstance(inputs[0], str):
@@ -382,18 +395,19 @@ def _model(state: ServerState) -> dict[str, Any]:
 
 async def models(call: HttpCall) -> Response:
     """Lists the one model."""
-    return call.json({"object": "list", "data": [_model(call.state)]})
+    return call.json({"object": "list", "data": [_model(await call.state())]})
 
 
 async def model(call: HttpCall) -> Response:
     """The model with the name in the path."""
-    call.state.check_model(call.request.path_params["name"])
-    return call.json(_model(call.state))
+    call.settings.check_model(call.request.path_params["name"])
+    return call.json(_model(await call.state()))
 
 
 async def tokenize(call: HttpCall) -> Response:
     """Token ids of a prompt or of messages."""
-    request, state = await call.read(TokenizeRequest), call.state
+    request = await call.read(TokenizeRequest)
+    state = await call.state()
     if request.messages is not None:
         ids = await state.in_thread(chat_ids, state, request, request.tools is not None)
     else:
@@ -411,21 +425,20 @@ async def tokenize(call: HttpCall) -> Response:
 async def detokenize(call: HttpCall) -> Response:
     """Text of token ids."""
     request = await call.read(DetokenizeRequest)
-    text = await asyncio.to_thread(call.state.tokenizer.decode, request.tokens)
+    state = await call.state()
+    text = await asyncio.to_thread(state.tokenizer.decode, request.tokens)
     return call.json({"prompt": text})
 
 
 async def health(call: HttpCall) -> Response:
-    """200 while the engine runs, 503 after it has failed."""
-    failure = call.state.engine.failure
-    if failure is not None:
-        return call.json({"status": "failed"}, 503)
-    return call.json({"status": "ok"})
+    """200 while requests run, 503 before, and after the engine has failed."""
+    status = call.server.status()
+    return call.json(status, 200 if status["status"] == "ok" else 503)
 
 
 async def metrics(call: HttpCall) -> Response:
     """Metrics for Prometheus."""
-    content, content_type = call.state.metrics.render()
+    content, content_type = call.server.metrics.render()
     return Response(content, headers={**call.headers, "content-type": content_type})
 
 
@@ -444,20 +457,20 @@ class _Cors(CORSMiddleware):
         return await super().__call__(scope, receive, send)
 
 
-def make_app(state: ServerState) -> Starlette:
+def make_app(server: Startup) -> Starlette:
     """The ASGI application."""
     routes = [
         *(
-            endpoint(state, path, functools.partial(completions, *classes))
+            endpoint(server, path, functools.partial(completions, *classes))
             for path, classes in ENDPOINTS.items()
         ),
-        endpoint(state, "/v1/embeddings", embeddings),
-        endpoint(state, "/v1/models", models, "GET"),
-        endpoint(state, "/v1/models/{name:path}", model, "GET"),
-        endpoint(state, "/tokenize", tokenize),
-        endpoint(state, "/detokenize", detokenize),
-        endpoint(state, "/health", health, "GET", open_to_all=True),
-        endpoint(state, "/metrics", metrics, "GET"),
+        endpoint(server, "/v1/embeddings", embeddings),
+        endpoint(server, "/v1/models", models, "GET"),
+        endpoint(server, "/v1/models/{name:path}", model, "GET"),
+        endpoint(server, "/tokenize", tokenize),
+        endpoint(server, "/detokenize", detokenize),
+        endpoint(server, "/health", health, "GET", open_to_all=True),
+        endpoint(server, "/metrics", metrics, "GET"),
     ]
 
     async def http_error(request: Request, error: Exception) -> Response:
@@ -468,11 +481,11 @@ def make_app(state: ServerState) -> Starlette:
         return JSONResponse(failure.to_json(), failure.status, error.headers)
 
     middleware = []
-    if state.cors_origins:
+    if server.settings.cors_origins:
         middleware.append(
             Middleware(
                 _Cors,
-                allow_origins=list(state.cors_origins),
+                allow_origins=list(server.settings.cors_origins),
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
             )

@@ -1,4 +1,4 @@
-"""Runs the HTTP server: compiles, opens the port, limits its clients' time, and drains at the end.
+"""Runs the HTTP server: opens the port, loads, limits its clients' time, and drains at the end.
 
 uvicorn calls the application when the headers of a request have arrived, and has no limit for the
 time before that. It also waits without a limit for the rest of a body whose request it has already
@@ -31,7 +31,7 @@ from jaxllm.common.errors import InputError
 from jaxllm.common.threads import with_settings_of_this_thread
 from jaxllm.serve.http.api_types import RETRY_SECONDS, ApiError
 from jaxllm.serve.http.app import log_request, make_app
-from jaxllm.serve.http.state import ServerState
+from jaxllm.serve.http.state import ServerSettings, ServerState, Startup
 
 # Windows has neither.
 fcntl, termios = (
@@ -310,8 +310,7 @@ def listen(bound: socket.socket) -> None:
     except OSError as failure:
         host, port = bound.getsockname()[:2]
         raise InputError(
-            f"{host}:{port}: cannot be opened ({failure.strerror}); another process took it "
-            "while this one compiled"
+            f"{host}:{port}: cannot be opened ({failure.strerror}); another process took it"
         ) from None
 
 
@@ -319,20 +318,27 @@ class HttpServer:
     """A server on a bound socket.
 
     Args:
+        load: loads the model, in a thread of its own, and tells the `Startup` when it begins to
+            compile.
         drain_seconds: time that requests have to end after `stop`.
+
+    Attributes:
+        startup: what is known of the server's start.
     """
 
     def __init__(
         self,
-        state: ServerState,
+        settings: ServerSettings,
         bound: socket.socket,
+        load: Callable[[Startup], ServerState],
         *,
         drain_seconds: float = 60.0,
     ) -> None:
-        self._state, self._socket = state, bound
-        connection = functools.partial(Connection, client_seconds=state.limits.client_seconds)
+        self.startup, self._socket, self._load = Startup(settings), bound, load
+        seconds = settings.limits.client_seconds
+        connection = functools.partial(Connection, client_seconds=seconds)
         config = uvicorn.Config(
-            make_app(state),
+            make_app(self.startup),
             http=cast(type[Connection], connection),
             ws="none",
             log_config=None,
@@ -344,8 +350,6 @@ class HttpServer:
             timeout_graceful_shutdown=round(drain_seconds),
         )
         self._server = _Server(config)
-        self.warm_up_seconds = 0.0
-        """Time that compiling took."""
 
     @property
     def running_requests(self) -> int:
@@ -358,29 +362,38 @@ class HttpServer:
         self._server.should_exit = True
 
     async def run(self, on_ready: Callable[[], object] = lambda: None) -> None:
-        """Compiles all programs, opens the port, and serves until `stop`.
+        """Opens the port, loads the model, compiles its programs, and serves until `stop`.
 
         Args:
-            on_ready: called when the port is open.
+            on_ready: called before the first request runs.
 
         Raises:
             InputError: another process listens on the port meanwhile.
+            Exception: what `load` or the start of the engine raises.
         """
-        engine, embedder = self._state.engine, self._state.embedder
-        start = time.perf_counter()
-        await engine.start()
+        listen(self._socket)
+        asyncio.get_running_loop().set_exception_handler(_ExceptionHandler())
+        serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        load, state = with_settings_of_this_thread(self._load), None
         try:
-            if embedder is not None:
-                await asyncio.to_thread(with_settings_of_this_thread(embedder.warm_up))
-            self.warm_up_seconds = time.perf_counter() - start
-            listen(self._socket)
-            asyncio.get_running_loop().set_exception_handler(_ExceptionHandler())
+            state = await asyncio.to_thread(load, self.startup)
+            await state.engine.start()
+            if state.embedder is not None:
+                await asyncio.to_thread(with_settings_of_this_thread(state.embedder.warm_up))
             on_ready()
-            await self._server.serve(sockets=[self._socket])
+            self.startup.end(state)
+        except BaseException:
+            self.startup.end(None)
+            self.stop()
+            raise
         finally:
-            await engine.close(drain=False)
-            if self._state.texts is not None:
-                self._state.texts.close()
+            try:
+                await serving
+            finally:
+                if state is not None:
+                    await state.engine.close(drain=False)
+                    if state.texts is not None:
+                        state.texts.close()
 
 
 class JsonFormatter(logging.Formatter):
@@ -399,11 +412,20 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
-def log_to_stderr(level: int = logging.INFO) -> None:
-    """Sends the logs of the server, and the warnings of uvicorn, to stderr."""
+@contextlib.contextmanager
+def logs_to_stderr() -> Generator[None]:
+    """Sends the logs of the server, and the warnings of uvicorn, to stderr inside."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
-    for name, least in (("jaxllm.serve", level), ("uvicorn", logging.WARNING)):
-        logger = logging.getLogger(name)
+    levels = {"jaxllm.serve": logging.INFO, "uvicorn": logging.WARNING}
+    loggers = [logging.getLogger(name) for name in levels]
+    earlier = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    for logger in loggers:
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(least)
+        logger.setLevel(levels[logger.name])
+    try:
+        yield
+    finally:
+        for logger, (handlers, propagate, level) in zip(loggers, earlier, strict=True):
+            logger.handlers, logger.propagate = handlers, propagate
+            logger.setLevel(level)

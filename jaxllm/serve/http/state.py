@@ -1,4 +1,8 @@
-"""State that the endpoints of a server share: the model, its limits and its metrics."""
+"""State that the endpoints of a server share: its settings, its metrics, and the model.
+
+The port opens before the model is loaded. `Startup` is what there is from then on, and a
+`ServerState` what there is once the model is loaded.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from typing import Any, TypeVar
 
 from jaxllm.batch.row_tasks import Embedder
 from jaxllm.batch.slot_pool import BatchCounts
+from jaxllm.common.compiling import CompileClock
 from jaxllm.common.optional_packages import require
 from jaxllm.common.threads import with_settings_of_this_thread
 from jaxllm.generation.processors.grammar import GrammarLogitsProcessor, json_schema
@@ -19,7 +24,13 @@ from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.model import Model
 from jaxllm.serve.admission import PrefixCounts
 from jaxllm.serve.async_engine import AsyncEngine
-from jaxllm.serve.http.api_types import ApiError, ResponseFormat, SamplingFields
+from jaxllm.serve.http.api_types import (
+    RETRY_SECONDS,
+    ApiError,
+    ResponseFormat,
+    SamplingFields,
+    stopped_error,
+)
 from jaxllm.serve.text_worker import TextWorker
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
@@ -31,9 +42,13 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 
 
 
 class ServerMetrics:
-    """Counters, histograms, and gauges of an engine, in a registry of their own."""
+    """Counters, histograms, and gauges of an engine, in a registry of their own.
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    Args:
+        engine: returns the engine, which may be another one after the model is loaded.
+    """
+
+    def __init__(self, engine: Callable[[], AsyncEngine | NoEngine]) -> None:
         client = require("prometheus_client", extra="serve", purpose="metrics")
         self._client = client
         self._registry = client.CollectorRegistry()
@@ -52,14 +67,14 @@ class ServerMetrics:
         self.prompt_tokens = metric(client.Counter, "prompt_tokens", "Tokens of prompts")
         self.new_tokens = metric(client.Counter, "new_tokens", "Generated tokens")
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
-            "running_sequences": ("Sequences in slots", lambda: engine.running),
-            "waiting_sequences": ("Sequences that wait for a slot", lambda: engine.waiting),
-            "slots": ("Sequences that can be decoded at once", lambda: engine.slots),
-            "decode_steps": ("Decode steps since the start", lambda: engine.counts.decode_steps),
-            "prefix_hits": ("Prompts with a kept prefix", lambda: engine.prefix_counts.hits),
+            "running_sequences": ("Sequences in slots", lambda: engine().running),
+            "waiting_sequences": ("Sequences that wait for a slot", lambda: engine().waiting),
+            "slots": ("Sequences that can be decoded at once", lambda: engine().slots),
+            "decode_steps": ("Decode steps since the start", lambda: engine().counts.decode_steps),
+            "prefix_hits": ("Prompts with a kept prefix", lambda: engine().prefix_counts.hits),
             "prefix_tokens": (
                 "Prompt tokens that a kept prefix saved",
-                lambda: engine.prefix_counts.tokens,
+                lambda: engine().prefix_counts.tokens,
             ),
         }
         for name, (doc, value) in gauges.items():
@@ -78,14 +93,17 @@ class Limits:
     client_seconds: float = 30.0
     """Time in which a client must send the headers of a request, and then its body."""
     request_seconds: float = 600.0
-    """Time from the request to the last byte of the answer."""
+    """Time from the request, or from the end of the server's start, to the last byte of the
+    answer."""
+    start_seconds: float = 60.0
+    """Time that a request waits for the end of the server's start."""
 
 
 @dataclasses.dataclass
 class NoEngine:
     """Stands for the engine of a model without a head, which only embeds."""
 
-    model: Model[Any]
+    model: Model[Any] | None
     context: int
     failure, running, waiting, slots = None, 0, 0, 0
     counts, prefix_counts = BatchCounts(), PrefixCounts()
@@ -96,33 +114,21 @@ class NoEngine:
     close = start
 
 
-@dataclasses.dataclass(frozen=True)
-class ServerState:
-    """A model behind its engine, and how it is served.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """How a model is served, which is known before it is loaded.
 
     Args:
-        engine: an `AsyncEngine`, or a `NoEngine`.
         model_name: its name in requests and answers.
         api_keys: None: no key is asked for.
-        embedder: None: /v1/embeddings is not served.
         cors_origins: origins whose pages may call the server; "*": all.
     """
 
-    engine: AsyncEngine
-    tokenizer: Tokenizer
     model_name: str
     limits: Limits = Limits()
     api_keys: tuple[bytes, ...] | None = None
-    embedder: Embedder | None = None
-    texts: TextWorker | None = None
-    """Where texts are tokenized. None: in this process, whose caller is trusted."""
     cors_origins: tuple[str, ...] = ()
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
-
-    @functools.cached_property
-    def metrics(self) -> ServerMetrics:
-        """Metrics for Prometheus, from when they are first used."""
-        return ServerMetrics(self.engine)
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError if a request names another model."""
@@ -133,6 +139,22 @@ class ServerState:
                 param="model",
                 code="model_not_found",
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerState(ServerSettings):
+    """A model behind its engine, and how it is served.
+
+    Args:
+        engine: an `AsyncEngine`, or a `NoEngine`.
+        embedder: None: /v1/embeddings is not served.
+    """
+
+    engine: AsyncEngine
+    tokenizer: Tokenizer
+    embedder: Embedder | None = None
+    texts: TextWorker | None = None
+    """Where texts are tokenized. None: in this process, whose caller is trusted."""
 
     def tokenize(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Calls a method of the tokenizer, under the limits of `texts`."""
@@ -187,3 +209,90 @@ class ServerState:
         if is_greedy or sampling["temperature"] == 0:
             return {**fields, "do_sample": False, "num_return_sequences": 1}
         return {**fields, "do_sample": True, "num_return_sequences": request.samples, **sampling}
+
+
+class Startup:
+    """A server from the opening of its port on.
+
+    Args:
+        settings: of the server. A `ServerState` is a server that takes requests.
+
+    Attributes:
+        state: the model, once requests can run.
+        metrics: for Prometheus.
+        warm_up_seconds: time from the first program to the first request that can run.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self.state: ServerState | None = None
+        self.metrics = ServerMetrics(lambda: self._engine)
+        self.warm_up_seconds = 0.0
+        self._engine: AsyncEngine | NoEngine = NoEngine(None, 0)
+        self._clock: CompileClock | None = None
+        self._needed, self._compile_start = 0, 0.0
+        self._ended = asyncio.Event()
+        if isinstance(settings, ServerState):
+            self.end(settings)
+
+    def begin_compiling(self, needed: int) -> None:
+        """Notes that `needed` programs will be compiled before requests can run."""
+        self._needed, self._compile_start = needed, time.perf_counter()
+        self._clock = CompileClock()
+
+    def end(self, state: ServerState | None) -> None:
+        """Has requests run, those that wait too.
+
+        Args:
+            state: None: the server does not start, and all requests get an error.
+        """
+        if self._clock is not None:
+            self.warm_up_seconds = time.perf_counter() - self._compile_start
+            self._clock.close()
+            self._clock = None
+        self.state = state
+        if state is not None:
+            self._engine = state.engine
+        self._ended.set()
+
+    async def wait(self) -> ServerState:
+        """The state of the server, once requests can run.
+
+        Raises:
+            ApiError: they cannot within `start_seconds`, or the server does not start.
+        """
+        seconds = self.settings.limits.start_seconds
+        try:
+            await asyncio.wait_for(self._ended.wait(), seconds)
+        except TimeoutError:
+            raise ApiError(
+                503,
+                f"the server still loads or compiles the model after {seconds:g} seconds; try "
+                "again later",
+                code="server_starting",
+                retry_after=RETRY_SECONDS,
+            ) from None
+        if self.state is None:
+            raise stopped_error()
+        return self.state
+
+    def status(self) -> dict[str, Any]:
+        """The server's status, as /health answers it; "ok" while it takes requests."""
+        if self._ended.is_set():
+            failed = self.state is None or self._engine.failure is not None
+            return {"status": "failed" if failed else "ok"}
+        if self._clock is None:
+            return {"status": "loading"}
+        program = min(self._clock.programs + 1, self._needed)
+        return {"status": "compiling", "program": program, "of": self._needed}
+
+    def progress(self) -> str:
+        """What is compiled at this moment, in words; empty before and after."""
+        clock, status = self._clock, self.status()
+        if clock is None or "program" not in status:
+            return ""
+        verb = "reading" if clock.cached and clock.cached == clock.programs else "compiling"
+        return (
+            f"{verb} program {status['program']} of {status['of']}, "
+            f"{clock.seconds_so_far:.0f} s so far, {clock.cached} from the cache"
+        )
