@@ -97,12 +97,14 @@ def test_of_a_request(monkeypatch):
         with recorded() as names:
             engine = AsyncEngine(tiny.cached("llama"), slots=2, context=64, warm_up=False)
             await engine.start()
-            monkeypatch.setattr(slot_pool, "prefill_slots", refuse)
+            monkeypatch.setattr(slot_pool, "start_rows", refuse)
             names.clear()  # the slots are there before the first request
             with pytest.raises(jaxllm.JaxLLMError):
                 await engine.generate({"input_ids": [5, 6, 7], **FIELDS})
             return set(names)
 
     assert asyncio.run(answer()) == (
-        ROW | PROGRAM - {"Sample"} | {"GenerationStream", "StreamedSample", "PromptRows"}
+        ROW
+        | PROGRAM - {"Sample"}
+        | {"GenerationStream", "StreamedSample", "PromptRows", "StagedPrompt", "Chunk"}
     )

@@ -10,7 +10,8 @@ from functools import partial
 import jax
 from jax.sharding import Mesh
 
-from jaxllm.batch.programs import slot_decode, slot_prefill
+from jaxllm.batch.programs import chunk_prefill, slot_decode, slot_prefill, slot_start
+from jaxllm.batch.prompt_chunks import staged_shapes
 from jaxllm.batch.row_groups import Group, Task, prefill_batch, sizes_for
 from jaxllm.batch.rows import BatchRow
 from jaxllm.batch.slots import Sizes, slot_shapes
@@ -30,7 +31,7 @@ class Prediction:
 
     weights: int
     cache: int
-    """State of all slots: KV cache, sequences and settings."""
+    """State of all slots: KV cache, sequences and settings; and of prompts that are staged."""
     activations: int
     """Working memory of the compiled programs; 0 if the weights alone do not fit."""
     budget: int
@@ -268,9 +269,10 @@ def predict(
     widest = max(tasks, key=lambda task: task.width)
     rows = prefill_batch([widest], group, sizes)
     shapes = slot_shapes(model, rows, sizes, mesh)
+    staged = staged_shapes(model, sizes, mesh) if sizes.wide else None
     prediction = Prediction(
         weights=nbytes(model),
-        cache=nbytes(shapes),
+        cache=nbytes(shapes) + nbytes(staged),
         activations=0,
         budget=budget,
         slots=slots,
@@ -280,7 +282,12 @@ def predict(
     if not prediction.fits and not (compile_always and prediction.weights < budget):
         return prediction
     with use_mesh(mesh):
-        programs = slot_prefill(model, shapes, rows, sizes), slot_decode(model, shapes)
+        programs = [slot_decode(model, shapes)]
+        if staged is None:
+            programs.append(slot_prefill(model, shapes, rows, sizes))
+        else:
+            programs.append(chunk_prefill(model, staged, sizes))
+            programs.append(slot_start(model, shapes, staged, rows, sizes))
         activations = max(
             working_memory(program.lower().compile(), prediction.cache) for program in programs
         )

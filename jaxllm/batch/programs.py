@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxllm.batch.prompt_chunks import Chunk, StagedRows, prefill_chunk, start_rows
 from jaxllm.batch.row_groups import fits_slots, groups, prefill_batch, sizes_for
 from jaxllm.batch.rows import RawRow, RowReader
 from jaxllm.batch.slots import PromptRows, Sizes, Slots, decode_slots, prefill_slots, slot_shapes
@@ -148,6 +149,20 @@ def slot_prefill(model: Decoder, slots: Slots, rows: PromptRows, sizes: Sizes) -
     """The program that prefills rows into slots of these shapes, traced."""
     slot_ids, bucket = np.zeros(sizes.prefill_rows, np.int32), sizes.new_token_bucket
     return prefill_slots.trace(model, slots, rows, slot_ids, new_token_bucket=bucket)
+
+
+def chunk_prefill(model: Decoder, staged: StagedRows, sizes: Sizes) -> jax.stages.Traced:
+    """The program that prefills a wide chunk of prompts in rows of these shapes, traced."""
+    rows = 1 if sizes.wide > sizes.narrow else sizes.prefill_rows
+    return prefill_chunk.trace(model, staged, Chunk.empty(rows, sizes.wide))
+
+
+def slot_start(
+    model: Decoder, slots: Slots, staged: StagedRows, rows: PromptRows, sizes: Sizes
+) -> jax.stages.Traced:
+    """The program that puts prompts after their last chunk into slots of these shapes, traced."""
+    slot_ids, bucket = np.zeros(sizes.prefill_rows, np.int32), sizes.new_token_bucket
+    return start_rows.trace(model, slots, staged, rows, slot_ids, new_token_bucket=bucket)
 
 
 def slot_decode(model: Decoder, slots: Slots) -> jax.stages.Traced:

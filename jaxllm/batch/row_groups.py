@@ -413,9 +413,12 @@ def _by_stop_lists(rows: Sequence[BatchRow]) -> list[list[BatchRow]]:
 
 
 def prefill_batch(tasks: Sequence[Task], group: Group, sizes: Sizes) -> PromptRows:
-    """The rows of some tasks of one bucket; copies of the first task fill up the batch."""
+    """The rows of some tasks, which have one bucket if their prompts are prefilled as a whole.
+
+    Copies of the first task fill up the batch.
+    """
     tasks = [*tasks, *[tasks[0]] * (sizes.prefill_rows - len(tasks))]
-    return prompt_rows(tasks, group, sizes, tasks[0].width)
+    return prompt_rows(tasks, group, sizes, sizes.columns if sizes.wide else tasks[0].width)
 
 
 def prompt_rows(tasks: Sequence[Task], group: Group, sizes: Sizes, width: int) -> PromptRows:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
+from jaxllm.batch.prompt_chunks import (
+    Chunk,
+    StagedPrompt,
+    copy_prompt,
+    prefill_chunk,
+    staged_shapes,
+    start_rows,
+    write_prefix,
+)
 from jaxllm.batch.row_groups import Group, Task, prefill_batch, prompt_rows
 from jaxllm.batch.rows import BatchOutput
 from jaxllm.batch.slots import (
@@ -26,10 +35,9 @@ from jaxllm.batch.slots import (
     Sizes,
     Slots,
     decode_slots,
+    empty_arrays,
     empty_slots,
-    extend_prompt,
     place,
-    prefill_rest,
     prefill_slots,
     slot_shapes,
     steps_per_check_for,
@@ -204,6 +212,10 @@ class SlotPool:
         self.tasks: list[Task | None] = [None] * sizes.slots
         rows = prompt_rows([plain], group, sizes, plain.width)
         self._all, self._few = empty_slots(slot_shapes(model, rows, sizes, mesh), rows), few
+        self._prompts: dict[int, StagedPrompt] = {}
+        """The prompts that are prefilled in chunks, by the number of their row."""
+        shapes = staged_shapes(model, sizes, mesh) if sizes.wide else None
+        self._staged = empty_arrays(shapes)
         self._first: Slots | None = None
         """Stands for the first rows of `_all` while it is not None."""
 
@@ -274,43 +286,89 @@ class SlotPool:
         self._counts.prefill_columns += count * width
         self._count_call(f"prefill {count} x {width} into", self.sizes)
 
-    def extend_prompt(self, cache: Cache, tokens: Int[np.ndarray, " T"], start: int) -> Cache:
-        """Prefills a chunk of a prompt after the first `start` columns of its cache."""
-        with use_mesh(self._mesh):
-            cache = extend_prompt(
-                self._model, cache, tokens[None].astype(np.int32), np.int32(start)
-            )
-        wait_on_cpu_mesh(cache)
-        self._counts.prefill_columns += len(tokens)
-        self._counts.add_call(f"prefill chunk {len(tokens)}")
-        return cache
+    @property
+    def staged(self) -> list[Task]:
+        """The tasks whose prompts are prefilled in chunks, in their order."""
+        return [prompt.task for prompt in self._prompts.values()]
 
-    def prefill_rest(self, task: Task, cache: Cache, start: int, width: int) -> Cache:
-        """Prefills the rest of a prompt, and puts its task into a free slot.
+    def stage(self, task: Task, prefix: Cache | None = None, length: int = 0) -> None:
+        """Gives a task one of the `prefill_rows` rows in which prompts are prefilled in chunks.
 
         Args:
-            cache: has the first `start` columns of the prompt.
-            width: columns of the rest, padding included.
+            prefix: a copied prompt (`copy_prompt`) that begins with the first `length` columns of
+                the task's prompt; a multiple of the narrow width.
+        """
+        row = min(set(range(self.sizes.prefill_rows)) - self._prompts.keys())
+        self._prompts[row] = StagedPrompt(task, length)
+        if prefix is not None:
+            assert self._staged is not None
+            with use_mesh(self._mesh):
+                self._staged = write_prefix(
+                    self._staged, prefix, np.array([length], np.int32), np.array([row], np.int32)
+                )
+
+    def unstage(self, ends: Callable[[Task], bool]) -> None:
+        """Forgets staged tasks, those for which `ends` is true."""
+        for row, prompt in [*self._prompts.items()]:
+            if ends(prompt.task):
+                del self._prompts[row]
+
+    def prefill_chunk(self) -> tuple[int, list[tuple[int, Task]]]:
+        """Prefills the next chunk of staged prompts, that of the first one and those beside it.
+        Puts the tasks of complete prompts into free slots.
 
         Returns:
-            The cache of the prompt.
+            The columns of the chunk. The tasks that came into slots, with the rows that they had,
+            for `copy_prompt`.
         """
-        slot = self.free[0]
-        self.tasks[slot] = task
-        rows = prompt_rows([task], self._group, self.sizes, self.sizes.columns)
+        assert self._staged is not None
+        chunk = Chunk.next_of(self._prompts, self.sizes)
+        self._counts.doing = f"reading parts of {np.count_nonzero(chunk.lengths)} prompts"
         with use_mesh(self._mesh):
-            self.slots, cache = prefill_rest(
+            self._staged = prefill_chunk(self._model, self._staged, chunk)
+        wait_on_cpu_mesh(self._staged)
+        self._counts.prefill_tokens += int(chunk.lengths.sum())
+        self._counts.prefill_columns += chunk.tokens.size
+        shape = len(self._staged.logits), self.sizes.capacity
+        self._counts.add_call("prefill {} x {} of {} x {}".format(*chunk.tokens.shape, *shape))
+        complete = []
+        for row, length in zip(chunk.rows.tolist(), chunk.lengths.tolist(), strict=True):
+            if length:
+                self._prompts[row].length += length
+                if self._prompts[row].is_complete:
+                    complete.append((row, self._prompts.pop(row).task))
+        if complete:
+            self._start(complete)
+        return chunk.tokens.shape[1], complete
+
+    def _start(self, complete: Sequence[tuple[int, Task]]) -> None:
+        """Puts the tasks of complete prompts into free slots.
+
+        Args:
+            complete: with the rows of their prompts.
+        """
+        assert self._staged is not None
+        tasks = [complete[0][1]] * self.sizes.prefill_rows
+        slot_ids = np.full(len(tasks), self.sizes.slots, np.int32)
+        for (row, task), slot in zip(complete, self.free, strict=False):
+            tasks[row], slot_ids[row], self.tasks[slot] = task, slot, task
+        with use_mesh(self._mesh):
+            self.slots = start_rows(
                 self._model,
                 self._all_slots(),
-                cache,
-                np.int32(start),
-                rows,
-                np.array([slot], np.int32),
-                width=width,
+                self._staged,
+                prompt_rows(tasks, self._group, self.sizes, self.sizes.columns),
+                slot_ids,
+                new_token_bucket=self.sizes.new_token_bucket,
             )
-        self._counts.prefill_columns += width
-        self._count_call(f"prefill rest {width} into", self.sizes)
-        return cache
+        wait_on_cpu_mesh(self.slots)
+        self._count_call(f"first tokens of {len(tasks)} into", self.sizes)
+
+    def copy_prompt(self, row: int) -> Cache:
+        """A copy of the keys and values of a prompt, the last one in a row, to keep a prefix."""
+        assert self._staged is not None
+        with use_mesh(self._mesh):
+            return copy_prompt(self._staged, np.array([row], np.int32))
 
     def decode(self, until_free: int, max_steps: int) -> DecodeProgress:
         """Decodes until `until_free` slots are free, all rows are finished, or for `max_steps`

@@ -5,10 +5,7 @@ settings, so its result does not depend on other rows. The first axis of every a
 the KV cache, slots and heads share one axis unless a mesh shards heads. On a mesh the first axis is
 sharded over `data` and `fsdp`, the heads of the cache over `tensor`.
 
-A prompt is prefilled as a whole, or in chunks after a prefix of an earlier prompt, as
-`jaxllm.serve` does. The chunks fill a prompt cache, of one row, whose column j is cache slot j. It
-is a value: extending it makes another one, so a kept prefix serves any number of prompts. The last
-chunk of a prompt goes into a slot.
+A prompt is prefilled as a whole, or in chunks (prompt_chunks.py) and then copied into a slot.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int, Shaped
 
-from jaxllm.cache.kv_cache import KV, Cache, per_head
 from jaxllm.cache.slot_cache import RotatedCache, SlotCache
 from jaxllm.generation.inputs.arguments import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
@@ -60,6 +56,11 @@ class Sizes:
     """Sequences that a slot decodes."""
     new_token_bucket: int = 0
     """Most new tokens, rounded up, where there are several beams; else 0."""
+    wide: int = 0
+    """Columns of a wide chunk of a prompt; 0: prompts are prefilled as a whole. The widths are
+    powers of two."""
+    narrow: int = 0
+    """Columns of a narrow chunk."""
 
     @property
     def capacity(self) -> int:
@@ -77,6 +78,17 @@ class Sizes:
         there are enough."""
         count = max(1, self.slots // 16)
         return count - count % self.shards or count
+
+    def chunk_width(self, start: int, length: int) -> int:
+        """Columns of the chunk that follows the first `start` columns of a prompt of `length`: a
+        wide one, unless narrow ones have fewer columns together.
+
+        >>> sizes = Sizes(16, 1024, wide=256, narrow=64)
+        >>> [sizes.chunk_width(start, 700) for start in (0, 256, 320, 512)]
+        [256, 256, 64, 64]
+        """
+        is_wide = start % self.wide == 0 and length - start > self.wide - self.narrow
+        return self.wide if is_wide else self.narrow
 
     def with_slots(self, slots: int) -> Sizes:
         """The same with another number of slots, rounded up to a multiple of `shards`."""
@@ -285,13 +297,6 @@ def slot_shapes(
     return with_shardings(shapes, mesh, count)
 
 
-def prompt_cache_shapes(model: Decoder, columns: int, mesh: Mesh | None) -> Cache:
-    """Shapes, dtypes and shardings of a prompt cache."""
-    with use_mesh(mesh):
-        shapes = jax.eval_shape(partial(model.init_cache, 1, columns))
-    return with_shardings(shapes, mesh, 1)
-
-
 def empty_arrays(shapes: T) -> T:
     """Arrays of zeros of these shapes, made without compiling a program."""
     return jax.tree.map(lambda x: place(np.zeros(x.shape, x.dtype), x.sharding), shapes)
@@ -313,20 +318,6 @@ def empty_slots(shapes: Slots, rows: PromptRows) -> Slots:
     settings = map_with_axes(filled, shapes.settings, rows.settings)
     strategy = map_with_axes(filled, shapes.strategy, rows.strategy)
     return Slots(strategy, settings, empty_arrays(shapes.state))
-
-
-def slots_after_prefill(
-    model: Decoder,
-    rows: PromptRows,
-    inputs: PrefillInputs,
-    cache: Cache,
-    new_token_bucket: int,
-) -> Slots:
-    """Slots after the prompts and their first tokens."""
-    state = first_state(
-        rows.strategy, model, inputs, cache, rows.settings, new_token_bucket=new_token_bucket
-    )
-    return Slots.of(rows, state)
 
 
 # The slots are donated: cache and sequences are updated in place.
@@ -351,9 +342,10 @@ def prefill_slots(
     init_cache = partial(model.init_cache, len(slot_ids), **inputs.encoder_inputs)
     width = inputs.decoder_inputs["tokens"].shape[1]
     cache = slots.state.cache.for_prompts(init_cache, width, jnp.asarray(inputs.start_len))
-    return write_rows(
-        slots, slots_after_prefill(model, rows, inputs, cache, new_token_bucket), slot_ids
+    state = first_state(
+        rows.strategy, model, inputs, cache, rows.settings, new_token_bucket=new_token_bucket
     )
+    return write_rows(slots, Slots.of(rows, state), slot_ids)
 
 
 @partial(jax.jit, static_argnames=("steps_per_check",), donate_argnames=("slots",))
@@ -398,70 +390,3 @@ def steps_per_check_for(max_steps: int, platform: str) -> int:
     """
     steps = steps_between_checks(platform)
     return 1 if max_steps % steps else steps
-
-
-def truncated(cache: Cache, length: Int[Array, ""]) -> Cache:
-    """The first `length` columns of a prompt cache. Keys and values of the others become 0, since a
-    NaN there would pass the mask (0 * NaN is NaN)."""
-    cache = cache.truncate(length[None])
-
-    def zero_masked(kv: KV) -> KV:
-        return jax.tree.map(lambda x: jnp.where(per_head(cache.mask, x)[..., None], x, 0), kv)
-
-    return cache.replace(length=length, layers=tuple(map(zero_masked, cache.layers)))
-
-
-# Prompt caches are not donated: they may be kept prefixes.
-@jax.jit
-def extend_prompt(
-    model: Decoder, cache: Cache, tokens: Int[Array, "1 T"], start: Int[Array, ""]
-) -> Cache:
-    """Prefills T more columns of a prompt after the first `start` ones of the cache.
-
-    Args:
-        start: start + T is at most the cache's capacity.
-    """
-    mask = jnp.ones(tokens.shape, bool)
-    out = model.decode(tokens, mask, truncated(cache, start), logits_column=jnp.zeros(1, jnp.int32))
-    return constrain_fields(out.cache, batch=1)
-
-
-@partial(jax.jit, static_argnames=("width",), donate_argnames=("slots",))
-def prefill_rest(
-    model: Decoder,
-    slots: Slots,
-    cache: Cache,
-    start: Int[Array, ""],
-    rows: PromptRows,
-    slot_ids: Int[Array, " 1"],
-    *,
-    width: int,
-) -> tuple[Slots, Cache]:
-    """Prefills the rest of a prompt, chooses its first token, and writes the row into a slot.
-
-    Args:
-        start: columns of the prompt that the cache has; start + width is at most its capacity.
-        rows: the whole prompt, padded to the columns of a slot.
-        width: columns of the rest, padding included.
-
-    Returns:
-        The slots, and the cache of the prompt.
-    """
-    rows = constrain_fields(rows, batch=1)
-    cache = truncated(cache, start)
-    inputs = rows.inputs_with_keys()
-
-    def rest(x: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(x, cache.length, width, axis=1)
-
-    inputs = dataclasses.replace(
-        inputs,
-        decoder_inputs={"tokens": rest(inputs.sequences), "mask": rest(inputs.mask)},
-        last_column=inputs.last_column - cache.length,
-        past_cache=cache,
-    )
-    new = slots_after_prefill(model, rows, inputs, cache, new_token_bucket=0)
-    cache = new.state.cache.replace(length=jnp.asarray(rows.inputs.start_len)[0])
-    state = new.state.replace(cache=slots.state.cache.rows_of(new.state.cache))
-    slots = write_rows(slots, dataclasses.replace(new, state=state), slot_ids)
-    return slots, constrain_fields(cache, batch=1)

@@ -1,33 +1,34 @@
 """Admission of requests to slots: how their prompts are prefilled, and which prefixes are kept.
 
-Short prompts are prefilled as a whole, long ones in chunks, and prompts that begin with a kept
-prefix, such as a system prompt that requests share, from its end on.
+Prompts are prefilled in chunks, several prompts at once, and prompts that begin with a kept prefix,
+such as a system prompt that requests share, from its last narrow chunk on. Some models need whole
+prompts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Int
 
 from jaxllm.batch.row_groups import Task
 from jaxllm.batch.slot_pool import SlotPool
-from jaxllm.batch.slots import empty_arrays, prompt_cache_shapes
+from jaxllm.batch.slots import Sizes
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import UnsupportedError
-from jaxllm.common.hardware import default_device, nbytes
+from jaxllm.common.hardware import default_device
 from jaxllm.generation.inputs.arguments import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.models.decoder import GenerativeModel
 
 DEFAULT_CHUNK_SIZE = {"cpu": 256}
 DEFAULT_ACCELERATOR_CHUNK_SIZE = 512
+NARROW_CHUNK_SIZE = 64
+"""Columns of a narrow chunk: on average half of them are padding, once in a prompt."""
 DEFAULT_KEPT_PREFIXES = 4
 MIN_PREFIX = 64
 """Tokens of the shortest prefix that is kept, and by which it is longer than another one."""
@@ -44,35 +45,31 @@ class PrefillOptions:
     """How prompts are prefilled."""
 
     chunk_size: int
-    """Columns that are prefilled between two decode calls: of a chunk of a long prompt, or of short
-    prompts (those of one batch count once). A power of two."""
+    """Columns of prompts that are prefilled between two decode calls (the columns of prompts that
+    are prefilled side by side count once), and of a wide chunk. A power of two."""
     kept_prefixes: int = 0
     """Most prefixes that are kept."""
-    cache_shapes: Cache | None = None
-    """Shapes of a prompt cache; None: every prompt is prefilled as a whole."""
+    whole: bool = False
+    """Every prompt is prefilled as a whole."""
+
+    def sizes(self, sizes: Sizes) -> Sizes:
+        """The sizes with the widths of chunks."""
+        if self.whole:
+            return sizes
+        wide = min(self.chunk_size, sizes.columns)
+        return dataclasses.replace(sizes, wide=wide, narrow=min(wide, NARROW_CHUNK_SIZE))
 
     @property
-    def longest_whole(self) -> float:
-        """Columns of the longest prompt that is prefilled as a whole."""
-        return math.inf if self.cache_shapes is None else self.chunk_size
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes per device of all prompt caches: those that are kept, that of a prompt that comes
-        again, an empty one, the last one of a prompt and its next one."""
-        if self.cache_shapes is None:
-            return 0
-        return (self.kept_prefixes + bool(self.kept_prefixes) + 3) * nbytes(self.cache_shapes)
+    def copied_prompts(self) -> int:
+        """Most copies of prompts at a time: the kept prefixes, a prompt that comes again, and one
+        that replaces one of these."""
+        return self.kept_prefixes + 2 if self.kept_prefixes else 0
 
 
 def prefill_options(
-    model: GenerativeModel,
-    columns: int,
-    chunk_size: int | None,
-    kept_prefixes: int | None,
-    mesh: Mesh | None,
+    model: GenerativeModel, chunk_size: int | None, kept_prefixes: int | None
 ) -> PrefillOptions:
-    """The options for slots of some columns; None: the default.
+    """The options for a model; None: the default.
 
     Raises:
         UnsupportedError: one is set, but the model's prompts are prefilled as a whole.
@@ -88,11 +85,8 @@ def prefill_options(
         for name, value in options.items():
             if value:
                 raise UnsupportedError(f"{name} cannot be combined with {reason}; leave it out")
-        return PrefillOptions(size)
-    kept = DEFAULT_KEPT_PREFIXES if kept_prefixes is None else kept_prefixes
-    if not kept and columns <= size:
-        return PrefillOptions(size)
-    return PrefillOptions(size, kept, prompt_cache_shapes(model, columns, mesh))
+        return PrefillOptions(size, whole=True)
+    return PrefillOptions(size, DEFAULT_KEPT_PREFIXES if kept_prefixes is None else kept_prefixes)
 
 
 def buckets(longest: float) -> list[int]:
@@ -119,7 +113,7 @@ def _why_whole(model: GenerativeModel) -> str | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prefix:
-    """The first tokens of a prompt, and a prompt cache that begins with them."""
+    """The first tokens of a prompt, and the keys and values of a prompt that begins with them."""
 
     tokens: Tokens
     cache: Cache
@@ -131,12 +125,10 @@ class PrefixStore:
     Args:
         limit: most prefixes that are kept; the one that was not used for the longest time is
             dropped for a new one.
-        empty: a prompt cache without tokens.
     """
 
-    def __init__(self, limit: int, empty: Cache) -> None:
+    def __init__(self, limit: int) -> None:
         self._limit = limit
-        self.empty = Prefix(np.zeros(0, np.int32), empty)
         self._kept: list[Prefix] = []
         """The one that was used last comes last."""
         self._repeated: Prefix | None = None
@@ -147,13 +139,13 @@ class PrefixStore:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def longest(self, prompt: Tokens) -> tuple[Prefix, int]:
+    def longest(self, prompt: Tokens) -> tuple[Prefix | None, int]:
         """The prefix that shares most tokens with a prompt, and their number; the prompt's last
         token does not count, since the first new one is chosen from its logits."""
-        prefixes = [*self._kept, self._repeated or self.empty]
+        prefixes = [*self._kept, *filter(None, [self._repeated])]
         lengths = [shared_length(prefix.tokens, prompt[:-1]) for prefix in prefixes]
         if not any(lengths):
-            return self.empty, 0
+            return None, 0
         longest = int(np.argmax(lengths))
         return prefixes[longest], lengths[longest]
 
@@ -165,13 +157,9 @@ class PrefixStore:
         length = max(lengths, default=0)
         return length if length - max(kept, default=0) >= MIN_PREFIX else 0
 
-    def is_worth_repeating(self, length: int) -> bool:
-        """True if a prompt that comes again is kept for that.
-
-        Args:
-            length: tokens of it that the store does not have.
-        """
-        return bool(self._limit) and length >= MIN_PREFIX
+    def is_worth_repeating(self, prompt: Tokens) -> bool:
+        """True if a prompt that comes again is kept for that: if the store lacks enough of it."""
+        return bool(self._limit) and len(prompt) - self.longest(prompt)[1] >= MIN_PREFIX
 
     def note(self, prompt: Tokens) -> None:
         """Adds a recent prompt."""
@@ -220,36 +208,17 @@ class PrefixCounts:
     """Tokens of these prompts that were not computed again."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class PartialPrompt:
-    """A task with the first `length` tokens of its prompt in a prompt cache."""
-
-    task: Task
-    cache: Cache
-    length: int
-    kept_length: int = 0
-    """Length of the prefix that will be kept of it; 0: none."""
-    repeats: bool = False
-    """The whole prompt will be kept, since it comes again."""
-
-
 class Admission:
     """Tasks that wait for a slot, and the prefill of their prompts into a pool.
 
     Attributes:
-        waiting: the tasks that wait, in their order.
+        waiting: the tasks that wait, in their order. The first ones may be staged.
         counts: of kept prefixes.
     """
 
     def __init__(self, pool: SlotPool, options: PrefillOptions) -> None:
-        self._pool = pool
-        self._chunk_size = options.chunk_size
-        self._partial: PartialPrompt | None = None
-        """The first task that waits, once a part of its prompt is prefilled."""
-        self._prefixes: PrefixStore | None = None
-        if options.cache_shapes is not None:
-            empty = empty_arrays(options.cache_shapes)
-            self._prefixes = PrefixStore(options.kept_prefixes, empty)
+        self._pool, self._options = pool, options
+        self._prefixes = PrefixStore(options.kept_prefixes)
         self.waiting: deque[Task] = deque()
         self.counts = PrefixCounts()
 
@@ -260,8 +229,7 @@ class Admission:
     def remove(self, ends: Callable[[Task], bool]) -> None:
         """Removes tasks that wait, those for which `ends` is true."""
         self.waiting = deque(itertools.filterfalse(ends, self.waiting))
-        if self._partial is not None and ends(self._partial.task):
-            self._partial = None
+        self._pool.unstage(ends)
 
     def admit(self) -> bool:
         """Prefills prompts that wait, up to `chunk_size` columns, while there are free slots.
@@ -269,116 +237,83 @@ class Admission:
         Returns:
             True if a task came into a slot.
         """
+        prefill = self._prefill_batch if self._options.whole else self._prefill_chunk
         columns, free = 0, len(self._pool.free)
-        while self.waiting and self._pool.free and columns < self._chunk_size:
-            columns += self._prefill_next()
+        while self.waiting and self._pool.free and columns < self._options.chunk_size:
+            columns += prefill()
         return len(self._pool.free) < free
 
     def run_programs(self, tasks: Sequence[Task]) -> Iterator[None]:
         """Runs each program of prefill once. The caller frees the slots after each.
 
         Args:
-            tasks: one for each bucket of prompts that are prefilled as a whole.
+            tasks: with prompts that need all of the programs, each of them one that others do not.
         """
         for task in tasks:
             self.waiting.append(task)
-            self._prefill_batch()
+            while self.waiting:
+                self.admit()
             yield
-        if self._prefixes is None:
-            return
+        if self._options.kept_prefixes:
+            self._pool.stage(tasks[0], self._pool.copy_prompt(0), 0)
+            self._pool.unstage(lambda task: True)
         self._prefixes.clear()
-        empty = self._prefixes.empty.cache
-        for task in tasks:
-            self.waiting.append(task)
-            self._prefill_rest(PartialPrompt(task, empty, 0))
-            yield
-        if self._pool.sizes.columns > self._chunk_size:
-            prompt = tasks[-1].row.input_ids
-            self._pool.extend_prompt(empty, prompt[:1].repeat(self._chunk_size), 0)
 
-    def _prefill_next(self) -> int:
-        """Prefills the next prompts, or a chunk of one; returns the columns of that."""
-        partial = self._partial or self._begin(self.waiting[0])
-        if partial is None:
-            return self._prefill_batch()
-        prompt, start = partial.task.row.input_ids, partial.length
-        end = start + self._chunk_size
-        if end >= len(prompt):
-            return self._prefill_rest(partial)
-        cache = self._pool.extend_prompt(partial.cache, prompt[start:end], start)
-        self._partial = dataclasses.replace(partial, cache=cache, length=end)
-        return self._chunk_size
+    def _prefill_chunk(self) -> int:
+        """Stages the next prompts, and prefills the next chunk; returns its columns."""
+        rows = min(self._pool.sizes.prefill_rows, len(self._pool.free), len(self.waiting))
+        for task in itertools.islice(self.waiting, len(self._pool.staged), rows):
+            self._stage(task)
+        columns, complete = self._pool.prefill_chunk()
+        for row, task in complete:
+            self.waiting.remove(task)
+            self._keep(row, task)
+        return columns
 
-    def _begin(self, task: Task) -> PartialPrompt | None:
-        """The prefix of the first task's prompt that is in the store; None: the prompt is prefilled
-        as a whole."""
-        if self._prefixes is None:
-            return None
-        prefix, partial = self._plan(task, self._prefixes)
-        if partial is not None:
-            self._note([task])
-        if partial is not None and partial.length:
+    def _stage(self, task: Task) -> None:
+        """Stages a task after the prefix of its prompt that is in the store."""
+        prompt = task.row.input_ids
+        prefix, shared = self._prefixes.longest(prompt)
+        length = shared - shared % self._pool.sizes.narrow
+        if prefix is not None and length:
             self._prefixes.use(prefix)
             self.counts.hits += 1
-            self.counts.tokens += partial.length
-        return partial
+            self.counts.tokens += length
+            self._pool.stage(task, prefix.cache, length)
+        else:
+            self._pool.stage(task)
 
-    def _plan(self, task: Task, prefixes: PrefixStore) -> tuple[Prefix, PartialPrompt | None]:
-        prompt = task.row.input_ids
-        prefix, length = prefixes.longest(prompt)
+    def _keep(self, row: int, task: Task) -> None:
+        """Keeps what other tasks may begin with of a prompt that is prefilled.
+
+        Args:
+            row: the row that the prompt had.
+        """
+        prompt, prefixes = task.row.input_ids, self._prefixes
         # A request's later samples are no sign that others share its prompt.
-        kept_length = 0 if task.sample else prefixes.length_to_keep(prompt)
+        length = 0 if task.sample else prefixes.length_to_keep(prompt)
         comes_again = task.sample < task.row.samples - 1
-        repeats = comes_again and prefixes.is_worth_repeating(len(prompt) - length)
-        if self._columns(len(prompt) - length) == self._columns(len(prompt)):
-            prefix, length = prefixes.empty, 0
-        if not (length or kept_length or repeats) and len(prompt) <= self._chunk_size:
-            return prefix, None
-        return prefix, PartialPrompt(task, prefix.cache, length, kept_length, repeats)
-
-    def _columns(self, length: int) -> int:
-        """Columns of the calls that prefill so many tokens."""
-        in_chunks = (length - 1) // self._chunk_size * self._chunk_size
-        return in_chunks + bucket(length - in_chunks, SMALLEST_BUCKET)
-
-    def _prefill_rest(self, partial: PartialPrompt) -> int:
-        """Prefills the rest of the first task's prompt into a slot."""
-        task, prompt = partial.task, partial.task.row.input_ids
-        width = bucket(len(prompt) - partial.length, SMALLEST_BUCKET)
-        # The padded rest must end before the last column, if need be with tokens that are cached.
-        start = min(partial.length, self._pool.sizes.columns - width)
-        cache = self._pool.prefill_rest(task, partial.cache, start, width)
-        self.waiting.popleft()
-        self._partial = None
-        if partial.kept_length and self._prefixes is not None:
-            self._prefixes.keep(Prefix(prompt[: partial.kept_length], cache))
-        if partial.repeats and self._prefixes is not None:
-            self._prefixes.keep_repeated(Prefix(prompt, cache))
-        return width
+        repeats = comes_again and prefixes.is_worth_repeating(prompt)
+        if length or repeats:
+            cache = self._pool.copy_prompt(row)
+            if length:
+                prefixes.keep(Prefix(prompt[:length], cache))
+            if repeats:
+                prefixes.keep_repeated(Prefix(prompt, cache))
+        if task.sample == 0:
+            prefixes.note(prompt)
 
     def _prefill_batch(self) -> int:
         """Prefills the first task's prompt and others of its bucket into slots."""
         tasks = self._next_tasks(min(self._pool.sizes.prefill_rows, len(self._pool.free)))
         self._pool.prefill(tasks, self._pool.prepare(tasks))
-        self._note(tasks)
         return tasks[0].width
-
-    def _note(self, tasks: Iterable[Task]) -> None:
-        """Adds the prompts of requests to the recent ones."""
-        if self._prefixes is not None:
-            for task in tasks:
-                if task.sample == 0:
-                    self._prefixes.note(task.row.input_ids)
 
     def _next_tasks(self, count: int) -> list[Task]:
         """Removes the first task that waits, and the next ones that are prefilled with it."""
         first, *others = itertools.islice(self.waiting, LOOKAHEAD if count > 1 else 1)
-        fitting = (task for task in others if task.width == first.width and self._is_whole(task))
+        fitting = (task for task in others if task.width == first.width)
         tasks = [first, *itertools.islice(fitting, count - 1)]
         for task in tasks:
             self.waiting.remove(task)
         return tasks
-
-    def _is_whole(self, task: Task) -> bool:
-        """True if the task's prompt is prefilled as a whole."""
-        return self._prefixes is None or self._plan(task, self._prefixes)[1] is None

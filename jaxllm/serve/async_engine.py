@@ -21,12 +21,14 @@ from jax.sharding import Mesh
 
 from jaxllm.batch.generator import check_model, check_tokenizer, checked_slots
 from jaxllm.batch.memory import Prediction, fitting_slots, memory_budget, predict
+from jaxllm.batch.prompt_chunks import staged_shapes
 from jaxllm.batch.row_groups import Task, TaskChunk
 from jaxllm.batch.rows import BatchOutput, BatchRow, Chunk, RowReader
 from jaxllm.batch.slot_pool import BatchCounts, few_slots
 from jaxllm.batch.slots import Sizes
 from jaxllm.common.arguments import is_integer
 from jaxllm.common.errors import InputError, JaxLLMError
+from jaxllm.common.hardware import nbytes
 from jaxllm.common.threads import with_settings_of_this_thread
 from jaxllm.generation.inputs.arguments import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
@@ -280,8 +282,8 @@ class AsyncEngine:
     A request is a row of `jaxllm.BatchGenerator`: a prompt, a list of token ids, or a mapping with
     one of `prompt`, `messages` and `input_ids`, optionally `seed`, and generation fields of greedy
     search and sampling. It waits for a free slot while the others decode; its tokens stream out
-    after every few steps. Requests of all settings share one decode program and one prefill program
-    for each bucket of prompt lengths, which `start` compiles.
+    after every few steps. Requests of all settings share one decode program and the programs of
+    prefill, one for each of the two widths of chunks, which `start` compiles.
 
     ::
 
@@ -301,9 +303,9 @@ class AsyncEngine:
         steps_per_call: decode steps after which new tokens are read, and requests that wait are
             admitted. More steps take less of the host's time.
         prefill_chunk_size: columns of prompts that are prefilled between two decode calls, rounded
-            up to a power of two; longer prompts are prefilled in chunks of this size. None: 256 on
-            a CPU, 512 elsewhere. An encoder-decoder's prompt, and one of a model whose RoPE depends
-            on the length, is prefilled as a whole.
+            up to a power of two. Prompts are prefilled in chunks of this size and, at their end, of
+            64 columns. None: 256 on a CPU, 512 elsewhere. An encoder-decoder's prompt, and one of a
+            model whose RoPE depends on the length, is prefilled as a whole.
         kept_prefixes: most prefixes that several prompts share, such as a system prompt, whose KV
             caches are kept so that they are not computed again; each takes the memory of a slot.
             None: 4, or 0 for the models whose prompts are prefilled as a whole.
@@ -357,8 +359,10 @@ class AsyncEngine:
                 f"context: expected at most the model's {limit} tokens, found {context}"
             )
         self.context = sizes.columns if limit is None else min(sizes.columns, limit)
-        prefill = prefill_options(model, sizes.columns, prefill_chunk_size, kept_prefixes, mesh)
-        self._widths = buckets(min(self.context, prefill.longest_whole))
+        prefill = prefill_options(model, prefill_chunk_size, kept_prefixes)
+        sizes = prefill.sizes(sizes)
+        # Prompts of one token, and of one more than a wide chunk, run all programs.
+        self._widths = buckets(self.context) if prefill.whole else [2, sizes.wide + 2]
         per_row = with_rope_per_row(model)
         group = live_group(steps_per_call, model.config.vocab_size)
         reader = RowReader(model, tokenizer, fields, seed, default_new_tokens)
@@ -366,13 +370,18 @@ class AsyncEngine:
         widest = self._warm_up_task(self._widths[-1])
         budget = memory_budget(memory, 1 if mesh is None else mesh.size)
 
+        kept_bytes = 0
+        if prefill.kept_prefixes:
+            prompt = staged_shapes(per_row, sizes.with_slots(1), mesh)
+            kept_bytes = prefill.copied_prompts * nbytes(prompt)
+
         def few_of(slots: int) -> int | None:
             return few_slots(slots, platform_of_arrays(per_row)) if mesh is None else None
 
         def predicted(slots: int) -> Prediction:
             pool = predict(per_row, group, budget, mesh, [widest], sizes, slots)
-            copy = pool.cache * (few_of(slots) or 0) // slots
-            return dataclasses.replace(pool, cache=pool.cache + copy + prefill.nbytes)
+            copies = pool.cache * (few_of(slots) or 0) // slots + kept_bytes
+            return dataclasses.replace(pool, cache=pool.cache + copies)
 
         self.memory = fitting_slots(predicted, sizes.slots, sizes.shards)
         if not self.memory.fits:
@@ -506,7 +515,7 @@ class AsyncEngine:
         return BatchOutput.of(stream.row, chunks, self.tokenizer)
 
     def _warm_up_task(self, width: int) -> Task:
-        """A task with a prompt of one bucket."""
+        """A task with a prompt of some columns, its first new token included."""
         length = min(width, self.context)
         if not self.model.is_encoder_decoder:
             length -= 1  # for the new token

@@ -56,21 +56,23 @@ def test_answers_equal_generate_alone_and_the_programs_stay_the_same(
 ) -> None:
     if rotated:
         monkeypatch.setattr(slots, "writes_one_slot", lambda platform: True)
+    monkeypatch.setattr(admission, "NARROW_CHUNK_SIZE", CHUNK)
+    options = {**OPTIONS, "prefill_chunk_size": 2 * CHUNK}
     layer = {"gpt2": {"n_layer": 1}, "mistral": {"sliding_window": 20}}
     model = model_of(family, **layer.get(family, {"num_hidden_layers": 1}))
     rows = rows_with_a_system_prompt()
 
     async def main() -> list[Any]:
-        async with AsyncEngine(model, **OPTIONS, kept_prefixes=2) as engine:
+        async with AsyncEngine(model, **options, kept_prefixes=2) as engine:
             programs, clock = set(engine.counts.program_calls), CompileClock()
             outputs = list(await asyncio.gather(*map(engine.generate, rows)))
             clock.close()
             assert clock.programs == 0
             assert set(engine.counts.program_calls) == programs
-            assert len([name for name in programs if name.startswith("prefill")]) == 3
-            # The second prompt has the prefix kept; its second sample has all but its last token.
+            assert len([name for name in programs if name.startswith("prefill")]) == 2
+            # The second prompt has the prefix kept; its second sample has all whole chunks.
             assert engine.prefix_counts.hits == 5
-            assert engine.prefix_counts.tokens == 99 + 70 + 70 + 70 + 70
+            assert engine.prefix_counts.tokens == 96 + 64 + 64 + 64 + 64
             return outputs
 
     assert differences(model, rows, asyncio.run(main()))[0] == []
@@ -79,18 +81,20 @@ def test_answers_equal_generate_alone_and_the_programs_stay_the_same(
 def test_chunks_after_a_prefix_of_a_longer_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first two prompts share a prefix, and the third continues from it in chunks."""
     monkeypatch.setattr(admission, "MIN_PREFIX", 16)
+    monkeypatch.setattr(admission, "NARROW_CHUNK_SIZE", CHUNK)
     vocab = len(small_tokenizer("llama.model"))  # that of the servers of other modules
     model = tiny.make("llama", num_hidden_layers=1, vocab_size=vocab)
     rng = np.random.default_rng(0)
     shared, *others = (rng.integers(3, 50, n).tolist() for n in (20, 20, 24, 27))
     rows = [{"input_ids": [*shared, *rest], "max_new_tokens": 12} for rest in others]
-    options = {"slots": 4, "context": 64, "prefill_chunk_size": CHUNK, "kept_prefixes": 1}
+    options = {"slots": 32, "context": 64, "prefill_chunk_size": 2 * CHUNK, "kept_prefixes": 1}
 
     async def main() -> list[Any]:
         async with AsyncEngine(model, **options, warm_up=False) as engine:
             outputs = [await engine.generate(row) for row in rows]
-            assert engine.prefix_counts.tokens == len(shared)
-            assert engine.counts.program_calls["prefill chunk 16"] == 2 + 2 + 1
+            assert engine.prefix_counts.tokens == CHUNK
+            assert engine.counts.program_calls["prefill 1 x 32 of 2 x 64"] == 2
+            assert engine.counts.program_calls["prefill 2 x 16 of 2 x 64"] == 1 + 1 + 2
             return [dataclasses.replace(output, index=i) for i, output in enumerate(outputs)]
 
     assert differences(model, rows, asyncio.run(main()))[0] == []
@@ -128,24 +132,24 @@ def test_running_requests_decode_between_the_chunks_of_a_long_prompt() -> None:
 
 
 def test_the_last_prefixes_that_recur_are_kept() -> None:
-    store = PrefixStore(2, model_of("llama", num_hidden_layers=1).init_cache(1, 16))
+    store, cache = PrefixStore(2), model_of("llama", num_hidden_layers=1).init_cache(1, 16)
     tokens = np.arange(200)
-    assert store.longest(tokens) == (store.empty, 0)
+    assert store.longest(tokens) == (None, 0)
     assert store.length_to_keep(tokens) == 0
     store.note(tokens)
     assert store.length_to_keep(np.array([*range(80), 5, 6])) == 80
-    first, second, third = (Prefix(tokens[:n] + n, store.empty.cache) for n in (70, 80, 90))
+    first, second, third = (Prefix(tokens[:n] + n, cache) for n in (70, 80, 90))
     store.keep(first)
     assert store.length_to_keep(first.tokens) == 0
     store.keep(second)
     for n in (71, 72, 73):  # prompts of several samples
-        store.keep_repeated(Prefix(-tokens[:n], store.empty.cache))
+        store.keep_repeated(Prefix(-tokens[:n], cache))
     assert store.longest(-tokens)[1] == 73
     assert store.longest(np.array([*(tokens[:60] + 70), 0])) == (first, 60)
     assert store.longest(first.tokens) == (first, 69)  # the last token is run again
     store.use(first)
     store.keep(third)
-    assert store.longest(second.tokens) == (store.empty, 0)
+    assert store.longest(second.tokens) == (None, 0)
     assert store.longest(first.tokens) == (first, 69)
 
 
@@ -177,10 +181,10 @@ def test_samples_of_one_prompt_do_not_drive_out_a_shared_prefix() -> None:
             for start, samples, tokens in [
                 (system, 1, 0),
                 (system, 1, 0),  # now the prefix recurs, and is kept
-                (system, 1, 70),
-                ([], 3, 2 * 99),
-                ([], 3, 2 * 99),
-                (system, 2, 2 * 70),  # still kept
+                (system, 1, 64),
+                ([], 3, 2 * 96),
+                ([], 3, 2 * 96),
+                (system, 2, 2 * 64),  # still kept
             ]:
                 before = engine.prefix_counts.tokens
                 await engine.generate(row(start, samples))
