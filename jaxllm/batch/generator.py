@@ -17,6 +17,8 @@ from jaxllm.batch.memory import (
     memory_budget,
     out_of_memory_error,
     pools,
+    predict,
+    recorded_pool,
     too_large_error,
 )
 from jaxllm.batch.row_groups import (
@@ -25,6 +27,7 @@ from jaxllm.batch.row_groups import (
     check_processors,
     fits_slots,
     groups,
+    recorded_group,
     sizes_of,
 )
 from jaxllm.batch.row_window import RowWindow
@@ -155,6 +158,7 @@ class BatchGenerator:
         check_tokenizer(tokenizer)
         if announce is not None:
             checked_function(announce, "announce")
+        self._given = {"slots": slots, "memory": memory}
         self._slots = checked_slots(slots, self.mesh)
         if src_lang is not None or tgt_lang is not None:
             if tokenizer is None:
@@ -178,6 +182,9 @@ class BatchGenerator:
         )
         self._budget = memory_budget(memory, 1 if self.mesh is None else self.mesh.size)
         self._announce = announce
+        self._kept_pools: Sequence[Mapping[str, Any]] = ()
+        self._row: Callable[[int], RawRow] | None = None
+        self._save_pools: Callable[[list[dict[str, Any]]], object] | None = None
         self.returns_several = (fields.get("num_return_sequences") or 1) > 1
         """Rows without a `num_return_sequences` of their own have a list of results."""
         self.counts = BatchCounts()
@@ -293,9 +300,8 @@ class BatchGenerator:
     def answer(self, rows: Iterable[RawRow]) -> Iterator[BatchOutput]:
         """Streams outputs of some rows of a larger job, which keep their numbers there."""
         self.counts, self.memory = BatchCounts(), []
-        window = RowWindow(
-            self._checked(rows), self._model.is_encoder_decoder, row_shards(self.mesh), self.counts
-        )
+        options = (self._model.is_encoder_decoder, row_shards(self.mesh), self.counts)
+        window = RowWindow(self._checked(rows), *options, self._recorded_pools())
         unfinished: dict[int, list[Chunk]] = {}
         for item in self._sequences(window):
             if isinstance(item, BatchOutput):
@@ -311,6 +317,52 @@ class BatchGenerator:
                 output = self._output(row, unfinished.pop(row.index))
             self.counts.add_output(output)
             yield output
+
+    def keep_pools(
+        self,
+        kept: Mapping[str, Any],
+        save: Callable[[dict[str, Any]], object],
+        row: Callable[[int], RawRow],
+    ) -> None:
+        """Lets `answer` run its rows in the pools that an earlier run chose, so that their results
+        are the same to the bit. With other `slots` or `memory` than then, pools are chosen anew.
+
+        Args:
+            kept: what `save` got last; empty at first.
+            save: called before rows run in new pools.
+            row: gives a row by its number, for the settings of a pool.
+        """
+        is_same = kept.get("given", self._given) == self._given
+        changed = kept.get("sizes_changed", False) or not is_same
+        self._kept_pools = kept.get("pools", ()) if is_same else ()
+        self._row = row
+
+        def save_pools(pools: list[dict[str, Any]]) -> None:
+            save({"given": self._given, "sizes_changed": changed, "pools": pools})
+
+        self._save_pools = save_pools
+
+    def _recorded_pools(self) -> list[Pool]:
+        """The pools that an earlier run chose."""
+        found: dict[int, Group] = {}
+        result = []
+        options = (self.model.config.vocab_size, self.tokenizer, self.mesh)
+        try:
+            for record in self._kept_pools:
+                group = record["group"]
+                if group["number"] not in found:
+                    assert self._row is not None
+                    row = self._reader.read(self._row(group["row"]))
+                    found[group["number"]] = recorded_group(group, row, *options)
+                result.append(recorded_pool(record, found[group["number"]]))
+        except (JaxLLMError, KeyError, TypeError):
+            return []  # rows are tried again with other limits, or the version is another one
+        return result
+
+    def _record(self, window: RowWindow) -> None:
+        """Keeps the pools of a window, but those that refuse their rows."""
+        if self._save_pools is not None:
+            self._save_pools([pool.record() for pool in window.pools if not pool.is_refused])
 
     def plan(self, rows: Iterable[RawRow]) -> RowPlan:
         """What `answer` would run if it read all rows before the first runs. It reads no weights,
@@ -378,40 +430,47 @@ class BatchGenerator:
     def _add_pools(self, window: RowWindow) -> None:
         """Chooses pools for rows of one group that no pool holds."""
         rows, known = window.unplaced, window.groups
+        options = {"more": not window.is_read}
         group = next((each for each in known if each.accepts(rows[0])), None)
         if group is not None:  # its rows are too long for its pools
             rows = tuple(filter(group.accepts, rows))
-            new = self._pools(dataclasses.replace(group, rows=rows), window)
+            options["is_later"] = True
+            new = self._pools(dataclasses.replace(group, rows=rows), **options)
         else:
             chosen = next(self._groups(rows, known))
             group = dataclasses.replace(chosen, rows=chosen.rows[:1])
-            new = self._pools(chosen, window)
+            new = self._pools(chosen, **options)
         self.counts.doing = "trying how many rows fit into memory"
         pools = [dataclasses.replace(pool, group=group) for pool in new]
         for pool in pools:
-            assert pool.memory is not None
-            self.memory.append(pool.memory)
-            if self._announce is not None:
-                self._announce(pool.memory)
+            self._announce_pool(pool)
         window.add_pools(pools[::-1])
+        self._record(window)
+
+    def _announce_pool(self, pool: Pool) -> None:
+        """Reports the memory of a pool."""
+        if pool.memory is None:  # as recorded
+            options = (pool.group, self._budget, self.mesh, [pool.widest()], pool.sizes)
+            pool.memory = predict(self._model, *options, pool.sizes.slots)
+        self.memory.append(pool.memory)
+        if self._announce is not None:
+            self._announce(pool.memory)
 
     def _groups(self, rows: Iterable[BatchRow], earlier: Sequence[Group] = ()) -> Iterator[Group]:
         """The groups of rows that run in slots."""
         vocab_size = self.model.config.vocab_size
         return groups(rows, vocab_size, self.tokenizer, self.mesh, earlier)
 
-    def _pools(self, group: Group, window: RowWindow | None = None) -> Iterator[Pool]:
-        """Pools for the rows of a group, as the next ones of a window."""
-        is_later = window is not None and group.number < len(window.groups)
-        more = window is not None and not window.is_read
-        options = {"is_later": is_later, "more": more}
+    def _pools(self, group: Group, **options: bool) -> Iterator[Pool]:
         return pools(self._model, group, self._slots, self._budget, self.mesh, **options)
 
     def _run_pool(self, pool: Pool, window: RowWindow) -> Iterator[TaskChunk | BatchOutput]:
         """Sequences as they end, until no more tasks of the pool are in reach. Where memory runs
         out, half the slots go on."""
+        if pool.memory is None:
+            self._announce_pool(pool)
         while pool.waiting:
-            if pool.memory is not None and not pool.memory.fits and pool.is_smallest:
+            if pool.is_refused:
                 yield from _failed(window, pool, lambda row: too_large_error(row, pool))
                 return
             run = None
@@ -429,6 +488,7 @@ class BatchGenerator:
                 yield from _failed(window, pool, lambda row: out_of_memory_error(row, pool.sizes))
                 return
             pool.sizes = pool.sizes.with_slots(pool.sizes.slots // 2)
+            self._record(window)
             self.counts.add_halving()
 
     def _output(self, row: BatchRow, chunks: Sequence[Chunk]) -> BatchOutput:

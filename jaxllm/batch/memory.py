@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from jaxllm.batch.programs import chunk_prefill, slot_decode, slot_prefill, slot_start
 from jaxllm.batch.prompt_chunks import staged_shapes
-from jaxllm.batch.row_groups import Group, Task, prefill_batch, sizes_for
+from jaxllm.batch.row_groups import Group, Task, group_record, prefill_batch, sizes_for
 from jaxllm.batch.rows import BatchRow
 from jaxllm.batch.slots import Sizes, slot_shapes
 from jaxllm.common.arguments import is_integer
@@ -124,6 +125,8 @@ class Pool:
     is_lowered: bool = False
     """Memory has no room for as many slots as were asked for, so that only rows that need slots as
     large as these run here."""
+    is_refused: bool = False
+    """Not even the fewest slots fit into memory, so that rows get an error."""
     least_width: int = 0
     """Columns to which prompts are padded at least."""
     _waiting: dict[int, list[tuple[int, int, int, Task]]] = dataclasses.field(default_factory=dict)
@@ -168,6 +171,15 @@ class Pool:
         heaps = [heap for heap in self._waiting.values() if heap]
         return min(heaps, key=lambda heap: (heap[0][0], -heap[0][-1].width), default=None)
 
+    def record(self) -> dict[str, Any]:
+        """The pool as a JSON object, of which `recorded_pool` makes one without tasks."""
+        return {
+            "group": group_record(self.group),
+            "sizes": dataclasses.asdict(self.sizes),
+            "is_lowered": self.is_lowered,
+            "least_width": self.least_width,
+        }
+
     @property
     def is_smallest(self) -> bool:
         """True if there are as few slots as there can be."""
@@ -186,6 +198,12 @@ class Pool:
     def widest(self) -> Task:
         """One of the waiting tasks with the widest prompts."""
         return self._waiting[max(width for width, heap in self._waiting.items() if heap)][0][-1]
+
+
+def recorded_pool(record: Mapping[str, Any], group: Group) -> Pool:
+    """The pool of a record."""
+    options = {name: record[name] for name in ("is_lowered", "least_width")}
+    return Pool(group, Sizes(**record["sizes"]), **options)
 
 
 def length_class(sizes: Sizes) -> tuple[int, int]:
@@ -246,7 +264,7 @@ def pools(
             while fitting is not None and not predict_for(tasks, fitting, sizes.shards).fits:
                 fitting = fitting.with_half_the_new_tokens(prompt_length)
         least_width = max(task.width for task in tasks) if is_later else 0
-        yield Pool(group, sizes, memory, fitting, is_lowered, least_width)
+        yield Pool(group, sizes, memory, fitting, is_lowered, not memory.fits, least_width)
 
 
 def predict(

@@ -345,12 +345,10 @@ def groups(
         earlier: groups of earlier rows. The new programs of a strategy have the per-row fields of
             its earlier ones as well, so that rows of both kinds need no further programs.
     """
-    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    place_all = partial(place, sharding=everywhere)
     by_strategy: dict[Hashable, list[BatchRow]] = {}
     for row in rows:
         by_strategy.setdefault(_strategy_key(row), []).append(row)
-    numbers = itertools.count(len(earlier))
+    numbers = itertools.count(1 + max((group.number for group in earlier), default=-1))
     for strategy, strategy_rows in by_strategy.items():
         before = [group for group in earlier if _strategy_key(group.rows[0]) == strategy]
         fields = {
@@ -363,11 +361,6 @@ def groups(
         for processor_rows in _by_processors(strategy_rows, shared_fields, vocab_size):
             for group_rows in _by_stop_lists(processor_rows):
                 lists = sorted({row.config.stop_strings or () for row in group_rows} - {()})
-                stops = {
-                    strings: jax.tree.map(place_all, StopStringCriteria(tokenizer, strings))
-                    for strings in lists
-                    if tokenizer is not None  # `RowReader` refuses stop strings without one
-                }
                 yield Group(
                     number=next(numbers),
                     rows=tuple(group_rows),
@@ -375,8 +368,56 @@ def groups(
                     sampling=sampling,
                     shared_fields=shared_fields,
                     eos_width=bucket(max(len(row.eos) for row in group_rows), 8),
-                    stops=stops,
+                    stops=_stop_tables(lists, tokenizer, mesh),
                 )
+
+
+def _stop_tables(
+    lists: Iterable[tuple[str, ...]], tokenizer: Tokenizer | None, mesh: Mesh | None
+) -> dict[tuple[str, ...], StopStringCriteria]:
+    """A criterion for each list of stop strings, on the devices."""
+    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    place_all = partial(place, sharding=everywhere)
+    return {
+        strings: jax.tree.map(place_all, StopStringCriteria(tokenizer, strings))
+        for strings in lists
+        if tokenizer is not None  # `RowReader` refuses stop strings without one
+    }
+
+
+def group_record(group: Group) -> dict[str, Any]:
+    """A group as a JSON object, with its first row by number."""
+    return {
+        "number": group.number,
+        "row": group.rows[0].index,
+        "sampling": group.sampling,
+        "shared_fields": list(group.shared_fields),
+        "eos_width": group.eos_width,
+        "stops": [list(strings) for strings in group.stops],
+    }
+
+
+def recorded_group(
+    record: Mapping[str, Any],
+    row: BatchRow,
+    vocab_size: int,
+    tokenizer: Tokenizer | None,
+    mesh: Mesh | None,
+) -> Group:
+    """The group of a record.
+
+    Args:
+        row: its first row.
+    """
+    return Group(
+        number=record["number"],
+        rows=(row,),
+        vocab_size=vocab_size,
+        sampling=record["sampling"],
+        shared_fields=tuple(record["shared_fields"]),
+        eos_width=record["eos_width"],
+        stops=_stop_tables(map(tuple, record["stops"]), tokenizer, mesh),
+    )
 
 
 def _strategy_key(row: BatchRow) -> Hashable:

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
+from jaxllm.batch.generator import BatchGenerator
 from jaxllm.batch.job.journal import Journal, errors_file, report_file
 from jaxllm.batch.memory import Prediction
 from jaxllm.batch.rows import BatchOutput, RawRow
@@ -88,6 +89,8 @@ class Job:
         with Journal(self.output, self.identity, **options) as journal:
             self.resumed = len(journal.done)
             missing = [i for i in range(len(self.source)) if i not in journal.done]
+            if isinstance(self.engine, BatchGenerator):
+                self.engine.keep_pools(journal.pools, journal.save_pools, self.source.row)
             counters = run_counters(clock)
             for output in self.engine.answer(map(self.source.row, missing)):
                 journal.add(output.index, self.source.result(output), row_facts(output))
@@ -101,6 +104,7 @@ class Job:
             output=str(self.output),
             settings=journal.settings,
             resumed=self.resumed,
+            sizes_changed=journal.pools.get("sizes_changed", False),
             run=run,
             **row_statistics(journal.records(count)),
         )
@@ -190,6 +194,7 @@ class StreamedJob:
             output="stdout",
             settings={},
             resumed=0,
+            sizes_changed=False,
             run=counters(self.engine),
             **row_statistics(records),
         )
@@ -238,6 +243,9 @@ class Report:
     sequences: int
     resumed: int
     """Rows that runs before the last one answered."""
+    sizes_changed: bool
+    """A resumed run was given another `--slots` or `--memory`, so that its rows may differ by
+    rounding from those of a job that never stopped."""
     errors: Mapping[str, int]
     """Errors by class."""
     first_errors: Mapping[str, str]
@@ -285,6 +293,9 @@ class Report:
             slots = f"{counts.utilisation:.1%} busy over {counts.decode_steps:,} steps"
             lines.append(("slots", slots))
         lines += [("memory", line) for line in dict.fromkeys(map(str, run.memory))]
+        if self.sizes_changed:
+            remark = "chosen anew for another --slots or --memory; rows may differ by rounding"
+            lines.append(("sizes", remark))
         if counts.halvings:
             lines.append(("memory", f"ran out {counts.halvings} times; slots were halved"))
         return lines

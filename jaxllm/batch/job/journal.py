@@ -5,7 +5,8 @@ The journal of an output `out.jsonl` is the folder `out.jsonl.parts`:
 - `job.json`, the job's identity (all that its results depend on), while the job is unfinished;
 - `writer.lock`, the lock of the process that runs the job;
 - `rows.jsonl`, the finished rows. Every record has the id of its job, so that a record of another
-  job is never taken for one of this job, and a checksum of its line.
+  job is never taken for one of this job, and a checksum of its line;
+- `pools.json`, the sizes of the programs that the rows run in, where the engine keeps them.
 
 When all rows are finished they are written in the order of the input to a new file, which is then
 renamed to the output. After that `job.json` becomes `finished.json`, and the folder is removed. If
@@ -45,7 +46,9 @@ COMMIT_SECONDS = 1.0
 COMMIT_ROWS = 256
 """Number of added rows that are forced onto the disk at once."""
 _MAX_IDENTITY_BYTES = 1 << 24
-_JOURNAL_FILES = frozenset({"rows.jsonl", "merged", "job.json", "finished.json", LOCK_FILE})
+_JOURNAL_FILES = frozenset(
+    {"rows.jsonl", "pools.json", "merged", "job.json", "finished.json", LOCK_FILE}
+)
 
 
 class Journal:
@@ -71,7 +74,9 @@ class Journal:
         """Finished rows: where the line of each begins in the file of rows, by row number."""
         check_paths(output)
         self._lock = RunLock(self.folder)
-        self._rows = self.folder / "rows.jsonl"
+        self._rows, self._pools = self.folder / "rows.jsonl", self.folder / "pools.json"
+        self.pools: dict[str, Any] = {}
+        """What `save_pools` saved last."""
         try:
             with naming_file(self.folder, RunError, "written"):
                 self._open(identity, resume=resume, retry=retry)
@@ -99,6 +104,9 @@ class Journal:
             self.done, failed = read_rows(self._rows, self.job_id)
             for index in failed if retry else ():
                 del self.done[index]
+        if self._pools.exists():
+            kept = read_json_file(self._pools)
+            self.pools = kept if kept.get("job") == self.job_id else {}
         if not started.exists():
             write_whole(started, json.dumps(identity).encode())
 
@@ -142,6 +150,12 @@ class Journal:
         self.done.update(self._uncommitted)
         self._uncommitted.clear()
         self._committed_at = time.monotonic()
+
+    def save_pools(self, pools: Mapping[str, Any]) -> None:
+        """Forces the pools of the engine onto the disk."""
+        self.pools = {"job": self.job_id, **pools}
+        with naming_file(self._pools, RunError, "written"):
+            write_whole(self._pools, json.dumps(self.pools).encode())
 
     def records(self, count: int) -> Iterator[dict[str, Any]]:
         """Records of rows 0 to count - 1, in order.
