@@ -81,13 +81,13 @@ class Sizes:
 
     def chunk_width(self, start: int, length: int) -> int:
         """Columns of the chunk that follows the first `start` columns of a prompt of `length`: a
-        wide one, unless narrow ones have fewer columns together.
+        wide one if more than half of it is filled.
 
-        >>> sizes = Sizes(16, 1024, wide=256, narrow=64)
-        >>> [sizes.chunk_width(start, 700) for start in (0, 256, 320, 512)]
-        [256, 256, 64, 64]
+        >>> sizes = Sizes(16, 1024, wide=128, narrow=32)
+        >>> [sizes.chunk_width(start, 300) for start in (0, 32, 128, 256)]
+        [128, 32, 128, 32]
         """
-        is_wide = start % self.wide == 0 and length - start > self.wide - self.narrow
+        is_wide = start % self.wide == 0 and length - start > self.wide // 2
         return self.wide if is_wide else self.narrow
 
     def with_slots(self, slots: int) -> Sizes:

@@ -304,8 +304,9 @@ class AsyncEngine:
             admitted. More steps take less of the host's time.
         prefill_chunk_size: columns of prompts that are prefilled between two decode calls, rounded
             up to a power of two. Prompts are prefilled in chunks of this size and, at their end, of
-            64 columns. None: 256 on a CPU, 512 elsewhere. An encoder-decoder's prompt, and one of a
-            model whose RoPE depends on the length, is prefilled as a whole.
+            32 columns on a CPU and 64 elsewhere. None: 128 on a CPU, 512 elsewhere. An
+            encoder-decoder's prompt, and one of a model whose RoPE depends on the length, is
+            prefilled as a whole.
         kept_prefixes: most prefixes that several prompts share, such as a system prompt, whose KV
             caches are kept so that they are not computed again; each takes the memory of a slot.
             None: 4, or 0 for the models whose prompts are prefilled as a whole.

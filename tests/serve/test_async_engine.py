@@ -152,7 +152,7 @@ def test_few_busy_slots_are_decoded_without_the_others(monkeypatch):
 
     async def use(engine: AsyncEngine) -> list[list[int]]:
         alone = (await engine.generate(request, grammar=pattern())).output_ids[0]
-        prefill = {"prefill 1 x 64 of 1 x 64", "first tokens of 1 into 4 x 64"}
+        prefill = {"prefill 1 x 32 of 1 x 64", "first tokens of 1 into 4 x 64"}
         assert set(engine.counts.program_calls) == prefill | {"decode 2 x 64"}
         with_grammar = engine.submit(request, grammar=pattern())
         tokens = list((await anext(with_grammar)).tokens)  # in the first slot, alone

@@ -56,7 +56,7 @@ def test_answers_equal_generate_alone_and_the_programs_stay_the_same(
 ) -> None:
     if rotated:
         monkeypatch.setattr(slots, "writes_one_slot", lambda platform: True)
-    monkeypatch.setattr(admission, "NARROW_CHUNK_SIZE", CHUNK)
+    monkeypatch.setitem(admission.NARROW_CHUNK_SIZE, "cpu", CHUNK)
     options = {**OPTIONS, "prefill_chunk_size": 2 * CHUNK}
     layer = {"gpt2": {"n_layer": 1}, "mistral": {"sliding_window": 20}}
     model = model_of(family, **layer.get(family, {"num_hidden_layers": 1}))
@@ -81,7 +81,7 @@ def test_answers_equal_generate_alone_and_the_programs_stay_the_same(
 def test_chunks_after_a_prefix_of_a_longer_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first two prompts share a prefix, and the third continues from it in chunks."""
     monkeypatch.setattr(admission, "MIN_PREFIX", 16)
-    monkeypatch.setattr(admission, "NARROW_CHUNK_SIZE", CHUNK)
+    monkeypatch.setitem(admission.NARROW_CHUNK_SIZE, "cpu", CHUNK)
     vocab = len(small_tokenizer("llama.model"))  # that of the servers of other modules
     model = tiny.make("llama", num_hidden_layers=1, vocab_size=vocab)
     rng = np.random.default_rng(0)
