@@ -153,8 +153,7 @@ def slot_prefill(model: Decoder, slots: Slots, rows: PromptRows, sizes: Sizes) -
 
 def chunk_prefill(model: Decoder, staged: StagedRows, sizes: Sizes) -> jax.stages.Traced:
     """The program that prefills a wide chunk of prompts in rows of these shapes, traced."""
-    rows = 1 if sizes.wide > sizes.narrow else sizes.prefill_rows
-    return prefill_chunk.trace(model, staged, Chunk.empty(rows, sizes.wide))
+    return prefill_chunk.trace(model, staged, Chunk.empty(*sizes.chunks[0]))
 
 
 def slot_start(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import cache, partial
 from os import PathLike
@@ -394,20 +396,28 @@ class Embedder:
                 )
             self.width = size
         self._programs: dict[tuple[int, ...], Any] = {}
+        self._locks: defaultdict[tuple[int, ...], threading.Lock] = defaultdict(threading.Lock)
         shards = row_shards(self._mesh)
         self.rows = -(-(rows or EMBEDDED_ROWS) // shards) * shards
 
-    def warm_up(self) -> None:
-        """Compiles the program of each bucket of lengths, without running it."""
+    def programs(self) -> dict[str, Callable[[], object]]:
+        """Functions that compile the program of each bucket of lengths, by name."""
         assert self.context is not None
-        width = SMALLEST_BUCKET
+        shapes, width = {}, SMALLEST_BUCKET
         while width <= bucket(self.context, SMALLEST_BUCKET):
-            tokens, mask = padded_rows([FILLER] * self.rows, width)
-            with use_mesh(self._mesh):
-                arguments = {"pooled": mask, "dense": self._dense, **self._options}
-                program = _pooled.lower(self._model, tokens, mask, **arguments)
-                self._programs[tokens.shape] = program.compile()
+            shapes[f"embed {self.rows} x {width}"] = self.rows, width
             width *= 2
+        return {name: partial(self._compile, *shape) for name, shape in shapes.items()}
+
+    def _compile(self, rows: int, width: int) -> None:
+        """Compiles the program for texts of this shape, once, in the thread that needs it first."""
+        with self._locks[rows, width]:
+            if (rows, width) not in self._programs:
+                tokens, mask = padded_rows([FILLER] * rows, width)
+                arguments = {"pooled": mask, "dense": self._dense, **self._options}
+                with use_mesh(self._mesh):
+                    program = _pooled.lower(self._model, tokens, mask, **arguments).compile()
+                self._programs[rows, width] = program
 
     def check_length(self, name: str, ids: Sized) -> None:
         """Raises InputError for a text that is empty or too long; `name` is its name."""
@@ -450,10 +460,15 @@ class Embedder:
         """
         for number, ids in enumerate(texts):
             self.check_length(f"input[{number}]", ids)
-        # Filled up to whole batches, so that `warm_up` has compiled every program.
+        # Filled up to whole batches, for which `programs` has every program.
         full = [(np.asarray(ids), unpooled) for ids in texts]
         full += [(FILLER, 0)] * (-len(full) % self.rows)
-        results = dict(run_in_batches(self.embed_batch, full, self.rows, length=_size))
+
+        def embed_batch(texts: Sequence[TextTokens]) -> list[Float[np.ndarray, " D"]]:
+            self._compile(self.rows, bucket(max(map(_size, texts)), SMALLEST_BUCKET))
+            return self.embed_batch(texts)
+
+        results = dict(run_in_batches(embed_batch, full, self.rows, length=_size))
         for number in range(len(texts)):
             if not np.isfinite(results[number]).all():
                 raise NonFiniteError(f"input[{number}]: the model's hidden states {NOT_FINITE}")

@@ -10,7 +10,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from jaxllm.batch.programs import slot_prefill, slot_start
 from jaxllm.batch.prompt_chunks import (
     Chunk,
     StagedPrompt,
@@ -50,6 +51,12 @@ from jaxllm.parallel.field_axes import Axes, map_with_axes
 from jaxllm.parallel.placement import platform_of_arrays, wait_on_cpu_mesh
 from jaxllm.parallel.sharding import use_mesh
 
+Trace: TypeAlias = Callable[[], jax.stages.Traced]
+ProgramTable: TypeAlias = dict[str, Callable[[], object]]
+"""Functions that compile programs, by the names of the programs."""
+
+COPY, WRITE_PREFIX = "copy of a prompt", "write of a prefix"
+"""Names of the programs of kept prefixes."""
 MIN_SLOTS = 8
 """Slots below which a copy of a quarter of them would save little."""
 
@@ -195,6 +202,7 @@ class SlotPool:
     Attributes:
         sizes: of the slots.
         tasks: the task in each slot; None: the slot is free.
+        few: as given.
     """
 
     def __init__(
@@ -211,11 +219,12 @@ class SlotPool:
         self._mesh = mesh
         self.tasks: list[Task | None] = [None] * sizes.slots
         rows = prompt_rows([plain], group, sizes, plain.width)
-        self._all, self._few = empty_slots(slot_shapes(model, rows, sizes, mesh), rows), few
+        self._shapes = slot_shapes(model, rows, sizes, mesh)
+        self._all, self.few = empty_slots(self._shapes, rows), few
         self._prompts: dict[int, StagedPrompt] = {}
         """The prompts that are prefilled in chunks, by the number of their row."""
-        shapes = staged_shapes(model, sizes, mesh) if sizes.wide else None
-        self._staged = empty_arrays(shapes)
+        self._staged_shapes = staged_shapes(model, sizes, mesh) if sizes.wide else None
+        self._staged = empty_arrays(self._staged_shapes)
         self._first: Slots | None = None
         """Stands for the first rows of `_all` while it is not None."""
 
@@ -240,10 +249,10 @@ class SlotPool:
 
     def _first_slots(self, count: int) -> Slots:
         """The first few slots if `count` are no more, else all."""
-        if self._few is None or count > self._few:
+        if self.few is None or count > self.few:
             return self._all_slots()
         if self._first is None:
-            self._first = first_rows(self._all, count=self._few)
+            self._first = first_rows(self._all, count=self.few)
         return self.slots
 
     @property
@@ -284,7 +293,7 @@ class SlotPool:
         count, width = self.sizes.prefill_rows, tasks[0].width
         self._counts.prefill_tokens += sum(len(task.row.input_ids) for task in tasks)
         self._counts.prefill_columns += count * width
-        self._count_call(f"prefill {count} x {width} into", self.sizes)
+        self._counts.add_call(self.prefill_name(width))
 
     @property
     def staged(self) -> list[Task]:
@@ -329,8 +338,7 @@ class SlotPool:
         wait_on_cpu_mesh(self._staged)
         self._counts.prefill_tokens += int(chunk.lengths.sum())
         self._counts.prefill_columns += chunk.tokens.size
-        shape = len(self._staged.logits), self.sizes.capacity
-        self._counts.add_call("prefill {} x {} of {} x {}".format(*chunk.tokens.shape, *shape))
+        self._counts.add_call(self._chunk_name(chunk))
         complete = []
         for row, length in zip(chunk.rows.tolist(), chunk.lengths.tolist(), strict=True):
             if length:
@@ -362,7 +370,7 @@ class SlotPool:
                 new_token_bucket=self.sizes.new_token_bucket,
             )
         wait_on_cpu_mesh(self.slots)
-        self._count_call(f"first tokens of {len(tasks)} into", self.sizes)
+        self._counts.add_call(self._start_name)
 
     def copy_prompt(self, row: int) -> Cache:
         """A copy of the keys and values of a prompt, the last one in a row, to keep a prefix."""
@@ -379,14 +387,8 @@ class SlotPool:
         slots = self._first_slots(last_busy + 1)
         return self._decode(slots, until_free - (self.sizes.slots - slots.count), max_steps)
 
-    def run_decode_programs(self) -> None:
-        """Runs each program of decoding once, without a step."""
-        self._decode(self._first_slots(0), 1, 0)
-        self._decode(self._all_slots(), 1, 0)
-
     def _decode(self, slots: Slots, until_free: int, max_steps: int) -> DecodeProgress:
         platform = platform_of_arrays(slots.state.reason)
-        sizes = self.sizes.with_slots(slots.count)
         self._counts.doing = f"decoding {slots.count} rows at once"
         with use_mesh(self._mesh):
             self.slots, progress = decode_slots(
@@ -396,18 +398,89 @@ class SlotPool:
                 np.int32(max_steps),
                 steps_per_check=steps_per_check_for(max_steps, platform),
             )
-        self._count_call("decode", sizes)
+        self._counts.add_call(self.decode_name(slots.count))
         return progress
 
-    def _count_call(self, program: str, sizes: Sizes) -> None:
-        """Counts a call of a program over slots of these sizes."""
+    def decode_name(self, count: int) -> str:
+        """Name of the program that decodes so many slots."""
+        return self._name("decode", self.sizes.with_slots(count))
+
+    def prefill_name(self, width: int) -> str:
+        """Name of the program that prefills whole prompts of a bucket."""
+        return self._name(f"prefill {self.sizes.prefill_rows} x {width} into", self.sizes)
+
+    def _chunk_name(self, chunk: Chunk) -> str:
+        shape = *chunk.tokens.shape, self.sizes.prefill_rows, self.sizes.capacity
+        return "prefill {} x {} of {} x {}".format(*shape)
+
+    @property
+    def _start_name(self) -> str:
+        return self._name(f"first tokens of {self.sizes.prefill_rows} into", self.sizes)
+
+    def _name(self, program: str, sizes: Sizes) -> str:
+        """Name of a program over slots of these sizes."""
         name = f"{program} {sizes.slots} x {sizes.capacity}"
         if sizes.encoder_columns is not None:
             name += f" (encoder {sizes.encoder_columns})"
         if sizes.beams > 1:
             name += f" of {sizes.beams} beams"
-        name += f", group {self._group.number}" if self._group.number else ""
-        self._counts.add_call(name)
+        return name + (f", group {self._group.number}" if self._group.number else "")
+
+    def programs(
+        self, tasks: Sequence[Task], steps: Iterable[int], *, copies: bool
+    ) -> list[ProgramTable]:
+        """Functions that compile the programs of this pool, by name.
+
+        Args:
+            tasks: one for each bucket of prompts that are prefilled as a whole, the widest last;
+                any one if prompts are prefilled in chunks.
+            steps: the numbers of steps of decode calls.
+            copies: prompts are copied, to keep prefixes.
+
+        Returns:
+            The programs by which any prompt can be prefilled and decoded; and those that do the
+            same faster, or that few prompts need.
+        """
+        model, shapes, staged, sizes = self._model, self._shapes, self._staged_shapes, self.sizes
+        one, platform = np.int32(1), platform_of_arrays(model)
+        intervals = [*dict.fromkeys(steps_per_check_for(number, platform) for number in steps)]
+
+        def decode(slots: Slots, interval: int) -> Trace:
+            return partial(decode_slots.trace, model, slots, one, one, steps_per_check=interval)
+
+        needed = {self.decode_name(sizes.slots): decode(shapes, intervals[0])}
+        others: dict[str, Trace] = {}
+        if staged is None:
+            for task in tasks:
+                rows = self.prepare([task])
+                trace = partial(slot_prefill, model, shapes, rows, sizes)
+                (needed if task is tasks[-1] else others)[self.prefill_name(task.width)] = trace
+        else:
+            for chunk in (Chunk.empty(rows, width) for rows, width in sizes.chunks):
+                needed[self._chunk_name(chunk)] = partial(prefill_chunk.trace, model, staged, chunk)
+            rows = self.prepare(tasks[:1])
+            needed[self._start_name] = partial(slot_start, model, shapes, staged, rows, sizes)
+        if staged is not None and copies:
+            prompt = staged_shapes(model, sizes.with_slots(1), self._mesh).cache
+            number = np.zeros(1, np.int32)
+            others[COPY] = partial(copy_prompt.trace, staged, number)
+            others[WRITE_PREFIX] = partial(write_prefix.trace, staged, prompt, number, number)
+        if self.few is not None:
+            first = jax.eval_shape(partial(first_rows, count=self.few), shapes)
+            others["copy of the first slots"] = partial(first_rows.trace, shapes, count=self.few)
+            others["write of the first slots"] = partial(with_first_rows.trace, shapes, first)
+            others[self.decode_name(self.few)] = decode(first, intervals[0])
+        for interval in intervals[1:]:
+            name = f"{self.decode_name(sizes.slots)}, {interval} steps between checks"
+            others[name] = decode(shapes, interval)
+        return [
+            {name: partial(self._compile, trace) for name, trace in table.items()}
+            for table in (needed, others)
+        ]
+
+    def _compile(self, trace: Trace) -> None:
+        with use_mesh(self._mesh):
+            trace().lower().compile()
 
     def take_finished(self, progress: DecodeProgress) -> list[tuple[int, Task]]:
         """Frees the slots whose rows are finished; returns their numbers and tasks.

@@ -90,6 +90,12 @@ class Sizes:
         is_wide = start % self.wide == 0 and length - start > self.wide // 2
         return self.wide if is_wide else self.narrow
 
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """The shapes of chunks, each as rows and columns."""
+        narrow = self.prefill_rows, self.narrow
+        return [(1, self.wide), narrow] if self.wide > self.narrow else [narrow]
+
     def with_slots(self, slots: int) -> Sizes:
         """The same with another number of slots, rounded up to a multiple of `shards`."""
         return dataclasses.replace(self, slots=-(-slots // self.shards) * self.shards)

@@ -7,8 +7,10 @@ import asyncio
 import contextlib
 import functools
 import math
+import os
 import re
 import socket
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +54,8 @@ _ENGINE_FLAGS: Flags = {
     "--steps-per-call N": {"default": 4, "help": "the tokens that a stream sends at once (4)"},
     "--kept-prefixes N": "the number of common beginnings of prompts, such as system prompts, "
     "whose KV cache is kept (4)",
+    "--compile-all": "compile all programs before requests run, which then compile nothing "
+    "(default: the rest while requests run)",
     "--embeddings": {
         "nargs": "?",
         "const": "auto",
@@ -212,7 +216,12 @@ def _serve(arguments: argparse.Namespace, settings: ServerSettings, bound: socke
                     signals.say(progress)
             signals.say(f"compiling: {startup.warm_up_seconds:.1f} s")
             signals.say(f"serving {settings.model_name} on http://{host}:{port}")
+            programs, start = startup.programs, time.monotonic()
             while not stopped():
+                if start is not None and programs.compiled == len(programs.names):
+                    seconds = time.monotonic() - start
+                    signals.say(f"all {programs.compiled} programs are compiled: {seconds:.1f} s")
+                    start = None
                 await asyncio.sleep(POLL_SECONDS)
             server.stop()
 
@@ -222,6 +231,9 @@ def _serve(arguments: argparse.Namespace, settings: ServerSettings, bound: socke
 
     with logs_to_stderr():
         asyncio.run(serve())
+    number = signals.received()
+    if number is not None and startup.programs.is_compiling:
+        os._exit(128 + number)  # Python would wait for the program that is being compiled
     return 0
 
 
@@ -247,12 +259,12 @@ def _load(arguments: argparse.Namespace, settings: ServerSettings, startup: Star
     model, tokenizer = load_named(arguments, mesh, reporter, needs_tokenizer="a server")
     engine: Any
     if arguments.embeddings is not None and not hasattr(model, "init_cache"):
-        startup.begin_compiling(1)
-        engine = NoEngine(model, arguments.context or model.config.default_window)
+        engine = NoEngine(model, arguments.context or model.config.default_window, 1)
     else:
         names = ("slots", "memory", "context", "queue_size", "steps_per_call", "kept_prefixes")
         options = {name: getattr(arguments, name) for name in names}
-        startup.begin_compiling(2)
+        options["warm_up"] = arguments.compile_all or "background"
+        options["on_compile"] = startup.begin_compiling
         engine = AsyncEngine(model, tokenizer, **options, **generation_fields(arguments))
         reporter.say(str(engine.memory))
     embedder = None
@@ -260,6 +272,10 @@ def _load(arguments: argparse.Namespace, settings: ServerSettings, startup: Star
         embedder = Embedder(model, engine.context, arguments.embeddings, tokenizer=tokenizer)
         kinds, most = " and ".join(embedder.recipe.pooling), embedder.context
         reporter.say(f"embeddings: {kinds} pooling, up to {most} tokens")
+        engine.programs.add(embedder.programs())
+    if arguments.compile_all:
+        engine.needed_programs = len(engine.programs.names)
+    startup.begin_compiling(engine.needed_programs)
     return ServerState(
         **vars(settings),
         engine=engine,

@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from jaxtyping import Int
 
 from jaxllm.batch.row_groups import Task
-from jaxllm.batch.slot_pool import SlotPool
+from jaxllm.batch.slot_pool import COPY, WRITE_PREFIX, SlotPool
 from jaxllm.batch.slots import Sizes
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import UnsupportedError
@@ -24,6 +24,7 @@ from jaxllm.common.hardware import default_device
 from jaxllm.generation.inputs.arguments import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.models.decoder import GenerativeModel
+from jaxllm.serve.programs import Programs
 
 # PERF(cpu): a chunk of 128 columns costs as much for each column as a wider one, and decoding waits
 # half as long for it as for one of 256. A chunk of 32 costs half as much again for each column.
@@ -171,12 +172,6 @@ class PrefixStore:
         if self._limit:
             self._recent_prompts.append(prompt)
 
-    def clear(self) -> None:
-        """Forgets all prefixes and recent prompts."""
-        self._kept.clear()
-        self._repeated = None
-        self._recent_prompts.clear()
-
     def use(self, prefix: Prefix) -> None:
         """Notes that a prefix is used."""
         if prefix in self._kept:
@@ -221,8 +216,8 @@ class Admission:
         counts: of kept prefixes.
     """
 
-    def __init__(self, pool: SlotPool, options: PrefillOptions) -> None:
-        self._pool, self._options = pool, options
+    def __init__(self, pool: SlotPool, options: PrefillOptions, programs: Programs) -> None:
+        self._pool, self._options, self._programs = pool, options, programs
         self._prefixes = PrefixStore(options.kept_prefixes)
         self.waiting: deque[Task] = deque()
         self.counts = PrefixCounts()
@@ -248,22 +243,6 @@ class Admission:
             columns += prefill()
         return len(self._pool.free) < free
 
-    def run_programs(self, tasks: Sequence[Task]) -> Iterator[None]:
-        """Runs each program of prefill once. The caller frees the slots after each.
-
-        Args:
-            tasks: with prompts that need all of the programs, each of them one that others do not.
-        """
-        for task in tasks:
-            self.waiting.append(task)
-            while self.waiting:
-                self.admit()
-            yield
-        if self._options.kept_prefixes:
-            self._pool.stage(tasks[0], self._pool.copy_prompt(0), 0)
-            self._pool.unstage(lambda task: True)
-        self._prefixes.clear()
-
     def _prefill_chunk(self) -> int:
         """Stages the next prompts, and prefills the next chunk; returns its columns."""
         rows = min(self._pool.sizes.prefill_rows, len(self._pool.free), len(self.waiting))
@@ -279,6 +258,8 @@ class Admission:
         """Stages a task after the prefix of its prompt that is in the store."""
         prompt = task.row.input_ids
         prefix, shared = self._prefixes.longest(prompt)
+        if not self._programs.has(WRITE_PREFIX):
+            prefix = None
         length = shared - shared % self._pool.sizes.narrow
         if prefix is not None and length:
             self._prefixes.use(prefix)
@@ -299,7 +280,7 @@ class Admission:
         length = 0 if task.sample else prefixes.length_to_keep(prompt)
         comes_again = task.sample < task.row.samples - 1
         repeats = comes_again and prefixes.is_worth_repeating(prompt)
-        if length or repeats:
+        if (length or repeats) and self._programs.has(COPY):
             cache = self._pool.copy_prompt(row)
             if length:
                 prefixes.keep(Prefix(prompt[:length], cache))
@@ -311,6 +292,8 @@ class Admission:
     def _prefill_batch(self) -> int:
         """Prefills the first task's prompt and others of its bucket into slots."""
         tasks = self._next_tasks(min(self._pool.sizes.prefill_rows, len(self._pool.free)))
+        width = self._programs.first(self._pool.prefill_name, tasks[0].width)
+        tasks = [dataclasses.replace(task, least_width=width) for task in tasks]
         self._pool.prefill(tasks, self._pool.prepare(tasks))
         return tasks[0].width
 

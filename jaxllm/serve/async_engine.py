@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from jax.sharding import Mesh
@@ -39,6 +39,7 @@ from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.parallel.sharding import row_shards
 from jaxllm.serve.admission import PrefixCounts, buckets, prefill_options
 from jaxllm.serve.live_run import LiveRun, RequestReader, live_group
+from jaxllm.serve.programs import Programs
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 _RATE_SEQUENCES = 64
@@ -148,6 +149,12 @@ class EngineThread:
             self._changed.notify()
         if self._thread.ident is not None:
             self._thread.join()
+
+    def fail(self, failure: BaseException) -> None:
+        """Ends all requests with an error, from another thread."""
+        with self._changed:
+            self.failure = self.failure or failure
+            self._changed.notify()
 
     def _seconds_for(self, sequences: int) -> int:
         """About how long so many sequences take, from 1 to 60."""
@@ -313,13 +320,19 @@ class AsyncEngine:
         seed: seed of requests that have none; the i-th request, from 0, then samples as row i of
             `BatchGenerator`, and one with a seed as `jaxllm.generate(..., key=its_seed)`.
         default_new_tokens, fields: as `BatchGenerator`.
-        warm_up: `start` compiles all programs; False: each when a request first needs it.
+        warm_up: `start` compiles all programs. "background": `start` compiles the programs by which
+            every request can run, and the others are compiled while requests run, those first that
+            a request asks for. False: each program is compiled when a request first needs it.
+        on_compile: called before programs are compiled that requests wait for, with their number.
 
     Attributes:
         model, tokenizer, fields: as given.
         context: most tokens of a prompt and its answer.
-        counts: counters of slots and program calls, those of `start` included.
+        counts: counters of slots and program calls.
         memory: predicted memory.
+        programs: the compiled programs; all of them are `programs.names`, and `programs.compiled`
+            is the number of those that are ready. Empty without `warm_up`.
+        needed_programs: number of programs that `start` compiles.
 
     Raises:
         InputError: a field of all requests is wrong, or `context` is longer than the model's.
@@ -339,7 +352,8 @@ class AsyncEngine:
         kept_prefixes: int | None = None,
         seed: int = 0,
         default_new_tokens: int | None = None,
-        warm_up: bool = True,
+        warm_up: bool | Literal["background"] = True,
+        on_compile: Callable[[int], object] = lambda number: None,
         **fields: Any,
     ) -> None:
         mesh = check_model(model)
@@ -362,13 +376,12 @@ class AsyncEngine:
         self.context = sizes.columns if limit is None else min(sizes.columns, limit)
         prefill = prefill_options(model, prefill_chunk_size, kept_prefixes)
         sizes = prefill.sizes(sizes)
-        # Prompts of one token, and of one more than a wide chunk, run all programs.
-        self._widths = buckets(self.context) if prefill.whole else [2, sizes.wide + 2]
         per_row = with_rope_per_row(model)
         group = live_group(steps_per_call, model.config.vocab_size)
         reader = RowReader(model, tokenizer, fields, seed, default_new_tokens)
         self._reader = RequestReader(reader, tokenizer, group, sizes)
-        widest = self._warm_up_task(self._widths[-1])
+        tasks = [self._task_of(width) for width in buckets(self.context)]
+        on_compile(2 if prefill.whole else 2 + len(sizes.chunks))  # and the decode program
         budget = memory_budget(memory, 1 if mesh is None else mesh.size)
 
         kept_bytes = 0
@@ -380,7 +393,7 @@ class AsyncEngine:
             return few_slots(slots, platform_of_arrays(per_row)) if mesh is None else None
 
         def predicted(slots: int) -> Prediction:
-            pool = predict(per_row, group, budget, mesh, [widest], sizes, slots)
+            pool = predict(per_row, group, budget, mesh, tasks[-1:], sizes, slots)
             copies = pool.cache * (few_of(slots) or 0) // slots + kept_bytes
             return dataclasses.replace(pool, cache=pool.cache + copies)
 
@@ -388,10 +401,18 @@ class AsyncEngine:
         if not self.memory.fits:
             raise InputError(f"memory: {self.memory} do not fit; lower context, or raise memory")
         sizes = sizes.with_slots(self.memory.slots)
-        few = few_of(sizes.slots)
-        self._run = LiveRun(per_row, group, sizes, widest, self.counts, mesh, prefill, few)
-        prepare = self._warm_up if warm_up else lambda: None
-        self._thread = EngineThread(self._run, queue_size, prepare)
+        options = self.counts, mesh, prefill, few_of(sizes.slots)
+        self.programs, self.needed_programs = Programs(), 0
+        self._run = LiveRun(per_row, group, sizes, tasks[-1], *options, self.programs)
+        if warm_up:
+            needed, others = self._run.programs(tasks)
+            self.programs.add(needed | others)
+            self.needed_programs = len(needed if warm_up == "background" else needed | others)
+            on_compile(self.needed_programs)
+        self._thread = EngineThread(
+            self._run, queue_size, lambda: self.programs.compile(self.needed_programs)
+        )
+        self.programs.on_failure = self._thread.fail
         self._numbers = itertools.count()
 
     @property
@@ -425,11 +446,17 @@ class AsyncEngine:
         return self._thread.failure
 
     async def start(self) -> None:
-        """Compiles all programs (`warm_up`), and then takes requests."""
+        """Compiles the programs that `warm_up` says, and then takes requests."""
         await asyncio.to_thread(self._thread.start)
+        if self.programs.names:
+            self.programs.compile_in_background()
 
     async def close(self, *, drain: bool = True) -> None:
-        """Takes no more requests, answers those that it has (`drain`), and ends."""
+        """Takes no more requests, answers those that it has (`drain`), and ends.
+
+        A program that is being compiled in the background is compiled to its end all the same.
+        """
+        self.programs.stop()
         await asyncio.to_thread(partial(self._thread.close, drain=drain))
 
     async def __aenter__(self) -> Self:
@@ -510,22 +537,17 @@ class AsyncEngine:
 
     async def generate(self, request: Any, **options: Any) -> BatchOutput:
         """The whole result of a request; arguments and errors are those of `submit`."""
-        (stream,) = await self.submit_in_thread([request], **options)
-        async with stream:
+        async with self.submit(request, **options) as stream:
             chunks = [chunk async for chunk in stream]
         return BatchOutput.of(stream.row, chunks, self.tokenizer)
 
-    def _warm_up_task(self, width: int) -> Task:
-        """A task with a prompt of some columns, its first new token included."""
+    def _task_of(self, width: int) -> Task:
+        """A task with a prompt of a bucket, whose only new token has a column too."""
         length = min(width, self.context)
         if not self.model.is_encoder_decoder:
             length -= 1  # for the new token
         fields = {"input_ids": np.zeros(length, int), "max_new_tokens": 1}
         return self._reader.read(0, fields)[0]
-
-    def _warm_up(self) -> None:
-        """Runs all programs once, so that they are compiled."""
-        self._run.run_programs([self._warm_up_task(width) for width in self._widths])
 
 
 def _most_sizes(

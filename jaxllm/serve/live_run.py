@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, UInt32
 
 from jaxllm.batch.row_groups import Group, Task, TaskChunk, fits_slots, per_row_fields
 from jaxllm.batch.rows import BatchRow, Chunk, RawRow, RowReader, TokenLogprob
-from jaxllm.batch.slot_pool import BatchCounts, SlotPool
+from jaxllm.batch.slot_pool import BatchCounts, ProgramTable, SlotPool
 from jaxllm.batch.slots import DecodeProgress, Sizes
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError, counted
 from jaxllm.generation.processors.base import (
@@ -47,6 +47,7 @@ from jaxllm.generation.strategies.strategy import (
 )
 from jaxllm.models.decoder import Decoder
 from jaxllm.serve.admission import Admission, PrefillOptions, PrefixCounts
+from jaxllm.serve.programs import Programs
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 MAX_TOP_LOGPROBS = 20
@@ -212,6 +213,7 @@ class LiveRun:
         plain: any task; free slots have its settings.
         prefill: how prompts come into slots.
         few: slots that are decoded alone while the others are free; None: all always are.
+        programs: those that are compiled, or will be.
     """
 
     def __init__(
@@ -224,10 +226,13 @@ class LiveRun:
         mesh: Mesh | None,
         prefill: PrefillOptions,
         few: int | None,
+        programs: Programs,
     ) -> None:
         self._vocab, self._steps_per_call = group.vocab_size, group.window
         self._pool = SlotPool(model, group, sizes, plain, counts, mesh, few)
-        self._admission = Admission(self._pool, prefill)
+        self._few, self._programs = few, programs
+        self._keeps_prefixes = prefill.kept_prefixes > 0
+        self._admission = Admission(self._pool, prefill, programs)
         self._prefill_is_next = True
 
     @property
@@ -259,15 +264,10 @@ class LiveRun:
         """Adds tasks, which run in this order."""
         self._admission.add(tasks)
 
-    def run_programs(self, tasks: Sequence[Task]) -> None:
-        """Runs each program once, so that it is compiled.
-
-        Args:
-            tasks: one for each bucket of prompts that are prefilled as a whole, with one new token.
-        """
-        for _ in self._admission.run_programs(tasks):
-            self._decode(self._steps_per_call)
-        self._pool.run_decode_programs()
+    def programs(self, tasks: Sequence[Task]) -> list[ProgramTable]:
+        """As `SlotPool.programs`."""
+        steps = 0, self._steps_per_call, 1
+        return self._pool.programs(tasks, steps, copies=self._keeps_prefixes)
 
     def take_all(self) -> list[Task]:
         """Ends all tasks and returns them, after a failure."""
@@ -305,7 +305,8 @@ class LiveRun:
 
     def _decode(self, steps: int) -> list[TaskChunk]:
         """Decodes; stops early if a slot is free for a task that waits."""
-        pool, waiting = self._pool, self._admission.waiting
+        pool, waiting, few = self._pool, self._admission.waiting, self._few
+        pool.few = few if few and self._programs.has(pool.decode_name(few)) else None
         until_free = len(pool.free) + 1 if waiting else pool.sizes.slots
         return self._collect(jax.device_get(pool.decode(until_free, steps)))
 

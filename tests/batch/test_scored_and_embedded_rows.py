@@ -178,7 +178,8 @@ def test_embed_pools_as_asked_or_as_the_checkpoint_states(tmp_path, stated, aske
     again = jaxllm.embed(tmp_path, texts, pooling=asked)
     np.testing.assert_allclose(again, vectors, atol=1e-6)
     server = row_tasks.Embedder(model, 64, asked)
-    server.warm_up()
+    for compile_program in server.programs().values():
+        compile_program()
     ids = [tokenizer.encode(text) for text in texts]
     np.testing.assert_allclose(server.embed(ids), vectors, atol=1e-6)
     lines = [json.dumps({"prompt": text}) for text in texts]

@@ -161,6 +161,31 @@ def test_the_states_of_a_start_and_an_early_request(tiny_chat: Path) -> None:
         assert early.result().json()["usage"]["completion_tokens"] == 8
 
 
+def metrics(url: str) -> dict[str, float]:
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
+
+
+@pytest.mark.ci
+def test_all_programs_are_compiled_before_or_while_requests_run(tiny_chat: Path) -> None:
+    cache = str(tiny_chat.parent / "xla2")
+    options = ["--slots", "8", "--context", "64", "--embeddings", "--compile-cache", cache]
+    with serving(tiny_chat, *options) as (process, url):
+        answer = httpx.post(f"{url}/v1/embeddings", json={"input": "a"}, timeout=60)
+        assert answer.is_success
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, "")
+        said = next(line for line in lines if "jaxllm serve: all " in line)
+        found = metrics(url)
+        assert found["jaxllm_programs"] == found["jaxllm_compiled_programs"] > 9
+        assert f"all {found['jaxllm_programs']:.0f} programs are compiled" in said
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 143
+    with serving(tiny_chat, *options, "--compile-all") as (_, url):
+        assert metrics(url)["jaxllm_compiled_programs"] == found["jaxllm_programs"]
+
+
 @pytest.mark.slow
 def test_a_real_model_is_served_and_drains(smollm2_gguf: Path, tmp_path: Path):
     keys = tmp_path / "keys.txt"

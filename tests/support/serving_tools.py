@@ -88,6 +88,8 @@ def running_server(
         texts=TextWorker(tokenizer),
         cors_origins=cors_origins,
     )
+    if state.embedder is not None and options.get("warm_up") == "background":
+        engine.programs.add(state.embedder.programs())
     bound = bound_socket("127.0.0.1", 0)
     ready, failures = threading.Event(), []
 

@@ -378,8 +378,6 @@ class HttpServer:
         try:
             state = await asyncio.to_thread(load, self.startup)
             await state.engine.start()
-            if state.embedder is not None:
-                await asyncio.to_thread(with_settings_of_this_thread(state.embedder.warm_up))
             on_ready()
             self.startup.end(state)
         except BaseException:

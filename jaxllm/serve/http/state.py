@@ -31,6 +31,7 @@ from jaxllm.serve.http.api_types import (
     SamplingFields,
     stopped_error,
 )
+from jaxllm.serve.programs import Programs
 from jaxllm.serve.text_worker import TextWorker
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
@@ -71,6 +72,8 @@ class ServerMetrics:
             "waiting_sequences": ("Sequences that wait for a slot", lambda: engine().waiting),
             "slots": ("Sequences that can be decoded at once", lambda: engine().slots),
             "decode_steps": ("Decode steps since the start", lambda: engine().counts.decode_steps),
+            "programs": ("Programs", lambda: len(engine().programs.names)),
+            "compiled_programs": ("Compiled programs", lambda: engine().programs.compiled),
             "prefix_hits": ("Prompts with a kept prefix", lambda: engine().prefix_counts.hits),
             "prefix_tokens": (
                 "Prompt tokens that a kept prefix saved",
@@ -105,13 +108,27 @@ class NoEngine:
 
     model: Model[Any] | None
     context: int
-    failure, running, waiting, slots = None, 0, 0, 0
+    needed_programs: int = 0
+    """Programs of embeddings that are compiled before requests run."""
+    programs: Programs = dataclasses.field(default_factory=Programs)
+    running, waiting, slots = 0, 0, 0
     counts, prefix_counts = BatchCounts(), PrefixCounts()
 
-    async def start(self, **options: object) -> None:
-        """Does nothing, as `close` does."""
+    @property
+    def failure(self) -> BaseException | None:
+        """Error of a program; None while requests run."""
+        return self.programs.failure
 
-    close = start
+    async def start(self) -> None:
+        """Compiles programs, the rest of them in the background."""
+        await asyncio.to_thread(
+            with_settings_of_this_thread(self.programs.compile), self.needed_programs
+        )
+        self.programs.compile_in_background()
+
+    async def close(self, *, drain: bool = True) -> None:
+        """Compiles nothing more."""
+        self.programs.stop()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -236,9 +253,10 @@ class Startup:
             self.end(settings)
 
     def begin_compiling(self, needed: int) -> None:
-        """Notes that `needed` programs will be compiled before requests can run."""
-        self._needed, self._compile_start = needed, time.perf_counter()
-        self._clock = CompileClock()
+        """Notes how many programs are compiled before requests can run."""
+        self._needed = needed
+        if self._clock is None:
+            self._clock, self._compile_start = CompileClock(), time.perf_counter()
 
     def end(self, state: ServerState | None) -> None:
         """Has requests run, those that wait too.
@@ -254,6 +272,11 @@ class Startup:
         if state is not None:
             self._engine = state.engine
         self._ended.set()
+
+    @property
+    def programs(self) -> Programs:
+        """The programs of the server; none before the model is loaded."""
+        return self._engine.programs
 
     async def wait(self) -> ServerState:
         """The state of the server, once requests can run.
