@@ -57,6 +57,8 @@ ProgramTable: TypeAlias = dict[str, Callable[[], object]]
 
 COPY, WRITE_PREFIX = "copy of a prompt", "write of a prefix"
 """Names of the programs of kept prefixes."""
+WRITE_FIRST = "write of the first slots"
+"""Name of the last program that is compiled for a decoding of the first few slots."""
 MIN_SLOTS = 8
 """Slots below which a copy of a quarter of them would save little."""
 
@@ -450,6 +452,11 @@ class SlotPool:
 
         needed = {self.decode_name(sizes.slots): decode(shapes, intervals[0])}
         others: dict[str, Trace] = {}
+        if self.few is not None:
+            first = jax.eval_shape(partial(first_rows, count=self.few), shapes)
+            others[self.decode_name(self.few)] = decode(first, intervals[0])
+            others["copy of the first slots"] = partial(first_rows.trace, shapes, count=self.few)
+            others[WRITE_FIRST] = partial(with_first_rows.trace, shapes, first)
         if staged is None:
             for task in tasks:
                 rows = self.prepare([task])
@@ -465,11 +472,6 @@ class SlotPool:
             number = np.zeros(1, np.int32)
             others[COPY] = partial(copy_prompt.trace, staged, number)
             others[WRITE_PREFIX] = partial(write_prefix.trace, staged, prompt, number, number)
-        if self.few is not None:
-            first = jax.eval_shape(partial(first_rows, count=self.few), shapes)
-            others["copy of the first slots"] = partial(first_rows.trace, shapes, count=self.few)
-            others["write of the first slots"] = partial(with_first_rows.trace, shapes, first)
-            others[self.decode_name(self.few)] = decode(first, intervals[0])
         for interval in intervals[1:]:
             name = f"{self.decode_name(sizes.slots)}, {interval} steps between checks"
             others[name] = decode(shapes, interval)

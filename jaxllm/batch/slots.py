@@ -218,14 +218,14 @@ def scatter_rows(
         return old.at[slot_ids].set(new, mode="drop")
 
     mesh = context_mesh()
-    if mesh is None:
+    spec = None if mesh is None else partition_spec(old.shape, axes, mesh)
+    if spec is None or spec[0] is None:  # every device has all rows
         return scatter(old, new, slot_ids)
 
     def scatter_shard(old: Array, new: Array, slot_ids: Array) -> Array:
         in_shard = slot_ids - jax.lax.axis_index(ROWS) * old.shape[0]
         return scatter(old, new, jnp.where(in_shard < 0, old.shape[0], in_shard))
 
-    spec = partition_spec(old.shape, axes, mesh)
     in_specs = (spec, PartitionSpec(None, *spec[1:]), PartitionSpec())
     return jax.shard_map(scatter_shard, in_specs=in_specs, out_specs=spec)(old, new, slot_ids)
 

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, UInt32
 
 from jaxllm.batch.row_groups import Group, Task, TaskChunk, fits_slots, per_row_fields
 from jaxllm.batch.rows import BatchRow, Chunk, RawRow, RowReader, TokenLogprob
-from jaxllm.batch.slot_pool import BatchCounts, ProgramTable, SlotPool
+from jaxllm.batch.slot_pool import WRITE_FIRST, BatchCounts, ProgramTable, SlotPool
 from jaxllm.batch.slots import DecodeProgress, Sizes
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError, counted
 from jaxllm.generation.processors.base import (
@@ -306,7 +306,7 @@ class LiveRun:
     def _decode(self, steps: int) -> list[TaskChunk]:
         """Decodes; stops early if a slot is free for a task that waits."""
         pool, waiting, few = self._pool, self._admission.waiting, self._few
-        pool.few = few if few and self._programs.has(pool.decode_name(few)) else None
+        pool.few = few if self._programs.has(WRITE_FIRST) else None
         until_free = len(pool.free) + 1 if waiting else pool.sizes.slots
         return self._collect(jax.device_get(pool.decode(until_free, steps)))
 
