@@ -27,7 +27,6 @@ def test_windows_predict_every_token_once_with_enough_before_it():
             assert number in (0, len(pairs) - 1) or len(before) >= max(context - stride, 1)
 
 
-@pytest.mark.ci
 def test_log_likelihood_is_that_of_the_models_logits():
     ids = np.array(TOKENIZER.encode(TEXT))
     context, stride = 32, 8

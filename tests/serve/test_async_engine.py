@@ -82,7 +82,6 @@ def _row_of(output: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return next(row for row in rows if row["id"] == output.id)
 
 
-@pytest.mark.ci
 def test_chunks_are_the_tokens_with_the_models_own_log_probabilities():
     row = {"input_ids": [5, 6, 7], "max_new_tokens": 11, "do_sample": True, "temperature": 3.0}
 

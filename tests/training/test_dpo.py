@@ -74,7 +74,6 @@ def written_loss(ratios: np.ndarray, config: DPOConfig) -> tuple[float, float]:
     return loss, -beta * ((1 - smoothing) * (1 - sigmoid) - smoothing * sigmoid)
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("family", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_loss_and_gradient_are_the_definition(family: str):
     """Equation 7 of the paper and the gradient that it gives there; smoothed; and IPO's."""

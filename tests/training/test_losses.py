@@ -15,6 +15,7 @@ from devices import on_devices
 
 from jaxllm.common.errors import InputError
 from jaxllm.models.lora import LoraConfig, add_lora
+from jaxllm.models.losses import next_labels
 from jaxllm.training.losses import (
     CausalLoss,
     Seq2SeqLoss,
@@ -33,6 +34,13 @@ def logits_and_labels(seed: int = 0):
     labels = rng.integers(0, 11, (3, 5)).astype(np.int32)
     labels[0, 2:] = -100
     return logits, labels
+
+
+def test_the_first_token_of_a_packed_document_is_no_label():
+    """The token before it is of another document."""
+    labels, segments = jnp.array([[5, 6, 7, 8, 9, 4]]), jnp.array([[1, 1, 2, 2, 2, 0]])
+    found = next_labels(labels, segments=segments)
+    assert found.tolist() == [[6, -100, 8, 9, -100, -100]]
 
 
 @pytest.mark.ci
