@@ -64,11 +64,10 @@ def test_the_serving_page_runs(smollm2_gguf: Path, tmp_path: Path) -> None:
     try:
         deadline = time.monotonic() + 600
         while server.poll() is None and time.monotonic() < deadline:
-            try:
+            with contextlib.suppress(httpx.TransportError):
                 if httpx.get(f"http://127.0.0.1:{port}/health").is_success:
                     break
-            except httpx.TransportError:
-                time.sleep(0.5)
+            time.sleep(0.5)
         else:
             pytest.fail("the server does not answer")
         _, printed = run_python(page)

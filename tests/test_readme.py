@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import re
@@ -65,11 +66,10 @@ def test_the_server_answers(smollm2_gguf: Path, tmp_path: Path):
                     pytest.skip(err)
                 pytest.fail(err)
             assert time.monotonic() < deadline
-            try:
+            with contextlib.suppress(httpx.TransportError):
                 if httpx.get(f"http://localhost:{port[1]}/health").is_success:
                     break
-            except httpx.TransportError:
-                time.sleep(0.5)
+            time.sleep(0.5)
         answer = json.loads(run_shell(ASK, tmp_path))
         assert answer["choices"][0]["message"]["content"]
     finally:
