@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.batch.programs import chunk_prefill, slot_decode, slot_prefill, slot_start
@@ -19,6 +20,7 @@ from jaxllm.batch.slots import Sizes, slot_shapes
 from jaxllm.common.arguments import is_integer
 from jaxllm.common.errors import InputError
 from jaxllm.common.hardware import format_bytes, nbytes, usable_memory
+from jaxllm.generation.inputs.arguments import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.models.decoder import Decoder
 from jaxllm.parallel.sharding import row_shards, use_mesh
@@ -40,6 +42,9 @@ class Prediction:
     """Number of slots on all devices together."""
     capacity: int
     devices: int = 1
+    lengths: tuple[int, ...] = dataclasses.field(default=(), compare=False)
+    """Tokens of the rows for which the pool was chosen, their new ones included: the mean, the 90th
+    percentile and the longest."""
 
     @property
     def total(self) -> int:
@@ -48,6 +53,28 @@ class Prediction:
     @property
     def fits(self) -> bool:
         return self.total <= self.budget
+
+    def rows_at_once(self, tokens: int) -> int:
+        """Rows of a length for which memory has room, about: a slot grows with its longest row.
+
+        >>> memory = Prediction(100, 64, 10, 270, slots=4, capacity=64, lengths=(10, 20, 60))
+        >>> [memory.rows_at_once(length) for length in memory.lengths]
+        [40, 20, 10]
+        """
+        room = max(self.budget - self.weights - self.activations, 0)
+        sizes = (bucket(length, SMALLEST_BUCKET) for length in (tokens, self.lengths[-1]))
+        own, longest = sizes
+        return room * self.slots * longest // (self.cache * own)
+
+    @property
+    def room(self) -> str:
+        """How many rows of the job's own lengths memory has room for, in words."""
+        kinds = ("the mean of the rows read so far", "their 90th percentile", "the longest")
+        parts = [
+            f"{self.rows_at_once(tokens):,} of {tokens:,} tokens ({kind})"
+            for tokens, kind in zip(self.lengths, kinds, strict=True)
+        ]
+        return f"memory has room for about {', '.join(parts)}"
 
     def __str__(self) -> str:
         return (
@@ -264,6 +291,9 @@ def pools(
             while fitting is not None and not predict_for(tasks, fitting, sizes.shards).fits:
                 fitting = fitting.with_half_the_new_tokens(prompt_length)
         least_width = max(task.width for task in tasks) if is_later else 0
+        lengths = [len(task.row.input_ids) + task.row.max_new_tokens for task in tasks]
+        summary = (np.mean(lengths), np.quantile(lengths, 0.9), max(lengths))
+        memory = dataclasses.replace(memory, lengths=tuple(round(float(x)) for x in summary))
         yield Pool(group, sizes, memory, fitting, is_lowered, not memory.fits, least_width)
 
 

@@ -28,6 +28,7 @@ from jaxllm.batch.job.identity import ENVIRONMENT, checkpoint_digests
 from jaxllm.batch.job.job import Job, RowEngine, StreamedJob, explained
 from jaxllm.batch.job.journal import check_output, check_paths, started_elsewhere
 from jaxllm.batch.job.ray_actors import RayEngine
+from jaxllm.batch.memory import Prediction
 from jaxllm.batch.row_tasks import (
     EMBED_KEYS,
     EMBED_RESULTS,
@@ -219,7 +220,7 @@ def dry_run(arguments: argparse.Namespace, mesh: Mesh | None, reporter: Reporter
         reporter.say(f"rows that may exceed the model's context of {context:,} tokens: {count:,}")
     for line in refused(source, plan.errors):
         reporter.say(line)
-    reporter.table([("memory", str(memory)) for memory in plan.memory])
+    reporter.table([("memory", line) for memory in plan.memory for line in memory_lines(memory)])
     if arguments.calibrate and plan.rows:
         reporter.table(estimate(engine, source, plan, price))
     return 0 if plan.rows else 1
@@ -466,13 +467,23 @@ def load_engine(
     return partial(BatchGenerator, model, tokenizer, **options)
 
 
+def memory_lines(memory: Prediction) -> list[str]:
+    """What a pool takes, and how many rows of the job's own lengths would fit."""
+    return [str(memory), memory.room] if memory.fits and memory.lengths else [str(memory)]
+
+
 def slot_options(arguments: argparse.Namespace, reporter: Reporter) -> dict[str, Any]:
     """Options of every engine that generates in slots."""
+
+    def announce(memory: Prediction) -> None:
+        for line in memory_lines(memory):
+            reporter.say(line)
+
     return {
         "slots": arguments.slots,
         "memory": arguments.memory,
         "seed": arguments.seed or 0,
-        "announce": lambda prediction: reporter.say(str(prediction)),
+        "announce": announce,
         **generation_fields(arguments),
     }
 

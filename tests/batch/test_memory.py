@@ -41,6 +41,22 @@ def test_prediction_is_what_the_slots_take():
 
 
 @pytest.mark.ci
+def test_the_room_for_rows_of_the_jobs_own_lengths():
+    """As many of the longest rows as slots fill the budget, and more of shorter ones."""
+    engine = BatchGenerator(MODEL, slots=8)
+    rows = [*ROWS, {"input_ids": [5, 6, 7], "max_new_tokens": 400}]
+    raw = [RawRow(i, i, row) for i, row in enumerate(rows)]
+    (memory,) = engine.plan(raw).memory
+    mean, ninth, longest = memory.lengths
+    assert (mean, ninth, longest) == (57, 34, 403)
+    whole = BatchGenerator(MODEL, slots=8, memory=memory.total)
+    (filled,) = whole.plan(raw).memory
+    assert filled.slots == filled.rows_at_once(longest) == 8
+    assert (filled.rows_at_once(mean), filled.rows_at_once(ninth)) == (64, 64)
+    assert filled.room.startswith("memory has room for about 64 of 57 tokens (the mean of the rows")
+
+
+@pytest.mark.ci
 @pytest.mark.parametrize("width", [64, 512])
 def test_activations_are_near_what_the_compiler_allocates(width, monkeypatch):
     compiled = []
