@@ -66,7 +66,7 @@ fuzz: $(FUZZ) $(MODEL) ## Fuzz each format, guided by coverage (FUZZ_SECONDS=60 
 mutants: $(DEV) $(MODEL) ## Run the mutation tests with 10,000 files a format (FUZZ_N=...)
 	JAXLLM_FUZZ_N=$(or $(FUZZ_N),10000) $(PYTEST) -m "" -k fuzz $(PYTEST_ARGS)
 
-seeded-faults: $(DEV) $(MODEL) $(TEST_KERNELS) ## Run the tests on 50 seeded faults (FAULTS="03 21")
+seeded-faults: $(DEV) $(MODEL) $(TEST_KERNELS) ## Run the tests on each seeded fault (FAULTS="03 21")
 	$(BIN)/python tests/seeded_faults/run.py $(FAULTS)
 
 lint: $(DEV) ## Check style and formatting
