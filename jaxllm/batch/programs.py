@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxllm.batch.prompt_chunks import Chunk, StagedRows, prefill_chunk, start_rows
+from jaxllm.batch.prompt_chunks import PromptColumns, StagedRows, prefill_chunk, start_rows
 from jaxllm.batch.row_groups import fits_slots, groups, prefill_batch, sizes_for
 from jaxllm.batch.rows import RawRow, RowReader
 from jaxllm.batch.slots import PromptRows, Sizes, Slots, decode_slots, prefill_slots, slot_shapes
@@ -153,7 +153,7 @@ def slot_prefill(model: Decoder, slots: Slots, rows: PromptRows, sizes: Sizes) -
 
 def chunk_prefill(model: Decoder, staged: StagedRows, sizes: Sizes) -> jax.stages.Traced:
     """The program that prefills a wide chunk of prompts in rows of these shapes, traced."""
-    return prefill_chunk.trace(model, staged, Chunk.empty(*sizes.chunks[0]))
+    return prefill_chunk.trace(model, staged, PromptColumns.empty(*sizes.chunks[0]))
 
 
 def slot_start(

@@ -58,7 +58,7 @@ class StagedPrompt:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Chunk:
+class PromptColumns:
     """The next columns of some prompts, as host arrays; rows without new columns fill it up."""
 
     tokens: Int[Array, "N T"]
@@ -70,14 +70,14 @@ class Chunk:
     """Number of each row in `StagedRows`."""
 
     @classmethod
-    def empty(cls, rows: int, columns: int) -> Chunk:
+    def empty(cls, rows: int, columns: int) -> PromptColumns:
         """A chunk without new columns."""
         tokens: Any = np.zeros((rows, columns), np.int32)
         numbers: list[Any] = [np.zeros(rows, np.int32) for _ in range(3)]
         return cls(tokens, *numbers)
 
     @classmethod
-    def next_of(cls, prompts: dict[int, StagedPrompt], sizes: Sizes) -> Chunk:
+    def next_of(cls, prompts: dict[int, StagedPrompt], sizes: Sizes) -> PromptColumns:
         """The next chunk of the first prompt; a narrow one with those of the others.
 
         Args:
@@ -151,7 +151,7 @@ def without_old_columns(cache: C, is_new: Bool[Array, " N"]) -> C:
 
 
 @partial(jax.jit, donate_argnames=("staged",))
-def prefill_chunk(model: Decoder, staged: StagedRows, chunk: Chunk) -> StagedRows:
+def prefill_chunk(model: Decoder, staged: StagedRows, chunk: PromptColumns) -> StagedRows:
     """Prefills the next columns of staged prompts."""
     count, lengths = len(staged.logits), jnp.asarray(chunk.lengths)
     all_rows = len(chunk.rows) == count

@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from jaxllm.batch.programs import slot_prefill, slot_start
 from jaxllm.batch.prompt_chunks import (
-    Chunk,
+    PromptColumns,
     StagedPrompt,
     copy_prompt,
     prefill_chunk,
@@ -333,7 +333,7 @@ class SlotPool:
             for `copy_prompt`.
         """
         assert self._staged is not None
-        chunk = Chunk.next_of(self._prompts, self.sizes)
+        chunk = PromptColumns.next_of(self._prompts, self.sizes)
         self._counts.doing = f"reading parts of {np.count_nonzero(chunk.lengths)} prompts"
         with use_mesh(self._mesh):
             self._staged = prefill_chunk(self._model, self._staged, chunk)
@@ -411,7 +411,7 @@ class SlotPool:
         """Name of the program that prefills whole prompts of a bucket."""
         return self._name(f"prefill {self.sizes.prefill_rows} x {width} into", self.sizes)
 
-    def _chunk_name(self, chunk: Chunk) -> str:
+    def _chunk_name(self, chunk: PromptColumns) -> str:
         shape = *chunk.tokens.shape, self.sizes.prefill_rows, self.sizes.capacity
         return "prefill {} x {} of {} x {}".format(*shape)
 
@@ -463,7 +463,7 @@ class SlotPool:
                 trace = partial(slot_prefill, model, shapes, rows, sizes)
                 (needed if task is tasks[-1] else others)[self.prefill_name(task.width)] = trace
         else:
-            for chunk in (Chunk.empty(rows, width) for rows, width in sizes.chunks):
+            for chunk in (PromptColumns.empty(rows, width) for rows, width in sizes.chunks):
                 needed[self._chunk_name(chunk)] = partial(prefill_chunk.trace, model, staged, chunk)
             rows = self.prepare(tasks[:1])
             needed[self._start_name] = partial(slot_start, model, shapes, staged, rows, sizes)

@@ -10,7 +10,7 @@ import numpy as np
 import tiny
 
 from jaxllm.batch.prompt_chunks import (
-    Chunk,
+    PromptColumns,
     StagedPrompt,
     StagedRows,
     prefill_chunk,
@@ -31,7 +31,7 @@ def staged(model: Any) -> StagedRows:
     return empty_arrays(staged_shapes(model, SIZES, None))
 
 
-def chunks(model: Any, prompts: dict[int, list[int]]) -> Iterator[Chunk]:
+def chunks(model: Any, prompts: dict[int, list[int]]) -> Iterator[PromptColumns]:
     """The chunks of prompts that are staged together, by the number of their row."""
     reader = RowReader(model, None, {}, seed=0)
     tasks = {
@@ -39,7 +39,7 @@ def chunks(model: Any, prompts: dict[int, list[int]]) -> Iterator[Chunk]:
         for row, ids in prompts.items()
     }
     while tasks:
-        chunk = Chunk.next_of(tasks, SIZES)
+        chunk = PromptColumns.next_of(tasks, SIZES)
         yield chunk
         for row, length in zip(chunk.rows.tolist(), chunk.lengths.tolist(), strict=True):
             if length:
