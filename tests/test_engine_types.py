@@ -106,5 +106,5 @@ def test_of_a_request(monkeypatch):
     assert asyncio.run(answer()) == (
         ROW
         | PROGRAM - {"Sample"}
-        | {"GenerationStream", "StreamedSample", "PromptRows", "StagedPrompt", "Chunk"}
+        | {"GenerationStream", "StreamedSample", "PromptRows", "StagedPrompt", "PromptColumns"}
     )
