@@ -293,15 +293,15 @@ class Admission:
         """Prefills the first task's prompt and others of its bucket into slots."""
         tasks = self._next_tasks(min(self._pool.sizes.prefill_rows, len(self._pool.free)))
         width = self._programs.first(self._pool.prefill_name, tasks[0].width)
-        tasks = [dataclasses.replace(task, least_width=width) for task in tasks]
-        self._pool.prefill(tasks, self._pool.prepare(tasks))
-        return tasks[0].width
+        padded = [dataclasses.replace(task, least_width=width) for task in tasks]
+        rows = self._pool.prepare(padded)
+        for task in tasks:  # only now: tasks that are nowhere would get no error after a failure
+            self.waiting.remove(task)
+        self._pool.prefill(padded, rows)
+        return padded[0].width
 
     def _next_tasks(self, count: int) -> list[Task]:
-        """Removes the first task that waits, and the next ones that are prefilled with it."""
+        """The first task that waits, and the next ones that are prefilled with it."""
         first, *others = itertools.islice(self.waiting, LOOKAHEAD if count > 1 else 1)
         fitting = (task for task in others if task.width == first.width)
-        tasks = [first, *itertools.islice(fitting, count - 1)]
-        for task in tasks:
-            self.waiting.remove(task)
-        return tasks
+        return [first, *itertools.islice(fitting, count - 1)]
