@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import logging
 import threading
 import time
 from collections import deque
@@ -42,6 +43,7 @@ from jaxllm.serve.live_run import LiveRun, RequestReader, live_group
 from jaxllm.serve.programs import Programs
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
+_LOG = logging.getLogger("jaxllm.serve")
 _RATE_SEQUENCES = 64
 """Finished sequences from which the rate of the queue is estimated."""
 DEFAULT_QUEUE_SIZE = 256
@@ -174,6 +176,8 @@ class EngineThread:
                     self._note()
                 self._deliver(results)
         except BaseException as failure:
+            if self._ready.is_set():  # else `start` raises it
+                _LOG.error("the engine has failed", exc_info=failure)
             with self._changed:
                 self.failure = failure
         finally:

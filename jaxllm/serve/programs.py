@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
 from jaxllm.batch.slot_pool import ProgramTable
 from jaxllm.common.threads import with_settings_of_this_thread
+
+_LOG = logging.getLogger("jaxllm.serve")
 
 
 class Programs:
@@ -28,6 +31,9 @@ class Programs:
         self._missing: ProgramTable = {}
         self._wanted = ""
         self._is_stopping = False
+        # As the engine's thread, which calls the programs: under the settings of the thread that
+        # makes the engine.
+        self._main = with_settings_of_this_thread(self._compile_rest)
         self._thread: threading.Thread | None = None
 
     def add(self, programs: ProgramTable) -> None:
@@ -72,17 +78,16 @@ class Programs:
 
     def compile_in_background(self) -> None:
         """Compiles the missing programs in a thread of their own."""
-
-        def compile_rest() -> None:
-            try:
-                self.compile()
-            except BaseException as failure:
-                self.failure = failure
-                self.on_failure(failure)
-
-        target = with_settings_of_this_thread(compile_rest)
-        self._thread = threading.Thread(target=target, name="jaxllm-compile")
+        self._thread = threading.Thread(target=self._main, name="jaxllm-compile")
         self._thread.start()
+
+    def _compile_rest(self) -> None:
+        try:
+            self.compile()
+        except BaseException as failure:
+            _LOG.error("a program cannot be compiled", exc_info=failure)
+            self.failure = failure
+            self.on_failure(failure)
 
     def stop(self) -> None:
         """Compiles nothing more after the program that is being compiled."""

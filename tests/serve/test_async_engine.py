@@ -281,7 +281,7 @@ def test_wrong_requests_are_named_and_change_nothing():
     run(use)
 
 
-def test_closing_drains_and_a_failure_ends_every_request(monkeypatch):
+def test_closing_drains_and_a_failure_ends_every_request(monkeypatch, caplog):
     row = {"input_ids": [5, 6], "max_new_tokens": 30, "eos_token_id": None}
 
     options: dict[str, Any] = {"slots": 4, "context": 64, "kept_prefixes": 0, "warm_up": False}
@@ -306,6 +306,7 @@ def test_closing_drains_and_a_failure_ends_every_request(monkeypatch):
         assert isinstance(engine.failure, ZeroDivisionError)
 
     asyncio.run(main())
+    assert [record.getMessage() for record in caplog.records] == ["the engine has failed"]
 
 
 @pytest.mark.ci

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import jax
 import numpy as np
 import pytest
 import tiny
@@ -111,7 +112,9 @@ def test_prompts_in_chunks_run_before_their_prefixes_are_kept() -> None:
     run(use, model, prefill_chunk_size=16)
 
 
-def test_a_program_that_cannot_be_compiled_ends_the_engine() -> None:
+def test_a_program_that_cannot_be_compiled_ends_the_engine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = tiny.make("llama", num_hidden_layers=1)
 
     async def main() -> None:
@@ -134,6 +137,31 @@ def test_a_program_that_cannot_be_compiled_ends_the_engine() -> None:
         await engine.close()
 
     asyncio.run(main())
+    assert [record.getMessage() for record in caplog.records] == ["a program cannot be compiled"]
+
+
+def test_a_prompt_that_cannot_be_prepared_ends_its_request_too() -> None:
+    async def main() -> None:
+        engine = AsyncEngine(tiny.make("t5"), **{**OPTIONS, "warm_up": False})
+        pool: Any = engine._run._pool
+        pool.prepare = lambda _: 1 / 0
+        async with engine:
+            answer = engine.generate({"input_ids": [5], "max_new_tokens": 2})
+            with pytest.raises(EngineStoppedError, match="division by zero"):
+                await asyncio.wait_for(answer, 30)
+
+    asyncio.run(main())
+
+
+def test_the_background_has_the_settings_of_the_thread_that_made_the_engine() -> None:
+    with jax.default_matmul_precision("highest"):
+        programs = Programs()
+    precisions: list[str | None] = []
+    config: Any = jax.config
+    programs.add({"a": lambda: precisions.append(config.jax_default_matmul_precision)})
+    programs.compile_in_background()
+    eventually(lambda: not programs.is_compiling)
+    assert precisions == ["highest"]
 
 
 def test_a_closed_engine_compiles_nothing_more() -> None:
