@@ -90,6 +90,25 @@ class Sizes:
         is_wide = start % self.wide == 0 and length - start > self.wide // 2
         return self.wide if is_wide else self.narrow
 
+    def prefix_columns(self, shared: int, length: int) -> int:
+        """Columns to take from a kept prefix that shares `shared` columns with a prompt of
+        `length`: a whole number of narrow chunks, or of wide ones if the rest is prefilled sooner
+        after these. A narrow chunk counts as half a wide one.
+
+        >>> sizes = Sizes(16, 1024, wide=512, narrow=64)
+        >>> [sizes.prefix_columns(100, length) for length in (160, 500)]
+        [64, 0]
+        """
+
+        def cost(start: int) -> int:
+            total = 0
+            while start < length:
+                width = self.chunk_width(start, length)
+                start, total = start + width, total + (2 if width == self.wide else 1)
+            return total
+
+        return min(shared - shared % self.narrow, shared - shared % self.wide, key=cost)
+
     @property
     def chunks(self) -> list[tuple[int, int]]:
         """The shapes of chunks, each as rows and columns."""

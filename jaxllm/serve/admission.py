@@ -1,7 +1,7 @@
 """Admission of requests to slots: how their prompts are prefilled, and which prefixes are kept.
 
 Prompts are prefilled in chunks, several prompts at once, and prompts that begin with a kept prefix,
-such as a system prompt that requests share, from its last narrow chunk on. Some models need whole
+such as a system prompt that requests share, from its last whole chunk on. Some models need whole
 prompts.
 """
 
@@ -260,7 +260,7 @@ class Admission:
         prefix, shared = self._prefixes.longest(prompt)
         if not self._programs.has(WRITE_PREFIX):
             prefix = None
-        length = shared - shared % self._pool.sizes.narrow
+        length = self._pool.sizes.prefix_columns(shared, len(prompt))
         if prefix is not None and length:
             self._prefixes.use(prefix)
             self.counts.hits += 1
