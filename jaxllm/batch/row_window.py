@@ -106,11 +106,18 @@ class RowWindow:
         return min(pools, key=lambda pool: (pool.group.number, -pool.sizes.capacity), default=None)
 
     def take(self, pool: Pool, count: int) -> list[Task]:
-        """Removes the next tasks of a pool."""
+        """Removes the next tasks of a pool. A row waits until its last sample is taken."""
         tasks = pool.take(count)
         for task in tasks:
-            self._positions.pop(task.row.index, None)
+            if task.samples.stop == task.row.samples:
+                self._positions.pop(task.row.index, None)
         return tasks
+
+    def put_back(self, pool: Pool, tasks: Sequence[Task]) -> None:
+        """Lets tasks that were taken wait again, as if they had just been read."""
+        for task in tasks:
+            pool.add(task)
+            self._positions.setdefault(task.row.index, self._counts.rows_read)
 
     def take_static(self) -> list[BatchRow]:
         """Removes the rows that run without slots."""

@@ -67,8 +67,7 @@ class TaskRun:
         sequences that had ended."""
         running = [task for task in self._pool.tasks if task is not None]
         next_tasks = [] if self._next_batch is None else self._next_batch[0]
-        for task in (*running, *next_tasks):
-            self._tasks.add(task)
+        self._window.put_back(self._tasks, [*running, *next_tasks])
         return self._finished
 
     def run(self) -> Iterator[TaskChunk | BatchOutput]:

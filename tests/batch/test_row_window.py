@@ -12,6 +12,7 @@ import tiny
 
 from jaxllm import BatchGenerator
 from jaxllm.batch import row_window
+from jaxllm.batch.row_window import RowWindow
 from jaxllm.batch.rows import RawRow
 
 MODEL = tiny.make("llama", num_hidden_layers=1, max_position_embeddings=256)
@@ -133,3 +134,24 @@ def test_wrong_rows_come_at_once():
     outputs = engine.answer(RawRow(i, i, {"prompt": "x"}) for i in itertools.count())
     assert [output.index for output in itertools.islice(outputs, 3)] == [0, 1, 2]
     assert engine.counts.rows_read == 3
+
+
+def test_a_row_waits_until_its_last_sample_is_taken():
+    """Otherwise longer rows would be read without end, and go first; the same after a failure."""
+    several = {"do_sample": True, "num_return_sequences": 3}
+    rows = (row(i, new=6) if i else row(i, new=2) | several for i in itertools.count())
+    engine = BatchGenerator(MODEL, slots=2)
+    checked = engine._checked(RawRow(i, i, each) for i, each in enumerate(rows))
+    window = RowWindow(checked, False, 1, engine.counts)
+    list(window.read())
+    engine._add_pools(window)
+    (pool,) = window.pools
+    tasks = window.take(pool, SIZE)
+    assert [task.row.index for task in tasks] == [*range(1, SIZE), 0]
+    list(window.read())
+    assert engine.counts.rows_read == SIZE
+    assert [task.sample for task in window.take(pool, 2)] == [1, 2]
+    assert not window.is_full
+    window.put_back(pool, tasks)
+    list(window.read())
+    assert engine.counts.rows_read == 2 * SIZE
