@@ -233,9 +233,10 @@ def recorded_pool(record: Mapping[str, Any], group: Group) -> Pool:
     return Pool(group, Sizes(**record["sizes"]), **options)
 
 
-def length_class(sizes: Sizes) -> tuple[int, int]:
-    """What rows of one class need of a slot."""
-    return sizes.capacity, sizes.encoder_columns or 0
+def length_class(sizes: Sizes) -> tuple[int, int, int]:
+    """What rows of one class need of a slot. With five beams, slots of 64 columns and 64 new tokens
+    have the capacity of those of 256 columns and 16 new tokens, which are another class."""
+    return sizes.capacity, sizes.encoder_columns or 0, sizes.columns
 
 
 def pools(
@@ -263,7 +264,7 @@ def pools(
     options = (model.is_encoder_decoder, shards, group.beams)
     predict_for = partial(predict, model, group, budget, mesh)
     # Largest slots first.
-    by_length: dict[tuple[int, int], list[Task]] = {}
+    by_length: dict[tuple[int, int, int], list[Task]] = {}
     for task in group.tasks():
         by_length.setdefault(length_class(sizes_for([task], 1, *options)), []).append(task)
     classes = [by_length[length] for length in sorted(by_length, reverse=True)]

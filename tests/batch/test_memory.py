@@ -9,8 +9,10 @@ from batch_tools import uneven_rows
 from compiling import compiled_as_users
 
 from jaxllm import BatchGenerator
+from jaxllm.batch import memory as memory_module
 from jaxllm.batch import slot_pool as pools
-from jaxllm.batch.memory import memory_budget
+from jaxllm.batch.memory import Prediction, memory_budget
+from jaxllm.batch.row_groups import groups, sizes_of
 from jaxllm.batch.rows import RawRow, RowReader
 from jaxllm.common.errors import InputError
 from jaxllm.common.hardware import nbytes
@@ -99,6 +101,27 @@ def test_long_rows_have_a_pool_of_their_own():
     assert engine.memory[1].slots == 8
 
 
+def test_rows_of_one_capacity_and_other_columns_have_pools_of_their_own(monkeypatch):
+    """With five beams 64 + 4 * 64 = 256 + 4 * 16. Every row has a pool, or would wait for ever."""
+
+    def predict(model, group, budget, mesh, tasks, sizes, slots, **options):
+        return Prediction(0, slots, 0, 2, slots=slots, capacity=sizes.capacity)
+
+    monkeypatch.setattr(memory_module, "predict", predict)
+    reader = RowReader(MODEL, None, {"num_beams": 5}, 0)
+    lengths = [(10, 50), (240, 10)]
+    rows = [
+        reader.read(RawRow(i, i, {"input_ids": [5] * prompt, "max_new_tokens": new}))
+        for i, (prompt, new) in enumerate(lengths)
+    ]
+    (group,) = groups(rows, 50)
+    pools = list(memory_module.pools(MODEL, group, 8, 2, None, more=True))
+    for row in rows:
+        own = sizes_of(row, False, 1)
+        assert own.capacity == 320
+        assert any(pool.holds(row, own) for pool in pools)
+
+
 def test_a_prompt_beyond_the_context_is_an_error():
     """It would cost memory and time in all slots, for a meaningless answer."""
     reader = RowReader(MODEL, None, {}, 0)
@@ -168,6 +191,16 @@ def test_other_failures_of_the_device_are_not_hidden(monkeypatch):
     monkeypatch.setattr(pools, "decode_slots", fail)
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         BatchGenerator(MODEL, slots=8).generate(ROWS)
+
+
+def test_a_row_that_does_not_fit_leaves_the_others_with_one_slot():
+    rows = [*ROWS[:2], {"input_ids": [5, 6, 7], "max_new_tokens": 3900}]
+    small = BatchGenerator(MODEL, slots=1)
+    expected = small.generate(rows[:2])
+    memory = small.memory[0].total + 3 * 10**5
+    outputs = BatchGenerator(MODEL, slots=1, memory=memory).generate(rows)
+    assert outputs[:2] == expected
+    assert outputs[2].error.startswith("max_new_tokens: one slot of 4096 columns")
 
 
 @pytest.mark.ci
