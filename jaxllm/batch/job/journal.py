@@ -6,7 +6,8 @@ The journal of an output `out.jsonl` is the folder `out.jsonl.parts`:
 - `writer.lock`, the lock of the process that runs the job;
 - `rows.jsonl`, the finished rows. Every record has the id of its job, so that a record of another
   job is never taken for one of this job, and a checksum of its line;
-- `pools.json`, the sizes of the programs that the rows run in, where the engine keeps them.
+- `pools.json`, the sizes of the programs that the rows run in, where the engine keeps them, with
+  a checksum.
 
 When all rows are finished they are written in the order of the input to a new file, which is then
 renamed to the output. After that `job.json` becomes `finished.json`, and the folder is removed. If
@@ -105,7 +106,7 @@ class Journal:
             for index in failed if retry else ():
                 del self.done[index]
         if self._pools.exists():
-            kept = read_json_file(self._pools)
+            kept = read_pools(self._pools)
             self.pools = kept if kept.get("job") == self.job_id else {}
         if not started.exists():
             write_whole(started, json.dumps(identity).encode())
@@ -155,7 +156,7 @@ class Journal:
         """Forces the pools of the engine onto the disk."""
         self.pools = {"job": self.job_id, **pools}
         with naming_file(self._pools, RunError, "written"):
-            write_whole(self._pools, json.dumps(self.pools).encode())
+            write_whole(self._pools, with_checksum(self.pools))
 
     def records(self, count: int) -> Iterator[dict[str, Any]]:
         """Records of rows 0 to count - 1, in order.
@@ -259,6 +260,22 @@ def is_intact(line: bytes) -> bool:
 
 def _checksum(content: bytes) -> bytes:
     return b'{"crc32": "%08x", ' % zlib.crc32(content)
+
+
+def read_pools(path: Path) -> dict[str, Any]:
+    """The pools that were saved in a file.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    with path.open("rb") as file:
+        data = file.read(_MAX_IDENTITY_BYTES)
+    if not is_intact(data):
+        raise DataError(
+            f"{path}: is damaged; remove it to choose the sizes of programs anew, so that the rows "
+            "that are left may differ by rounding"
+        )
+    return json.loads(data)
 
 
 def read_rows(path: Path, job: str) -> tuple[dict[int, int], set[int]]:

@@ -80,6 +80,21 @@ def test_rows_of_another_job_are_never_used(tmp_path):
     assert json.loads((folder / "job.json").read_text())["input"] == "other"
 
 
+def test_damaged_sizes_are_refused(tmp_path):
+    """Another number would be another program, or one that no memory holds."""
+    pools = tmp_path / "out.parts" / "pools.json"
+    with Journal(tmp_path / "out", IDENTITY, resume=False) as first:
+        first.save_pools({"pools": [{"slots": 4}]})
+    whole = pools.read_bytes()
+    for content in (b"", b"{", b"[]", b"{}", whole[:-9], whole.replace(b"4}", b"999999999}")):
+        pools.write_bytes(content)
+        with pytest.raises(DataError, match=r"pools\.json: is damaged; remove it"):
+            Journal(tmp_path / "out", IDENTITY, resume=True)
+    pools.write_bytes(whole)
+    with Journal(tmp_path / "out", IDENTITY, resume=True) as second:
+        assert second.pools["pools"] == [{"slots": 4}]
+
+
 def test_another_model_is_refused_by_name(tmp_path):
     Journal(tmp_path / "out", IDENTITY, resume=False).__exit__()
     other = {**IDENTITY, "--model": "moved", "model weights": "4567"}
