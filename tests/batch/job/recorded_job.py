@@ -11,12 +11,13 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from file_faults import KILLED, dying_at
 
+from jaxllm.batch.generator import BatchGenerator
 from jaxllm.batch.job import journal
 from jaxllm.batch.job.job import Job
 from jaxllm.batch.job.journal import report_file
@@ -44,12 +45,27 @@ class RecordedEngine:
             yield output
 
 
+class EngineWithSizes(RecordedEngine, BatchGenerator):
+    """Saves sizes of programs before the rows, and once more, as when memory runs out."""
+
+    def keep_pools(
+        self, kept: Mapping[str, Any], save: Callable[[dict[str, Any]], object], row: Any
+    ) -> None:
+        assert kept.get("pools") in (None, [4], [2])
+        self._save = save
+
+    def answer(self, rows: Iterable[RawRow]) -> Iterator[BatchOutput]:
+        for slots in (4, 2):
+            self._save({"pools": [slots]})
+        yield from super().answer(rows)
+
+
 def recorded_job(folder: Path, rows: int = 18, *, name: str = "row", resume: bool = True) -> Job:
     source = folder / f"{name}.jsonl"
     if not source.exists():
         lines = (json.dumps({"id": f"{name}-{i}", "prompt": f"{name} {i}"}) for i in range(rows))
         source.write_text("\n".join(lines) + "\n")
-    engine: Any = RecordedEngine()
+    engine: Any = EngineWithSizes()
     return Job(engine, read_source(source), folder / "out.jsonl", IDENTITY, resume=resume)
 
 
