@@ -465,7 +465,8 @@ class Embedder:
         full += [(FILLER, 0)] * (-len(full) % self.rows)
 
         def embed_batch(texts: Sequence[TextTokens]) -> list[Float[np.ndarray, " D"]]:
-            self._compile(self.rows, bucket(max(map(_size, texts)), SMALLEST_BUCKET))
+            rows = len(texts) + -len(texts) % row_shards(self._mesh)
+            self._compile(rows, bucket(max(map(_size, texts)), SMALLEST_BUCKET))
             return self.embed_batch(texts)
 
         results = dict(run_in_batches(embed_batch, full, self.rows, length=_size))

@@ -247,13 +247,25 @@ def test_smaller_batches_are_embedded_when_memory_runs_out(monkeypatch):
     expected = [x.embedding for x in answers(RowEmbedder(model, TOKENIZER, batch_size=4), rows)]
     program, sizes = row_tasks._pooled, []
 
-    def refuse(model, tokens, mask, **options):
-        sizes.append(len(tokens))
-        if len(tokens) > 2:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
-        return program(model, tokens, mask, **options)
+    class Refusing:
+        """A program that lacks memory for more than two rows, also when it is compiled ahead."""
 
-    monkeypatch.setattr(row_tasks, "_pooled", refuse)
+        def __init__(self, program):
+            self.program = program
+
+        def __call__(self, model, tokens, mask, **options):
+            sizes.append(len(tokens))
+            if len(tokens) > 2:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
+            return self.program(model, tokens, mask, **options)
+
+        def lower(self, *arguments, **options):
+            return Refusing(self.program.lower(*arguments, **options))
+
+        def compile(self):
+            return Refusing(self.program.compile())
+
+    monkeypatch.setattr(row_tasks, "_pooled", Refusing(program))
     engine = RowEmbedder(model, TOKENIZER, batch_size=4)
     outputs = answers(engine, rows)
     np.testing.assert_allclose([x.embedding for x in outputs], expected, atol=1e-5)

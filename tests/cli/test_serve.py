@@ -154,8 +154,10 @@ def test_the_states_of_a_start_and_an_early_request(tiny_chat: Path) -> None:
             if answer.json() not in states:
                 states.append(answer.json())
             time.sleep(0.01)
-        assert [state["status"] for state in states[:2]] == ["loading", "compiling"]
-        programs = [state["program"] for state in states[1:-1]]
+        if states[0]["status"] == "loading":  # which may be over before the first look
+            del states[0]
+        assert {state["status"] for state in states[:-1]} == {"compiling"}
+        programs = [state["program"] for state in states[:-1]]
         assert programs == sorted(programs)
         assert programs[-1] == states[-2]["of"]
         assert early.result().json()["usage"]["completion_tokens"] == 8
