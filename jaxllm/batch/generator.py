@@ -183,6 +183,7 @@ class BatchGenerator:
         self._budget = memory_budget(memory, 1 if self.mesh is None else self.mesh.size)
         self._announce = announce
         self._kept_pools: Sequence[Mapping[str, Any]] = ()
+        self._sizes_changed = False
         self._row: Callable[[int], RawRow] | None = None
         self._save_pools: Callable[[list[dict[str, Any]]], object] | None = None
         self.returns_several = (fields.get("num_return_sequences") or 1) > 1
@@ -333,17 +334,18 @@ class BatchGenerator:
             row: gives a row by its number, for the settings of a pool.
         """
         is_same = kept.get("given", self._given) == self._given
-        changed = kept.get("sizes_changed", False) or not is_same
+        self._sizes_changed = kept.get("sizes_changed", False) or not is_same
         self._kept_pools = kept.get("pools", ()) if is_same else ()
         self._row = row
 
         def save_pools(pools: list[dict[str, Any]]) -> None:
+            changed = self._sizes_changed
             save({"given": self._given, "sizes_changed": changed, "pools": pools})
 
         self._save_pools = save_pools
 
     def _recorded_pools(self) -> list[Pool]:
-        """The pools that an earlier run chose."""
+        """The pools that an earlier run chose; none if they do not suit this run."""
         found: dict[int, Group] = {}
         result = []
         options = (self.model.config.vocab_size, self.tokenizer, self.mesh)
@@ -355,12 +357,15 @@ class BatchGenerator:
                     row = self._reader.read(self._row(group["row"]))
                     found[group["number"]] = recorded_group(group, row, *options)
                 result.append(recorded_pool(record, found[group["number"]]))
-        except (JaxLLMError, KeyError, TypeError):
-            return []  # rows are tried again with other limits, or the version is another one
+        except (JaxLLMError, IndexError, KeyError, TypeError, ValueError):
+            # Rows are tried again with other limits, or the version is another one.
+            self._sizes_changed = True
+            return []
         return result
 
     def _record(self, window: RowWindow) -> None:
-        """Keeps the pools of a window, but those that refuse their rows."""
+        """Saves the pools of a window for a resumed job, without the pools whose slots do not fit
+        into memory."""
         if self._save_pools is not None:
             self._save_pools([pool.record() for pool in window.pools if not pool.is_refused])
 

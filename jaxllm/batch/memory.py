@@ -199,7 +199,7 @@ class Pool:
         return min(heaps, key=lambda heap: (heap[0][0], -heap[0][-1].width), default=None)
 
     def record(self) -> dict[str, Any]:
-        """The pool as a JSON object, of which `recorded_pool` makes one without tasks."""
+        """The pool as a JSON object, from which `recorded_pool` makes a pool without tasks."""
         return {
             "group": group_record(self.group),
             "sizes": dataclasses.asdict(self.sizes),
@@ -234,8 +234,11 @@ def recorded_pool(record: Mapping[str, Any], group: Group) -> Pool:
 
 
 def length_class(sizes: Sizes) -> tuple[int, int, int]:
-    """What rows of one class need of a slot. With five beams, slots of 64 columns and 64 new tokens
-    have the capacity of those of 256 columns and 16 new tokens, which are another class."""
+    """What rows of one class need of a slot.
+
+    The capacity alone does not tell: with five beams, 64 columns and 64 new tokens have the same
+    capacity as 256 columns and 16 new tokens.
+    """
     return sizes.capacity, sizes.encoder_columns or 0, sizes.columns
 
 
@@ -270,7 +273,7 @@ def pools(
     classes = [by_length[length] for length in sorted(by_length, reverse=True)]
 
     def try_slots(tasks: list[Task]) -> tuple[Sizes, Prediction]:
-        """Sizes of all slots that are asked for, and the prediction for those that fit."""
+        """Sizes with all slots that are asked for, and the prediction for the slots that fit."""
         sizes = sizes_for(tasks, slots if more else min(slots, bucket(len(tasks), 1)), *options)
         return sizes, fitting_slots(partial(predict_for, tasks, sizes), sizes.slots, shards)
 

@@ -78,7 +78,8 @@ class PromptColumns:
 
     @classmethod
     def next_of(cls, prompts: dict[int, StagedPrompt], sizes: Sizes) -> PromptColumns:
-        """The next chunk of the first prompt; a narrow one with those of the others.
+        """The next chunk of the first prompt, if it is narrow together with the narrow chunks of
+        the other prompts.
 
         Args:
             prompts: by the number of the row; not empty.

@@ -244,8 +244,9 @@ class Report:
     resumed: int
     """Rows that runs before the last one answered."""
     sizes_changed: bool
-    """A resumed run was given another `--slots` or `--memory`, so that its rows may differ by
-    rounding from those of a job that never stopped."""
+    """A resumed run chose new sizes, for another `--slots` or `--memory` or since the sizes in the
+    journal did not suit the run. The rows may then differ by rounding from the rows of a job that
+    never stopped."""
     errors: Mapping[str, int]
     """Errors by class."""
     first_errors: Mapping[str, str]
@@ -294,7 +295,10 @@ class Report:
             lines.append(("slots", slots))
         lines += [("memory", line) for line in dict.fromkeys(map(str, run.memory))]
         if self.sizes_changed:
-            remark = "chosen anew for another --slots or --memory; rows may differ by rounding"
+            remark = (
+                "chosen anew, for another --slots or --memory, other limits or another version; "
+                "rows may differ by rounding"
+            )
             lines.append(("sizes", remark))
         if counts.halvings:
             lines.append(("memory", f"ran out {counts.halvings} times; slots were halved"))

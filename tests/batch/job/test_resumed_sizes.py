@@ -15,6 +15,7 @@ import tiny
 from jaxllm import BatchGenerator
 from jaxllm.batch import row_window, slot_pool
 from jaxllm.batch.job.job import Job
+from jaxllm.batch.job.journal import with_checksum
 from jaxllm.batch.tables import read_source
 from jaxllm.common.compiling import CompileClock
 
@@ -104,6 +105,19 @@ def test_other_slots_are_said(tmp_path):
     assert json.loads(resumed.report_path.read_text())["sizes_changed"]
     assert any("--slots" in value for name, value in resumed.report.table() if name == "sizes")
     assert not (crashed / "out.jsonl.parts").exists()
+
+
+def test_sizes_of_another_version_are_chosen_anew_and_that_is_said(tmp_path):
+    crashed = killed(tmp_path / "killed", 20)
+    path = crashed / "out.jsonl.parts" / "pools.json"
+    kept = json.loads(path.read_bytes())
+    del kept["crc32"]
+    for pool in kept["pools"]:
+        pool["sizes"]["unknown"] = 1
+    path.write_bytes(with_checksum(kept))
+    resumed = job(crashed)
+    assert len(run(resumed).splitlines()) == len(rows())
+    assert resumed.report.sizes_changed
 
 
 @pytest.mark.ci
