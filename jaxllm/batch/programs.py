@@ -166,5 +166,6 @@ def slot_start(
 
 def slot_decode(model: Decoder, slots: Slots) -> jax.stages.Traced:
     """The program that decodes slots of these shapes, traced."""
-    number, steps = np.int32(1), steps_between_checks(platform_of_arrays(model))
-    return decode_slots.trace(model, slots, number, number, steps_per_check=steps)
+    is_free, number = np.zeros(slots.count, bool), np.int32(1)
+    steps = steps_between_checks(platform_of_arrays(model))
+    return decode_slots.trace(model, slots, is_free, number, number, steps_per_check=steps)

@@ -10,7 +10,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ from jaxllm.batch.slots import (
 )
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.generation.processors.base import LogitsProcessor, RowProcessors
-from jaxllm.generation.strategies.strategy import STOP
+from jaxllm.generation.strategies.strategy import Result
 from jaxllm.models.decoder import Decoder
 from jaxllm.parallel.field_axes import Axes, map_with_axes
 from jaxllm.parallel.placement import platform_of_arrays, wait_on_cpu_mesh
@@ -192,6 +192,16 @@ class BatchCounts:
         return {**vars(self), "utilisation": self.utilisation}
 
 
+class Window(NamedTuple):
+    """Decode steps that are dispatched, which the device may still be running."""
+
+    tasks: tuple[Task | None, ...]
+    """The tasks of the slots when it was dispatched. It may have the first slots only, all busy
+    ones among them."""
+    progress: DecodeProgress
+    """On the device; `SlotPool.read` reads it."""
+
+
 class SlotPool:
     """The slots of one group, and the task in each of them.
 
@@ -324,6 +334,11 @@ class SlotPool:
             if ends(prompt.task):
                 del self._prompts[row]
 
+    @property
+    def next_columns(self) -> int:
+        """Columns of the next chunk of staged prompts."""
+        return PromptColumns.next_of(self._prompts, self.sizes).tokens.shape[1]
+
     def prefill_chunk(self) -> tuple[int, list[tuple[int, Task]]]:
         """Prefills the next chunk of staged prompts, that of the first one and those beside it.
         Puts the tasks of complete prompts into free slots.
@@ -380,28 +395,28 @@ class SlotPool:
         with use_mesh(self._mesh):
             return copy_prompt(self._staged, np.array([row], np.int32))
 
-    def decode(self, until_free: int, max_steps: int) -> DecodeProgress:
+    def decode(self, until_free: int, max_steps: int) -> Window:
         """Decodes until `until_free` slots are free, all rows are finished, or for `max_steps`
-        steps. The results are on the device, which may still be decoding, and may have the first
-        slots only, all busy ones among them. On a GPU the other rows may be up to three steps
-        further."""
+        steps. On a GPU the other rows may be up to three steps further."""
         last_busy = max((i for i, task in enumerate(self.tasks) if task is not None), default=-1)
         slots = self._first_slots(last_busy + 1)
         return self._decode(slots, until_free - (self.sizes.slots - slots.count), max_steps)
 
-    def _decode(self, slots: Slots, until_free: int, max_steps: int) -> DecodeProgress:
+    def _decode(self, slots: Slots, until_free: int, max_steps: int) -> Window:
+        tasks = tuple(self.tasks[: slots.count])
         platform = platform_of_arrays(slots.state.reason)
         self._counts.doing = f"decoding {slots.count} rows at once"
         with use_mesh(self._mesh):
             self.slots, progress = decode_slots(
                 self._model,
                 slots,
+                np.array([task is None for task in tasks]),
                 np.int32(until_free),
                 np.int32(max_steps),
                 steps_per_check=steps_per_check_for(max_steps, platform),
             )
         self._counts.add_call(self.decode_name(slots.count))
-        return progress
+        return Window(tasks, progress)
 
     def decode_name(self, count: int) -> str:
         """Name of the program that decodes so many slots."""
@@ -448,7 +463,8 @@ class SlotPool:
         intervals = [*dict.fromkeys(steps_per_check_for(number, platform) for number in steps)]
 
         def decode(slots: Slots, interval: int) -> Trace:
-            return partial(decode_slots.trace, model, slots, one, one, steps_per_check=interval)
+            arguments = model, slots, np.zeros(slots.count, bool), one, one
+            return partial(decode_slots.trace, *arguments, steps_per_check=interval)
 
         needed = {self.decode_name(sizes.slots): decode(shapes, intervals[0])}
         others: dict[str, Trace] = {}
@@ -484,33 +500,32 @@ class SlotPool:
         with use_mesh(self._mesh):
             trace().lower().compile()
 
-    def take_finished(self, progress: DecodeProgress) -> list[tuple[int, Task]]:
-        """Frees the slots whose rows are finished; returns their numbers and tasks.
+    def read(self, window: Window) -> tuple[Result, list[tuple[int, Task, bool]]]:
+        """Waits for a window, and frees the slots whose rows have ended. Windows are read in the
+        order in which they were dispatched.
 
-        Args:
-            progress: of a decode call, on the host.
+        Returns:
+            The results of the slots. The number and the task of each slot that counts, and True if
+            its row has ended. A slot whose task has ended or was cancelled since the window was
+            dispatched does not count.
         """
+        progress: DecodeProgress = jax.device_get(window.progress)
         self._counts.add_decode_steps(
             int(progress.steps), int(progress.busy_slot_steps), len(progress.unfinished)
         )
-        finished = []
-        for slot, task in enumerate(self.tasks):
-            if task is not None and not progress.unfinished[slot]:
-                self.tasks[slot] = None
-                finished.append((slot, task))
-        return finished
+        rows = []
+        for slot, task in enumerate(window.tasks):
+            if task is not None and task is self.tasks[slot]:
+                has_ended = not progress.unfinished[slot]
+                rows.append((slot, task, has_ended))
+                if has_ended:
+                    self.tasks[slot] = None
+        return progress.result, rows
 
-    def cancel(self, slots: Sequence[int]) -> None:
-        """Frees slots whose rows are not finished."""
-        if not slots:
-            return
-        arrays = self.slots
-        reason = np.array(arrays.state.reason)
-        reason[slots] = STOP
+    def cancel(self, slots: Iterable[int]) -> None:
+        """Frees slots whose rows have not ended. The next window stops the rows."""
         for slot in slots:
             self.tasks[slot] = None
-        state = arrays.state.replace(reason=self._placed_as(reason, arrays.state.reason))
-        self.slots = dataclasses.replace(arrays, state=state)
 
     def write_processor(self, new: LogitsProcessor) -> None:
         """Replaces the logits processor of the same class in all of `slots`.

@@ -27,6 +27,7 @@ from jaxllm.generation.loop import decode_loop, first_state, without_ended_rows
 from jaxllm.generation.strategies.draws import keys_of_slots
 from jaxllm.generation.strategies.strategy import (
     RUNNING,
+    STOP,
     AnyStrategy,
     DecodeSettings,
     PrefillInputs,
@@ -377,6 +378,7 @@ def prefill_slots(
 def decode_slots(
     model: Decoder,
     slots: Slots,
+    is_free: Bool[Array, " B"],
     until_free: Int[Array, ""],
     max_steps: Int[Array, ""],
     *,
@@ -385,16 +387,18 @@ def decode_slots(
     """Decodes until `until_free` slots are free, all rows are finished, or for `max_steps` steps.
 
     Args:
+        is_free: slots without a task. A row that still runs in one was cancelled, and stops here.
         steps_per_check: steps between two checks of these conditions; see `steps_per_check_for`.
 
     The host reads a copy: the slots themselves are overwritten by the next call, which need not
     wait for the host.
     """
-    strategy, settings = slots.strategy, slots.settings
+    strategy, settings, state = slots.strategy, slots.settings, slots.strategy_state
+    state = state.replace(reason=jnp.where(is_free, STOP, state.reason))
     state, *counts = decode_loop(
         strategy,
         model,
-        slots.strategy_state,
+        state,
         settings,
         until_free=until_free,
         max_steps=max_steps,

@@ -80,14 +80,15 @@ class TaskRun:
                 break
             next_batch = self._next_batch
             until_free = self._pool.sizes.slots if next_batch is None else len(next_batch[0])
-            progress = self._pool.decode(until_free, MAX_STEPS)
+            window = self._pool.decode(until_free, MAX_STEPS)
             self._next_batch = self._next_batch or self._take_next_batch()
             yield from self._take_finished()
-            steps: Any = progress.steps
+            steps: Any = window.progress.steps
             yield from self._window.read(steps.is_ready)
-            progress = jax.device_get(progress)
-            for slot, task in self._pool.take_finished(progress):
-                self._finished.extend(_chunks(task, progress.result, slot))
+            result, rows = self._pool.read(window)
+            for slot, task, has_ended in rows:
+                if has_ended:
+                    self._finished.extend(_chunks(task, result, slot))
         yield from self._take_finished()
 
     def _has_work_for_all_slots(self) -> bool:

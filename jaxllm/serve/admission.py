@@ -232,22 +232,25 @@ class Admission:
         self._pool.unstage(ends)
 
     def admit(self) -> bool:
-        """Prefills prompts that wait, up to `chunk_size` columns, while there are free slots.
+        """Prefills prompts that wait while there are free slots: chunks of no more than
+        `chunk_size` columns together, or whole prompts until they have as many.
 
         Returns:
             True if a task came into a slot.
         """
-        prefill = self._prefill_batch if self._options.whole else self._prefill_chunk
-        columns, free = 0, len(self._pool.free)
-        while self.waiting and self._pool.free and columns < self._options.chunk_size:
-            columns += prefill()
+        left, free = self._options.chunk_size, len(self._pool.free)
+        while self.waiting and self._pool.free and left > 0:
+            left -= self._prefill_batch() if self._options.whole else self._prefill_chunk(left)
         return len(self._pool.free) < free
 
-    def _prefill_chunk(self) -> int:
-        """Stages the next prompts, and prefills the next chunk; returns its columns."""
+    def _prefill_chunk(self, most: int) -> int:
+        """Stages the next prompts, and prefills the next chunk; returns its columns. Prefills
+        nothing and returns `most` if the chunk has more than `most` columns."""
         rows = min(self._pool.sizes.prefill_rows, len(self._pool.free), len(self.waiting))
         for task in itertools.islice(self.waiting, len(self._pool.staged), rows):
             self._stage(task)
+        if self._pool.next_columns > most:
+            return most
         columns, complete = self._pool.prefill_chunk()
         for row, task in complete:
             self.waiting.remove(task)

@@ -6,16 +6,17 @@ rows, at the neutral value where a row does not use it; a processor runs only wh
 So traffic compiles nothing.
 
 `RequestReader` checks a request in the thread that submits it. `LiveRun` belongs to the thread that
-owns the device: in turns it prefills prompts, or decodes a few steps and reports the new tokens.
+owns the device: in turns it dispatches a prefill of prompts, or a window of a few decode steps. It
+reports the new tokens of a window while the device runs what was dispatched after it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -23,8 +24,8 @@ from jaxtyping import Array, Bool, UInt32
 
 from jaxllm.batch.row_groups import Group, Task, TaskChunk, fits_slots, per_row_fields
 from jaxllm.batch.rows import BatchRow, Chunk, RawRow, RowReader, TokenLogprob
-from jaxllm.batch.slot_pool import WRITE_FIRST, BatchCounts, ProgramTable, SlotPool
-from jaxllm.batch.slots import DecodeProgress, Sizes
+from jaxllm.batch.slot_pool import WRITE_FIRST, BatchCounts, ProgramTable, SlotPool, Window
+from jaxllm.batch.slots import Sizes
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError, counted
 from jaxllm.generation.processors.base import (
     History,
@@ -234,6 +235,8 @@ class LiveRun:
         self._keeps_prefixes = prefill.kept_prefixes > 0
         self._admission = Admission(self._pool, prefill, programs)
         self._prefill_is_next = True
+        self._windows: deque[Window] = deque()
+        """The windows that are dispatched and not read, the oldest first."""
 
     @property
     def slots(self) -> int:
@@ -257,7 +260,11 @@ class LiveRun:
 
     @property
     def busy(self) -> bool:
-        """True if a task waits or runs."""
+        """True if a task waits or runs, or a window is not read."""
+        return self._has_work or bool(self._windows)
+
+    @property
+    def _has_work(self) -> bool:
         return bool(self._admission.waiting) or self._pool.busy
 
     def add(self, tasks: Iterable[Task]) -> None:
@@ -273,6 +280,7 @@ class LiveRun:
         """Ends all tasks and returns them, after a failure."""
         tasks = [*self.running, *self._admission.waiting]
         self._admission.waiting.clear()
+        self._windows.clear()
         return tasks
 
     def cancel(self, samples: Iterable[tuple[Any, int]]) -> None:
@@ -292,32 +300,53 @@ class LiveRun:
         self._pool.cancel([slot for slot, task in enumerate(self._pool.tasks) if ends(task)])
 
     def step(self) -> list[TaskChunk]:
-        """Prefills prompts that wait, or decodes, in turn: the new tokens of all tasks."""
+        """Dispatches a prefill of prompts that wait, or a window of decode steps, in turn. Then
+        reads the window before, while the device runs: the new tokens of all tasks.
+
+        A window is read as soon as it is dispatched if the masks of the next one follow from its
+        tokens. A step reads one window at most, so that a failure loses no tokens that are read.
+        """
+        is_ahead = False
+        if self._has_work and not (self._windows and self._needs_masks()):
+            failed = self._dispatch()
+            if failed:
+                return failed
+            is_ahead = len(self._windows) == 1 and not self._needs_masks()
+        return [] if is_ahead else self._collect(self._windows.popleft())
+
+    def _dispatch(self) -> list[TaskChunk]:
+        """Prefills or decodes without waiting for the device; returns tasks whose grammar fails,
+        and does neither if there are some."""
         if self._prefill_is_next or not self._pool.busy:
             self._prefill_is_next = False
             # First tokens are reported at once; a grammar's next mask follows from them.
             if self._admission.admit():
-                return self._decode(0)
-        self._prefill_is_next = True
-        failed = self._write_masks()
-        has_grammars = any(task.grammar for task in self.running)
-        return [*failed, *self._decode(1 if has_grammars else self._steps_per_call)]
+                self._decode(0)
+                return []
+        failed = self._write_masks() if self._needs_masks() else []
+        if not failed:
+            self._prefill_is_next = True
+            has_grammars = any(task.grammar for task in self.running)
+            self._decode(1 if has_grammars else self._steps_per_call)
+        return failed
 
-    def _decode(self, steps: int) -> list[TaskChunk]:
+    def _decode(self, steps: int) -> None:
         """Decodes; stops early if a slot is free for a task that waits."""
         pool, waiting, few = self._pool, self._admission.waiting, self._few
         pool.few = few if self._programs.has(WRITE_FIRST) else None
         until_free = len(pool.free) + 1 if waiting else pool.sizes.slots
-        return self._collect(jax.device_get(pool.decode(until_free, steps)))
+        self._windows.append(pool.decode(until_free, steps))
 
-    def _write_masks(self) -> list[TaskChunk]:
-        """Writes the masks of all rows into the slots if one changes, and ends those whose grammar
-        fails, such as one that is too complex."""
-        if not any(
+    def _needs_masks(self) -> bool:
+        """True if the host writes the masks of the next step, which follow from the tokens."""
+        return any(
             task.grammar is not None or (task.forced_token is not None and len(task.tokens) <= 1)
             for task in self.running
-        ):
-            return []
+        )
+
+    def _write_masks(self) -> list[TaskChunk]:
+        """Writes the masks of all rows into the slots, and ends those whose grammar fails, such as
+        one that is too complex."""
         every_token = np.full(-(-self._vocab // WORD_BITS), ALL_TOKENS)
         masks = [every_token] * self._pool.slots.count
         failed: list[TaskChunk] = []
@@ -334,16 +363,14 @@ class LiveRun:
         self._pool.write_processor(TokenMaskLogitsProcessor(np.stack(masks)))
         return failed
 
-    def _collect(self, progress: DecodeProgress) -> list[TaskChunk]:
+    def _collect(self, window: Window) -> list[TaskChunk]:
+        """The new tokens of a window. Ends tasks whose stop string is complete."""
+        result, rows = self._pool.read(window)
         results, stopped = [], []
-        tasks = list(self._pool.tasks)
-        finished = {slot for slot, _ in self._pool.take_finished(progress)}
-        for slot, task in enumerate(tasks):
-            if task is None:
-                continue
-            chunk = _chunk(task, progress.result, slot)
+        for slot, task, has_ended in rows:
+            chunk = _chunk(task, result, slot)
             task.tokens.extend(chunk.tokens)
-            if chunk.is_last and slot not in finished:
+            if chunk.is_last and not has_ended:
                 stopped.append(slot)
             if chunk.tokens or chunk.is_last:
                 results.append((task, chunk))

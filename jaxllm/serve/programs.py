@@ -69,9 +69,12 @@ class Programs:
         return width
 
     def compile(self, count: int | None = None) -> None:
-        """Compiles programs until `count` are compiled, or all, or `stop` is called."""
+        """Compiles programs until `count` are compiled, or all. Compiles no further one after
+        `stop`, or when the main thread has ended."""
         count = len(self.names) if count is None else count
-        while self.compiled < count and not self._is_stopping:
+        # Python waits for this thread then: a daemon thread inside XLA would abort the process.
+        main = threading.main_thread()
+        while self.compiled < count and main.is_alive() and not self._is_stopping:
             name = self._wanted if self._wanted in self._missing else next(iter(self._missing))
             self._missing[name]()
             del self._missing[name]

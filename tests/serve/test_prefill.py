@@ -113,23 +113,40 @@ def test_running_requests_decode_between_the_chunks_of_a_long_prompt() -> None:
         run.add(dataclasses.replace(task, request=name) for task in engine._reader.read(0, row))
 
     def step() -> tuple[int, int, list[str]]:
-        """Columns of prompts and decode steps of one step, and the requests with new tokens."""
+        """Columns of prompts that one step prefills. The decode steps of the window that it reads,
+        and the requests with new tokens: of the window before the one that it dispatches."""
         columns, steps = counts.prefill_columns, counts.decode_steps
         names = [task.request for task, _ in run.step()]
         return counts.prefill_columns - columns, counts.decode_steps - steps, names
 
     submit("running", short)
-    assert step() == (16, 0, ["running"])
+    assert step() == (16, 0, [])
     submit("cancelled", {"input_ids": long, "max_new_tokens": 4})
-    assert step() == (0, 4, ["running"])
-    assert step() == (CHUNK, 4, ["running"])
+    assert step() == (0, 0, ["running"])
+    assert [step() for _ in range(2)] == [(CHUNK, 4, ["running"])] * 2
     run.cancel([("cancelled", 0)])
     submit("long", {"input_ids": long, "max_new_tokens": 4})
     submit("next", short)
     assert [step() for _ in range(6)] == [(CHUNK, 4, ["running"])] * 6
-    assert step() == (16, 0, ["long"])  # the rest, and the first token
-    assert step() == (0, 3, ["running", "long"])  # a slot is free, and a request waits
-    assert step() == (16, 0, ["next"])
+    assert step() == (16, 4, ["running"])  # the rest, and the first token
+    assert step() == (0, 0, ["long"])
+    assert step() == (16, 3, ["running", "long"])  # a slot is free, and a request waits
+    assert step() == (0, 0, ["next"])
+
+
+def test_running_requests_wait_for_no_more_than_the_columns_of_one_chunk() -> None:
+    """Also where the narrow chunks of short prompts come before the wide one of a long prompt."""
+    vocab = len(small_tokenizer("llama.model"))  # that of the servers of other modules
+    model = tiny.make("llama", num_hidden_layers=1, vocab_size=vocab)
+    options: dict[str, Any] = {"slots": 4, "context": 64, "prefill_chunk_size": 64}
+    engine = AsyncEngine(model, **options, kept_prefixes=0, warm_up=False)
+    run, counts, columns = engine._run, engine.counts, [0]
+    for length in (5, 50, 5):
+        run.add(engine._reader.read(0, {"input_ids": [5] * length, "max_new_tokens": 8}))
+    while run.busy:
+        run.step()
+        columns.append(counts.prefill_columns)
+    assert [new for new in np.diff(columns) if new] == [32, 64, 32]
 
 
 def test_the_last_prefixes_that_recur_are_kept() -> None:

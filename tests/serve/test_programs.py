@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -175,6 +177,27 @@ def test_a_closed_engine_compiles_nothing_more() -> None:
         assert engine.programs.compiled == engine.needed_programs + 1
 
     run(use, tiny.make("llama", num_hidden_layers=1))
+
+
+def test_a_process_whose_main_thread_ends_compiles_nothing_more() -> None:
+    code = """
+import threading
+from jaxllm.serve.programs import Programs
+
+started, programs = threading.Event(), Programs()
+
+def compile_program():
+    print("compiled", flush=True)
+    started.set()
+    threading.main_thread().join()
+
+programs.add({str(number): compile_program for number in range(3)})
+programs.compile_in_background()
+started.wait()
+raise SystemExit(3)
+"""
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=120)
+    assert (done.returncode, done.stdout) == (3, b"compiled\n")
 
 
 def test_the_smallest_width_that_is_compiled() -> None:
