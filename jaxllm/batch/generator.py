@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxllm.batch.memory import (
     Pool,
     Prediction,
+    SlotLimits,
     memory_budget,
     out_of_memory_error,
     pools,
@@ -75,9 +76,11 @@ from jaxllm.tokenizers.batch import Truncation
 from jaxllm.tokenizers.messages import plain_rows
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
-DEFAULT_SLOTS = {"cpu": 16}
-DEFAULT_ACCELERATOR_SLOTS = 128
-"""Slots on other devices."""
+# PERF(cpu): with 64 slots a step takes two thirds to four fifths of the time for each of them that
+# it takes with 16. Elsewhere all slots share one reading of the weights, which is a small part of a
+# step with 256.
+SLOTS = {"cpu": SlotLimits(16, 64)}
+ACCELERATOR_SLOTS = SlotLimits(128, 256)
 MAX_SLOTS = 2**20
 
 
@@ -97,18 +100,21 @@ class BatchGenerator:
     rounding. docs/batch.md says more.
 
     A row is a prompt, a list of token ids, or a mapping with one of `prompt`, `messages` and
-    `input_ids`, optionally `id` and `seed`, and any generation fields. Rows are read in
-    windows, and wait in buckets of power-of-two prompt lengths; the longest results of a window run
-    first. One compiled program decodes a fixed number of slots. When a row ends, the next row takes
-    its slot while the others continue. All beams of a row are one slot.
+    `input_ids`, optionally `id` and `seed`, and any generation fields. Rows are read in windows,
+    and wait in buckets of power-of-two prompt lengths; the longest results of a window run first.
+    Prompts are prefilled in chunks of two widths; those of encoder-decoders, of rows with beams,
+    and with RoPE that depends on the length are padded to their bucket. One compiled program
+    decodes a fixed number of slots. When a row ends, the next row takes its slot while the others
+    continue. All beams of a row are one slot.
 
     Args:
         model: a causal or encoder-decoder language model. Where it lies on a mesh, so do the slots:
             over `data` and `fsdp`, and the heads of their caches over `tensor`.
         tokenizer: the model's own. None: rows have `input_ids`, and outputs no `texts`.
         slots: maximum number of rows that are decoded at once; on a mesh rounded up to a multiple
-            of data * fsdp. None: 16 on a CPU and 128 elsewhere, for each of data * fsdp. Fewer are
-            used where memory does not allow so many.
+            of data * fsdp. None: 16 on a CPU and 128 elsewhere, for each of data * fsdp, and up to
+            64 and 256 if there are four times as many rows. Fewer are used where memory does not
+            allow so many.
         memory: bytes to use on each device, or a string such as "12GB". None: nine tenths of the
             device's memory, or half of the machine's where the backend does not report it.
         seed: seed of rows that have none. Row number i then samples as
@@ -159,7 +165,7 @@ class BatchGenerator:
         if announce is not None:
             checked_function(announce, "announce")
         self._given = {"slots": slots, "memory": memory}
-        self._slots = checked_slots(slots, self.mesh)
+        self._slots = slot_limits(slots, self.mesh)
         if src_lang is not None or tgt_lang is not None:
             if tokenizer is None:
                 raise InputError("src_lang, tgt_lang: need a tokenizer; give the model's")
@@ -426,7 +432,7 @@ class BatchGenerator:
             elif window.unplaced:
                 self._add_pools(window)
             elif window.static:
-                options = (self._slots, row_shards(self.mesh), self.counts)
+                options = (self._slots.least, row_shards(self.mesh), self.counts)
                 for batch in static_batches(window.take_static()):
                     yield from run_static_batch(self._model, self.tokenizer, batch, *options)
             else:
@@ -534,14 +540,14 @@ def check_model(model: GenerativeModel) -> Mesh | None:
     return mesh
 
 
-def checked_slots(slots: int | None, mesh: Mesh | None) -> int:
-    """The number of slots; None: the default for the devices."""
+def slot_limits(slots: int | None, mesh: Mesh | None) -> SlotLimits:
+    """The number of slots that is asked for; None: the default for the devices."""
     if slots is None:
-        per_shard = DEFAULT_SLOTS.get(default_device().platform, DEFAULT_ACCELERATOR_SLOTS)
-        return per_shard * row_shards(mesh)
+        limits = SLOTS.get(default_device().platform, ACCELERATOR_SLOTS)
+        return SlotLimits(*(limit * row_shards(mesh) for limit in limits))
     if not is_integer(slots) or not 1 <= slots <= MAX_SLOTS:
         raise InputError(f"slots: expected an integer from 1 to {MAX_SLOTS}, found {quoted(slots)}")
-    return slots
+    return SlotLimits(slots, slots)
 
 
 def generate_texts(

@@ -6,14 +6,14 @@ import dataclasses
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.batch.programs import chunk_prefill, slot_decode, slot_prefill, slot_start
-from jaxllm.batch.prompt_chunks import staged_shapes
+from jaxllm.batch.prompt_chunks import chunk_size, staged_shapes, why_whole, with_chunks
 from jaxllm.batch.row_groups import Group, Task, group_record, prefill_batch, sizes_for
 from jaxllm.batch.rows import BatchRow
 from jaxllm.batch.slots import Sizes, slot_shapes
@@ -23,8 +23,10 @@ from jaxllm.common.hardware import format_bytes, nbytes, usable_memory
 from jaxllm.generation.inputs.arguments import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.models.decoder import Decoder
+from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.parallel.sharding import row_shards, use_mesh
 
+ROWS_OF_A_SLOT = 4
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -106,6 +108,31 @@ def memory_budget(memory: int | str | None, devices: int = 1) -> int:
     if not is_integer(memory) or memory < 1:
         raise InputError('memory: expected a number of bytes or a string such as "12GB"')
     return int(memory)
+
+
+class SlotLimits(NamedTuple):
+    """The fewest and the most slots of a pool, if memory and the number of rows allow them."""
+
+    least: int
+    most: int
+
+    def useful(self, tasks: Sequence[Task], more: bool) -> int:
+        """The number of slots that suits some tasks: more than the least only if there are four
+        rows for each, and if the longest one does not run longer than all slots together. Else
+        many slots would be decoded without a row at the end.
+
+        Args:
+            more: more tasks follow.
+        """
+        if not more:
+            new = [task.row.max_new_tokens for task in tasks]
+            most = min(self.most, len(new) // ROWS_OF_A_SLOT, sum(new) // max(new))
+            slots = min(self.least, bucket(len(new), 1))
+        else:
+            most = slots = self.most
+        while 2 * slots <= most:
+            slots *= 2
+        return slots
 
 
 def fitting_slots(predict: Callable[[int], Prediction], slots: int, shards: int) -> Prediction:
@@ -219,8 +246,10 @@ class Pool:
 
     @property
     def programs(self) -> int:
-        """Programs of its tasks so far: one decodes, and one reads the prompts of each width."""
-        return len(self._waiting) and 1 + len(self._waiting)
+        """Programs of its tasks so far: one decodes, and one reads the prompts of each width, or
+        of each width of chunks, whose first tokens another one chooses."""
+        reading = len(self.sizes.chunks) + 1 if self.sizes.wide else len(self._waiting)
+        return len(self._waiting) and 1 + reading
 
     def widest(self) -> Task:
         """One of the waiting tasks with the widest prompts."""
@@ -245,16 +274,16 @@ def length_class(sizes: Sizes) -> tuple[int, int, int]:
 def pools(
     model: Decoder,
     group: Group,
-    slots: int,
+    slots: SlotLimits,
     budget: int,
     mesh: Mesh | None,
     *,
     is_later: bool = False,
     more: bool = False,
 ) -> Iterator[Pool]:
-    """One pool for all tasks of a group if memory allows `slots` slots of the longest; else the
-    longest have a pool of their own, with fewer slots, and so on with the rest. The tasks are not
-    in the pools yet.
+    """One pool for all tasks of a group if memory allows `slots.least` slots of the longest; else
+    the longest have a pool of their own, with fewer slots, and so on with the rest. The tasks are
+    not in the pools yet.
 
     If even the fewest slots do not fit, the pool's `memory.fits` is False.
 
@@ -263,7 +292,8 @@ def pools(
             all their prompts.
         more: more rows follow, so that there is work for all slots.
     """
-    shards = row_shards(mesh)
+    shards, platform = row_shards(mesh), platform_of_arrays(model)
+    is_whole = group.beams > 1 or why_whole(model) is not None
     options = (model.is_encoder_decoder, shards, group.beams)
     predict_for = partial(predict, model, group, budget, mesh)
     # Largest slots first.
@@ -273,32 +303,37 @@ def pools(
     classes = [by_length[length] for length in sorted(by_length, reverse=True)]
 
     def try_slots(tasks: list[Task]) -> tuple[Sizes, Prediction]:
-        """Sizes with all slots that are asked for, and the prediction for the slots that fit."""
-        sizes = sizes_for(tasks, slots if more else min(slots, bucket(len(tasks), 1)), *options)
+        """Sizes with all slots that are useful, and the prediction for the slots that fit."""
+        sizes = sizes_for(tasks, slots.useful(tasks, more), *options)
+        if not is_whole:
+            sizes = with_chunks(sizes, platform, chunk_size(platform))
         return sizes, fitting_slots(partial(predict_for, tasks, sizes), sizes.slots, shards)
+
+    def is_lowered(sizes: Sizes, memory: Prediction) -> bool:
+        return not memory.fits or memory.slots < min(slots.least, sizes.slots)
 
     while classes:
         tasks = [task for tasks in classes for task in tasks]
         sizes, memory = try_slots(tasks)
-        if len(classes) > 1 and not (memory.fits and memory.slots == sizes.slots):
+        if len(classes) > 1 and is_lowered(sizes, memory):
             tasks = classes.pop(0)
             sizes, memory = try_slots(tasks)
         else:
             classes = []
         if not memory.fits:  # the error of its rows states all bytes
             memory = predict_for(tasks, sizes, memory.slots, compile_always=True)
-        is_lowered = not memory.fits or memory.slots < sizes.slots
+        lowered = is_lowered(sizes, memory)
         sizes = fitting = dataclasses.replace(sizes, slots=memory.slots)
         if not memory.fits:
             prompt_length = max(len(task.row.decoder_prompt) for task in tasks)
             fitting = sizes.with_half_the_new_tokens(prompt_length)
             while fitting is not None and not predict_for(tasks, fitting, sizes.shards).fits:
                 fitting = fitting.with_half_the_new_tokens(prompt_length)
-        least_width = max(task.width for task in tasks) if is_later else 0
+        least_width = max(task.width for task in tasks) if is_later and is_whole else 0
         lengths = [len(task.row.input_ids) + task.row.max_new_tokens for task in tasks]
         summary = (np.mean(lengths), np.quantile(lengths, 0.9), max(lengths))
         memory = dataclasses.replace(memory, lengths=tuple(round(float(x)) for x in summary))
-        yield Pool(group, sizes, memory, fitting, is_lowered, not memory.fits, least_width)
+        yield Pool(group, sizes, memory, fitting, lowered, not memory.fits, least_width)
 
 
 def predict(

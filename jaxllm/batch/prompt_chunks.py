@@ -4,7 +4,8 @@ A prompt is staged: it gets a row of a KV cache beside the slots, in which its c
 other while the slots decode. After the last chunk its first token is chosen, and the row is copied
 into a slot. `Sizes` has the two widths of chunks. A wide chunk is a part of one prompt, a narrow
 chunk a part of each of several prompts. Where a prompt is cut depends on its own columns alone, so
-the other rows of a program change nothing about its sums.
+the other rows of a program change nothing about its sums. Beams, the prompts of encoder-decoders,
+and RoPE that depends on the length need whole prompts.
 """
 
 from __future__ import annotations
@@ -30,6 +31,35 @@ from jaxllm.parallel.sharding import use_mesh
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Cache)
+
+# PERF(cpu): a chunk of 128 columns costs as much for each column as a wider one, and decoding waits
+# half as long for it as for one of 256. A chunk of 32 costs half as much again for each column.
+CHUNK_SIZE = {"cpu": 128}
+ACCELERATOR_CHUNK_SIZE = 512
+NARROW_CHUNK_SIZE = {"cpu": 32}
+NARROW_ACCELERATOR_CHUNK_SIZE = 64
+
+
+def chunk_size(platform: str) -> int:
+    """Columns of a wide chunk that suit a platform."""
+    return CHUNK_SIZE.get(platform, ACCELERATOR_CHUNK_SIZE)
+
+
+def with_chunks(sizes: Sizes, platform: str, chunk_size: int) -> Sizes:
+    """The sizes with the widths of chunks, of which the wide one has up to `chunk_size` columns."""
+    wide = min(chunk_size, sizes.columns)
+    narrow = NARROW_CHUNK_SIZE.get(platform, NARROW_ACCELERATOR_CHUNK_SIZE)
+    return dataclasses.replace(sizes, wide=wide, narrow=min(wide, narrow))
+
+
+def why_whole(model: Decoder) -> str | None:
+    """Why the model's prompts are prefilled as a whole; None: they need not be."""
+    if model.is_encoder_decoder:
+        return "an encoder-decoder, whose prompt is the encoder's"
+    rope = getattr(model.config, "rotary", None)
+    if rope is not None and rope.uses_length:
+        return "RoPE that depends on the length of the prompt"
+    return None
 
 
 @jax.tree_util.register_dataclass
@@ -78,17 +108,18 @@ class PromptColumns:
 
     @classmethod
     def next_of(cls, prompts: dict[int, StagedPrompt], sizes: Sizes) -> PromptColumns:
-        """The next chunk of the first prompt, if it is narrow together with the narrow chunks of
-        the other prompts.
+        """The next chunk of the first prompt that is not complete, if it is narrow together with
+        the narrow chunks of the other prompts.
 
         Args:
-            prompts: by the number of the row; not empty.
+            prompts: by the number of the row; one of them is not complete.
         """
 
         def width(prompt: StagedPrompt) -> int:
             return sizes.chunk_width(prompt.length, len(prompt.task.row.input_ids))
 
-        first, columns = next((row, width(prompt)) for row, prompt in prompts.items())
+        first = next(row for row, prompt in prompts.items() if not prompt.is_complete)
+        columns = width(prompts[first])
         rows = [first] if columns > sizes.narrow else range(sizes.prefill_rows)
         chunk: Any = cls.empty(len(rows), columns)
         for i, row in enumerate(rows):
@@ -96,7 +127,7 @@ class PromptColumns:
             if prompt is None:
                 continue
             chunk.starts[i] = prompt.length
-            if width(prompt) == columns:
+            if not prompt.is_complete and width(prompt) == columns:
                 part = prompt.task.row.input_ids[prompt.length :][:columns]
                 chunk.tokens[i, : len(part)], chunk.lengths[i] = part, len(part)
         return chunk

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from jaxllm.batch.programs import slot_prefill, slot_start
 from jaxllm.batch.prompt_chunks import (
@@ -278,7 +278,14 @@ class SlotPool:
         return any(task is not None for task in self.tasks)
 
     def prepare(self, tasks: Sequence[Task]) -> PromptRows:
-        """The rows of some tasks of one bucket, for `prefill`."""
+        """The rows of some tasks of one bucket, for `prefill`. Prompts in chunks are prefilled at
+        once, and wait beside the slots; no others may be staged."""
+        if self.sizes.wide:
+            for task in tasks:
+                self.stage(task)
+            while not all(prompt.is_complete for prompt in self._prompts.values()):
+                self._prefill_chunk()
+            self._prompts.clear()
         return prefill_batch(tasks, self._group, self.sizes)
 
     def prefill(self, tasks: Sequence[Task], rows: PromptRows) -> None:
@@ -292,6 +299,9 @@ class SlotPool:
         slot_ids[: len(tasks)] = self.free[: len(tasks)]
         for slot, task in zip(slot_ids, tasks, strict=False):
             self.tasks[slot] = task
+        if self.sizes.wide:
+            self._start(rows, slot_ids)
+            return
         self._counts.doing = f"reading prompts of up to {tasks[0].width} tokens"
         with use_mesh(self._mesh):
             self.slots = prefill_slots(
@@ -347,6 +357,20 @@ class SlotPool:
             The columns of the chunk. The tasks that came into slots, with the rows that they had,
             for `copy_prompt`.
         """
+        chunk, complete = self._prefill_chunk(), []
+        for row in chunk.rows.tolist():
+            if row in self._prompts and self._prompts[row].is_complete:
+                complete.append((row, self._prompts.pop(row).task))
+        if complete:
+            tasks = [complete[0][1]] * self.sizes.prefill_rows
+            slot_ids = np.full(len(tasks), self.sizes.slots, np.int32)
+            for (row, task), slot in zip(complete, self.free, strict=False):
+                tasks[row], slot_ids[row], self.tasks[slot] = task, slot, task
+            self._start(prompt_rows(tasks, self._group, self.sizes, self.sizes.columns), slot_ids)
+        return chunk.tokens.shape[1], complete
+
+    def _prefill_chunk(self) -> PromptColumns:
+        """Prefills the next chunk of the staged prompts that are not complete."""
         assert self._staged is not None
         chunk = PromptColumns.next_of(self._prompts, self.sizes)
         self._counts.doing = f"reading parts of {np.count_nonzero(chunk.lengths)} prompts"
@@ -356,33 +380,25 @@ class SlotPool:
         self._counts.prefill_tokens += int(chunk.lengths.sum())
         self._counts.prefill_columns += chunk.tokens.size
         self._counts.add_call(self._chunk_name(chunk))
-        complete = []
         for row, length in zip(chunk.rows.tolist(), chunk.lengths.tolist(), strict=True):
             if length:
                 self._prompts[row].length += length
-                if self._prompts[row].is_complete:
-                    complete.append((row, self._prompts.pop(row).task))
-        if complete:
-            self._start(complete)
-        return chunk.tokens.shape[1], complete
+        return chunk
 
-    def _start(self, complete: Sequence[tuple[int, Task]]) -> None:
-        """Puts the tasks of complete prompts into free slots.
+    def _start(self, rows: PromptRows, slot_ids: Int[np.ndarray, " R"]) -> None:
+        """Puts complete prompts into slots.
 
         Args:
-            complete: with the rows of their prompts.
+            rows: of all staged rows.
+            slot_ids: the slot of each; for other rows the number of slots, which is no slot.
         """
         assert self._staged is not None
-        tasks = [complete[0][1]] * self.sizes.prefill_rows
-        slot_ids = np.full(len(tasks), self.sizes.slots, np.int32)
-        for (row, task), slot in zip(complete, self.free, strict=False):
-            tasks[row], slot_ids[row], self.tasks[slot] = task, slot, task
         with use_mesh(self._mesh):
             self.slots = start_rows(
                 self._model,
                 self._all_slots(),
                 self._staged,
-                prompt_rows(tasks, self._group, self.sizes, self.sizes.columns),
+                rows,
                 slot_ids,
                 new_token_bucket=self.sizes.new_token_bucket,
             )
@@ -475,13 +491,13 @@ class SlotPool:
             others[WRITE_FIRST] = partial(with_first_rows.trace, shapes, first)
         if staged is None:
             for task in tasks:
-                rows = self.prepare([task])
+                rows = prefill_batch([task], self._group, sizes)
                 trace = partial(slot_prefill, model, shapes, rows, sizes)
                 (needed if task is tasks[-1] else others)[self.prefill_name(task.width)] = trace
         else:
             for chunk in (PromptColumns.empty(rows, width) for rows, width in sizes.chunks):
                 needed[self._chunk_name(chunk)] = partial(prefill_chunk.trace, model, staged, chunk)
-            rows = self.prepare(tasks[:1])
+            rows = prefill_batch(tasks[:1], self._group, sizes)
             needed[self._start_name] = partial(slot_start, model, shapes, staged, rows, sizes)
         if staged is not None and copies:
             prompt = staged_shapes(model, sizes.with_slots(1), self._mesh).cache

@@ -142,7 +142,13 @@ class Sizes:
             return None
         columns = bucket(prompt_length + max_new_tokens, SMALLEST_BUCKET)
         new_token_bucket = 0 if self.beams == 1 else bucket(max_new_tokens, SMALLEST_BUCKET)
-        return dataclasses.replace(self, columns=columns, new_token_bucket=new_token_bucket)
+        return dataclasses.replace(
+            self,
+            columns=columns,
+            new_token_bucket=new_token_bucket,
+            wide=min(self.wide, columns),
+            narrow=min(self.narrow, columns),
+        )
 
 
 @jax.tree_util.register_dataclass

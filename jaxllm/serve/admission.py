@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from jaxtyping import Int
 
+from jaxllm.batch import prompt_chunks
+from jaxllm.batch.prompt_chunks import why_whole, with_chunks
 from jaxllm.batch.row_groups import Task
 from jaxllm.batch.slot_pool import COPY, WRITE_PREFIX, SlotPool
 from jaxllm.batch.slots import Sizes
@@ -26,12 +28,6 @@ from jaxllm.generation.inputs.values import bucket
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.serve.programs import Programs
 
-# PERF(cpu): a chunk of 128 columns costs as much for each column as a wider one, and decoding waits
-# half as long for it as for one of 256. A chunk of 32 costs half as much again for each column.
-DEFAULT_CHUNK_SIZE = {"cpu": 128}
-DEFAULT_ACCELERATOR_CHUNK_SIZE = 512
-NARROW_CHUNK_SIZE = {"cpu": 32}
-NARROW_ACCELERATOR_CHUNK_SIZE = 64
 DEFAULT_KEPT_PREFIXES = 4
 MIN_PREFIX = 64
 """Tokens of the shortest prefix that is kept, and by which it is longer than another one."""
@@ -50,8 +46,6 @@ class PrefillOptions:
     chunk_size: int
     """Columns of prompts that are prefilled between two decode calls (the columns of prompts that
     are prefilled side by side count once), and of a wide chunk. A power of two."""
-    narrow: int
-    """Columns of a narrow chunk. A power of two."""
     kept_prefixes: int = 0
     """Most prefixes that are kept."""
     whole: bool = False
@@ -61,8 +55,7 @@ class PrefillOptions:
         """The sizes with the widths of chunks."""
         if self.whole:
             return sizes
-        wide = min(self.chunk_size, sizes.columns)
-        return dataclasses.replace(sizes, wide=wide, narrow=min(wide, self.narrow))
+        return with_chunks(sizes, default_device().platform, self.chunk_size)
 
     @property
     def copied_prompts(self) -> int:
@@ -80,19 +73,17 @@ def prefill_options(
         UnsupportedError: one is set, but the model's prompts are prefilled as a whole.
     """
     options = {"prefill_chunk_size": chunk_size, "kept_prefixes": kept_prefixes}
-    platform = default_device().platform
-    narrow = NARROW_CHUNK_SIZE.get(platform, NARROW_ACCELERATOR_CHUNK_SIZE)
     if chunk_size is None:
-        chunk_size = DEFAULT_CHUNK_SIZE.get(platform, DEFAULT_ACCELERATOR_CHUNK_SIZE)
+        chunk_size = prompt_chunks.chunk_size(default_device().platform)
     size = bucket(chunk_size, SMALLEST_BUCKET)
-    reason = _why_whole(model)
+    reason = why_whole(model)
     if reason is not None:
         for name, value in options.items():
             if value:
                 raise UnsupportedError(f"{name} cannot be combined with {reason}; leave it out")
-        return PrefillOptions(size, narrow, whole=True)
+        return PrefillOptions(size, whole=True)
     kept = DEFAULT_KEPT_PREFIXES if kept_prefixes is None else kept_prefixes
-    return PrefillOptions(size, narrow, kept)
+    return PrefillOptions(size, kept)
 
 
 def buckets(longest: float) -> list[int]:
@@ -105,16 +96,6 @@ def buckets(longest: float) -> list[int]:
     while widths[-1] < longest:
         widths.append(2 * widths[-1])
     return widths
-
-
-def _why_whole(model: GenerativeModel) -> str | None:
-    """Why the model's prompts are prefilled as a whole; None: they need not be."""
-    if model.is_encoder_decoder:
-        return "an encoder-decoder, whose prompt is the encoder's"
-    rope = getattr(model.config, "rotary", None)
-    if rope is not None and rope.uses_length:
-        return "RoPE that depends on the length of the prompt"
-    return None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

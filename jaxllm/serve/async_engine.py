@@ -20,7 +20,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxllm.batch.generator import check_model, check_tokenizer, checked_slots
+from jaxllm.batch.generator import check_model, check_tokenizer, slot_limits
 from jaxllm.batch.memory import Prediction, fitting_slots, memory_budget, predict
 from jaxllm.batch.prompt_chunks import staged_shapes
 from jaxllm.batch.row_groups import Task, TaskChunk
@@ -566,7 +566,7 @@ def _most_sizes(
         encoder_columns=columns if model.is_encoder_decoder else None,
         shards=row_shards(mesh),
     )
-    return sizes.with_slots(checked_slots(slots, mesh))
+    return sizes.with_slots(slot_limits(slots, mesh).least)
 
 
 def _check_numbers(at_least: int = 1, **numbers: int | None) -> None:

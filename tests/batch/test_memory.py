@@ -11,7 +11,7 @@ from compiling import compiled_as_users
 from jaxllm import BatchGenerator
 from jaxllm.batch import memory as memory_module
 from jaxllm.batch import slot_pool as pools
-from jaxllm.batch.memory import Prediction, memory_budget
+from jaxllm.batch.memory import Prediction, SlotLimits, memory_budget
 from jaxllm.batch.row_groups import groups, sizes_of
 from jaxllm.batch.rows import RawRow, RowReader
 from jaxllm.common.errors import InputError
@@ -115,7 +115,7 @@ def test_rows_of_one_capacity_and_other_columns_have_pools_of_their_own(monkeypa
         for i, (prompt, new) in enumerate(lengths)
     ]
     (group,) = groups(rows, 50)
-    pools = list(memory_module.pools(MODEL, group, 8, 2, None, more=True))
+    pools = list(memory_module.pools(MODEL, group, SlotLimits(8, 8), 2, None, more=True))
     for row in rows:
         own = sizes_of(row, False, 1)
         assert own.capacity == 320

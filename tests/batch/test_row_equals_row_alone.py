@@ -10,7 +10,7 @@ import tiny
 from batch_tools import differences, uneven_rows
 
 from jaxllm import BatchGenerator
-from jaxllm.batch import slots
+from jaxllm.batch import prompt_chunks, slots
 
 SMALL = {
     "llama": {"num_hidden_layers": 1},
@@ -50,13 +50,29 @@ def test_rows_with_four_steps_between_checks_equal_rows_alone(monkeypatch):
 
 
 def test_the_last_rows_of_a_batch_leave_rows_that_run_alone():
-    """Two prompts are read at once. The last one comes alone, while all others run."""
+    """Two prompts start at once. The last one comes alone, while all others run."""
     rows = [
         {"id": i, "input_ids": [5, 6, 7 + i], "max_new_tokens": 10, "eos_token_id": None}
         for i in range(17)
     ]
     engine = check(model("llama"), rows, slots=32)
-    assert engine.counts.program_calls["prefill 2 x 16 into 32 x 16"] == 9
+    assert engine.counts.program_calls["first tokens of 2 into 32 x 16"] == 9
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("bloom", marks=pytest.mark.ci)])
+def test_prompts_that_are_read_in_chunks_side_by_side_equal_rows_alone(family, monkeypatch):
+    """Two prompts are read at once, in chunks of 32 and 16 columns; one that is complete waits for
+    the other."""
+    monkeypatch.setitem(prompt_chunks.CHUNK_SIZE, "cpu", 32)
+    monkeypatch.setitem(prompt_chunks.NARROW_CHUNK_SIZE, "cpu", 16)
+    rows = [
+        {"id": i, "input_ids": [3 + (7 * i + j) % 40 for j in range(length)], "max_new_tokens": 6}
+        for i, length in enumerate([64, 33, 50, 17, 16, 1, 40, 63, 20, 31, 49, 2, 35] * 3)
+    ]
+    calls = check(model(family), rows, slots=32).counts.program_calls
+    assert calls["prefill 1 x 32 of 2 x 128"] > 39
+    assert calls["prefill 2 x 16 of 2 x 128"] < 15  # narrow chunks, some of them side by side
+    assert not any("into" in name for name in calls if name.startswith("prefill"))
 
 
 @pytest.mark.parametrize(
