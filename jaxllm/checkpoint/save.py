@@ -50,7 +50,7 @@ from jaxllm.models.lora import lora_layers
 from jaxllm.models.model import Model, model_shapes
 from jaxllm.models.quantize import formats_of, quantized_shapes
 from jaxllm.models.registry import FAMILIES, ModelSpec, architecture_of
-from jaxllm.models.weights import is_quantized, parameters, tensors_of
+from jaxllm.models.weights import check_not_joined, is_quantized, parameters, tensors_of
 from jaxllm.parallel.processes import in_all_processes
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -210,6 +210,7 @@ def check_parameters(model: Model[Any], function: str) -> None:
         for path, x in parameters(shapes).items()
     }
     found = parameters(model)
+    check_not_joined(found)
     for path in lora_layers(model):
         rows, columns = expected[f"{path}.weight"][0]
         rank = next(iter(getattr(found[f"{path}.lora_b"], "shape", ())[-1:]), 0)

@@ -60,6 +60,7 @@ from jaxllm.generation.processors.grammar import llguidance
 from jaxllm.generation.settings.resolve import DEFAULT_NEW_TOKENS, target_settings
 from jaxllm.loading import read_generation_config, tokenizer_of, with_settings
 from jaxllm.models.decoder import checked_generative
+from jaxllm.models.joined import arranged_for_inference
 from jaxllm.models.quantize import KEEP
 from jaxllm.parallel.environment import devices, jax_settings, versions
 from jaxllm.serve.http.batch_requests import BatchRequests
@@ -250,6 +251,7 @@ def without_weights(arguments: argparse.Namespace, mesh: Mesh | None) -> tuple[A
             quantize=arguments.quantize,
             quantize_embeddings=arguments.quantize_embeddings,
         )
+        model = arranged_for_inference(model)
         return with_settings(model, read_generation_config(checkpoint), tokenizer), tokenizer
 
 

@@ -23,6 +23,7 @@ from jaxllm.common.progress import Reporter, reports_to
 from jaxllm.generation.inputs.values import boolean
 from jaxllm.generation.settings.config import FIELDS
 from jaxllm.generation.settings.fields import Field
+from jaxllm.models.joined import arranged_for_inference
 from jaxllm.models.quantize import FORMATS, KEEP
 
 STREAM = "-"
@@ -261,8 +262,11 @@ def load_named(
             config=dict(arguments.config),
             mesh=mesh,
             progress=update,
-            while_loading=while_loading,
+            while_loading=None
+            if while_loading is None
+            else lambda model, tokenizer: while_loading(arranged_for_inference(model), tokenizer),
         )
+    model = arranged_for_inference(model)
     for line in device_report():
         reporter.say(line)
     if needs_tokenizer is not None and tokenizer is None:

@@ -39,6 +39,7 @@ from jaxllm.models.gpt_neo import (
     GPTNeoModel,
 )
 from jaxllm.models.gptj import GPTJConfig, GPTJForCausalLM, GPTJForSequenceClassification, GPTJModel
+from jaxllm.models.joined import join_projections, split_projections
 from jaxllm.models.llama import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -182,7 +183,9 @@ __all__ = [
     "XGLMConfig",
     "XGLMForCausalLM",
     "XGLMModel",
+    "join_projections",
     "model_spec",
     "quantize_model",
     "shift_tokens_right",
+    "split_projections",
 ]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import numpy as np
 
+from jaxllm.common.errors import InputError
 from jaxllm.parallel.sharding import parameter_path
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 A = TypeVar("A", np.ndarray, jax.Array)
 
+JOINED = {"attn": ("qkv", ("q", "k", "v")), "mlp": ("gate_up", ("gate", "up"))}
+"""Name of a sublayer -> name of its joined projections, and of their parts (`join_projections`)."""
+_JOINED_PATH = re.compile(r"(?:.*\.)?(attn\.qkv|mlp\.gate_up)\..*")
 EXPERT = "{e}"
 """Stands for the number of an expert in a tensor's name."""
 
@@ -154,6 +158,7 @@ class Table:
     def for_model(self, paths: Iterable[str]) -> list[Entry]:
         """Entries of a model with these parameters; each parameter is in exactly one."""
         paths = dict.fromkeys(paths)
+        check_not_joined(paths)
         entries = []
         for path in paths:
             entry = self._entry_of(path)
@@ -265,6 +270,20 @@ def parameters(model: Model[Any]) -> dict[str, jax.Array]:
     """All parameters of a model by path."""
     leaves = jax.tree_util.tree_flatten_with_path(model)[0]
     return {parameter_path(path): leaf for path, leaf in leaves}
+
+
+def is_joined(path: str) -> bool:
+    """True for a parameter of joined projections."""
+    return _JOINED_PATH.fullmatch(path) is not None
+
+
+def check_not_joined(paths: Iterable[str]) -> None:
+    """Raises InputError if one of the parameters is one of joined projections."""
+    if any(map(is_joined, paths)):
+        raise InputError(
+            "the model's projections are joined for inference; call split_projections, which gives "
+            "the layers their usual names"
+        )
 
 
 def is_quantized(model: Model[Any]) -> bool:

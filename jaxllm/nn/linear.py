@@ -87,6 +87,42 @@ class Linear(nnx.Module):
         """``x W^T`` in the layer's dtype."""
         return product(x, self.weight[...].astype(self.dtype), self.axes)
 
+    def with_arrays(self, weight: Array, bias: Array | None) -> Linear:
+        """A plain layer with these arrays, or their shapes; its dtype and axes are this one's."""
+        has_bias, dtype = bias is not None, weight.dtype
+        layer = Linear(1, 1, use_bias=has_bias, dtype=self.dtype, param_dtype=dtype, rngs=None)
+        layer.axes, layer.weight = self.axes, nnx.Param(weight)
+        layer.bias = None if bias is None else nnx.Param(bias)
+        return layer
+
+
+class LinearPart(nnx.Module):
+    """Linear layer whose weights are rows of the weights of another layer of the same module.
+
+    Such layers of one module, which get the same input, are one product: XLA drops the others.
+    """
+
+    def __init__(self, whole: str, start: int, stop: int, shards: int, dtype: DTypeLike):
+        """Args:
+        whole: name of the layer that has the weights.
+        start, stop: the rows of this part, in each shard.
+        shards: number of equal shards of the rows, each with its rows of all parts.
+        dtype: dtype of the layer.
+        """
+        self.whole, self.start, self.stop, self.shards = whole, start, stop, shards
+        self.dtype = jnp.dtype(dtype)
+
+    def __call__(
+        self, x: Float[Array, "... I"], key: jax.Array | None, parent: nnx.Module
+    ) -> Float[Array, "... O"]:
+        return self.of(getattr(parent, self.whole)(x), axis=-1)
+
+    def of(self, rows: Array, axis: int = 0) -> Array:
+        """This part of an array that has an entry for each row of the weights along an axis."""
+        rows = jnp.moveaxis(rows, axis, -1)
+        rows = rows.reshape(*rows.shape[:-1], self.shards, -1)[..., self.start : self.stop]
+        return jnp.moveaxis(rows.reshape(*rows.shape[:-2], -1), -1, axis)
+
 
 KEPT = "kept"
 """Name of the arrays that `remat="dots"` keeps for the backward pass."""

@@ -86,14 +86,8 @@ class LoraLinear(Linear):
         weight = self._sum(parent)
         if self.lora_magnitude is not None:
             weight = self._ratio(row_norms(weight))[:, None] * weight
-        dtype = self.weight[...].dtype
-        biased = self.bias is not None
-        plain = Linear(1, 1, use_bias=biased, dtype=self.dtype, param_dtype=dtype, rngs=None)
-        plain.axes = self.axes
-        plain.weight = nnx.Param(weight.astype(dtype))
-        if self.bias is not None:
-            plain.bias = nnx.Param(self.bias[...])
-        return plain
+        bias = None if self.bias is None else self.bias[...]
+        return self.with_arrays(weight.astype(self.weight[...].dtype), bias)
 
     def _a(self, parent: nnx.Module | None) -> Float[Array, "R I"]:
         layer: Any = self if self.a_layer is None else getattr(parent, self.a_layer, None)

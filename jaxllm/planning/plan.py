@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from jaxllm.common.arguments import checked, checked_function, checked_list, checks_flags
 from jaxllm.common.errors import InputError, UnsupportedError, quoted
+from jaxllm.models.joined import arranged_for_inference
 from jaxllm.models.model import Model
 from jaxllm.parallel.sharding import make_mesh
 from jaxllm.planning import hlo
@@ -234,7 +235,9 @@ def plan(
             scan_layers=scan_layers,
             quantize=quantize,
         )
-        if lora_rank is not None and name == "train":
+        if name != "train":
+            abstract = arranged_for_inference(abstract)
+        elif lora_rank is not None:
             abstract = with_lora(abstract, lora_rank)
         for lowered in _lower(abstract, name, sizes):
             if progress is not None:

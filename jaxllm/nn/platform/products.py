@@ -451,11 +451,13 @@ def standardized(x: Float[Array, "*rest D"], eps: float) -> Float[Array, "*rest 
         x = x - jnp.mean(x, axis=-1, keepdims=True)
         return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
-    if x.ndim != 3 or x.shape[1] == 1:
+    if x.ndim != 3 or (x.shape[1] == 1 and not at_most(x.shape[0], 1)):
         return in_two_passes(x)
-    return jax.lax.platform_dependent(
-        x, tpu=functools.partial(standardized_in_one_pass, eps=eps), default=in_two_passes
-    )
+    # PERF(gpu): XLA makes one kernel of the passes over several rows, but three of those over one.
+    # The sums of one pass are one kernel; docs/decisions/gpu-programs.md.
+    platform = "cuda" if x.shape[1] == 1 else "tpu"
+    one_pass = functools.partial(standardized_in_one_pass, eps=eps)
+    return jax.lax.platform_dependent(x, default=in_two_passes, **{platform: one_pass})
 
 
 def standardized_in_one_pass(x: Float[Array, "B T D"], *, eps: float) -> Float[Array, "B T D"]:
