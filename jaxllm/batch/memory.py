@@ -185,6 +185,8 @@ class Pool:
     """Columns to which prompts are padded at least."""
     _waiting: dict[int, list[tuple[int, int, int, Task]]] = dataclasses.field(default_factory=dict)
     """Heaps of tasks by the bucket of their prompts."""
+    _read_widths: set[int] = dataclasses.field(default_factory=set)
+    """Columns of the prompts or chunks of its tasks so far."""
 
     def holds(self, row: BatchRow, own: Sizes) -> bool:
         """True if a row runs in this pool.
@@ -207,6 +209,8 @@ class Pool:
         that starts last would be decoded alone, while all other slots are free."""
         entry = (-task.row.max_new_tokens, task.row.index, task.sample, task)
         heapq.heappush(self._waiting.setdefault(task.width, []), entry)
+        chunks = self.sizes.chunk_widths(len(task.row.input_ids)) if self.sizes.wide else ()
+        self._read_widths.update(chunks or (task.width,))
 
     def take(self, count: int) -> list[Task]:
         """Removes the next tasks, at most `count`, of the bucket whose first one has the most new
@@ -246,10 +250,10 @@ class Pool:
 
     @property
     def programs(self) -> int:
-        """Programs of its tasks so far: one decodes, and one reads the prompts of each width, or
-        of each width of chunks, whose first tokens another one chooses."""
-        reading = len(self.sizes.chunks) + 1 if self.sizes.wide else len(self._waiting)
-        return len(self._waiting) and 1 + reading
+        """Programs of its tasks so far: one decodes, and one reads the prompts or chunks of each
+        width. Another one chooses the first tokens after chunks."""
+        count = len(self._read_widths)
+        return count and 1 + count + (self.sizes.wide > 0)
 
     def widest(self) -> Task:
         """One of the waiting tasks with the widest prompts."""
@@ -306,7 +310,10 @@ def pools(
         """Sizes with all slots that are useful, and the prediction for the slots that fit."""
         sizes = sizes_for(tasks, slots.useful(tasks, more), *options)
         if not is_whole:
-            sizes = with_chunks(sizes, platform, chunk_size(platform))
+            chunked = with_chunks(sizes, platform, chunk_size(platform))
+            memory = fitting_slots(partial(predict_for, tasks, chunked), sizes.slots, shards)
+            if memory.fits:  # there may be room for one slot, but not for its prompt beside it
+                return chunked, memory
         return sizes, fitting_slots(partial(predict_for, tasks, sizes), sizes.slots, shards)
 
     def is_lowered(sizes: Sizes, memory: Prediction) -> bool:
@@ -329,7 +336,8 @@ def pools(
             fitting = sizes.with_half_the_new_tokens(prompt_length)
             while fitting is not None and not predict_for(tasks, fitting, sizes.shards).fits:
                 fitting = fitting.with_half_the_new_tokens(prompt_length)
-        least_width = max(task.width for task in tasks) if is_later and is_whole else 0
+        is_padded = is_later and not sizes.wide
+        least_width = max(task.width for task in tasks) if is_padded else 0
         lengths = [len(task.row.input_ids) + task.row.max_new_tokens for task in tasks]
         summary = (np.mean(lengths), np.quantile(lengths, 0.9), max(lengths))
         memory = dataclasses.replace(memory, lengths=tuple(round(float(x)) for x in summary))

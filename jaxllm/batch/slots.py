@@ -11,6 +11,7 @@ A prompt is prefilled as a whole, or in chunks (prompt_chunks.py) and then copie
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -91,6 +92,12 @@ class Sizes:
         is_wide = start % self.wide == 0 and length - start > self.wide // 2
         return self.wide if is_wide else self.narrow
 
+    def chunk_widths(self, length: int, start: int = 0) -> Iterator[int]:
+        """Columns of each chunk of a prompt of `length` after its first `start` columns."""
+        while start < length:
+            yield (width := self.chunk_width(start, length))
+            start += width
+
     def prefix_columns(self, shared: int, length: int) -> int:
         """Columns to take from a kept prefix that shares `shared` columns with a prompt of
         `length`: a whole number of narrow chunks, or of wide ones if the rest is prefilled sooner
@@ -102,11 +109,7 @@ class Sizes:
         """
 
         def cost(start: int) -> int:
-            total = 0
-            while start < length:
-                width = self.chunk_width(start, length)
-                start, total = start + width, total + (2 if width == self.wide else 1)
-            return total
+            return sum(1 + (width == self.wide) for width in self.chunk_widths(length, start))
 
         return min(shared - shared % self.narrow, shared - shared % self.wide, key=cost)
 

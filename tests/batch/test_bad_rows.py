@@ -92,7 +92,7 @@ def test_a_neutral_value_asks_for_nothing():
     engine = BatchGenerator(MODEL, slots=2)
     first, second, _ = engine.generate(rows)
     assert second.output_ids == first.output_ids
-    assert len(engine.counts.program_calls) == 2
+    assert len(engine.counts.program_calls) == 3
 
 
 @pytest.mark.by_default("1")

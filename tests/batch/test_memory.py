@@ -59,18 +59,21 @@ def test_the_room_for_rows_of_the_jobs_own_lengths():
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("width", [64, 512])
-def test_activations_are_near_what_the_compiler_allocates(width, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "name", "width"),
+    [("t5", "prefill_slots", 64), ("t5", "prefill_slots", 512), ("llama", "prefill_chunk", 512)],
+)
+def test_activations_are_near_what_the_compiler_allocates(family, name, width, monkeypatch):
     compiled = []
-    program = pools.prefill_slots
+    program = getattr(pools, name)
 
     def spy(*arguments, **options):
         lowered = program.lower(*arguments, **options)
         compiled.append(compiled_as_users(lowered).memory_analysis().temp_size_in_bytes)
         return program(*arguments, **options)
 
-    monkeypatch.setattr(pools, "prefill_slots", spy)
-    engine = BatchGenerator(MODEL, slots=2)
+    monkeypatch.setattr(pools, name, spy)
+    engine = BatchGenerator(MODEL if family == "llama" else tiny.make(family), slots=2)
     engine.generate([{"input_ids": [5] * width, "max_new_tokens": 3}])
     assert 0.5 * compiled[0] < engine.memory[0].activations < 4 * compiled[0]
 

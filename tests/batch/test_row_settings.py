@@ -20,7 +20,7 @@ def test_greedy_and_sampled_rows_side_by_side():
             row |= {"temperature": 0.7, "min_p": 0.05}
     engine = BatchGenerator(MODEL, slots=4, seed=7)
     assert differences(MODEL, rows, engine.generate(rows), seed=7)[0] == []
-    assert len(engine.counts.program_calls) == 2  # one group: its bucket of prompts, and its slots
+    assert len(engine.counts.program_calls) == 3  # one group: chunks, first tokens, and its slots
 
 
 @pytest.mark.ci
