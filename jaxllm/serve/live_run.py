@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, UInt32
 from jaxllm.batch.row_groups import Group, Task, TaskChunk, fits_slots, per_row_fields
 from jaxllm.batch.rows import BatchRow, Chunk, RawRow, RowReader, TokenLogprob
 from jaxllm.batch.slot_pool import WRITE_FIRST, BatchCounts, ProgramTable, SlotPool, Window
-from jaxllm.batch.slots import Sizes
+from jaxllm.batch.slots import Sizes, steps_per_check_for
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError, counted
 from jaxllm.generation.processors.base import (
     History,
@@ -47,6 +47,8 @@ from jaxllm.generation.strategies.strategy import (
     nonfinite_error,
 )
 from jaxllm.models.decoder import Decoder
+from jaxllm.nn.platform.decoding import dispatches_ahead
+from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.serve.admission import Admission, PrefillOptions, PrefixCounts
 from jaxllm.serve.programs import Programs
 from jaxllm.tokenizers.tokenizer import Tokenizer
@@ -235,6 +237,11 @@ class LiveRun:
         self._keeps_prefixes = prefill.kept_prefixes > 0
         self._admission = Admission(self._pool, prefill, programs)
         self._prefill_is_next = True
+        platform, half = platform_of_arrays(model), -(-self._steps_per_call // 2)
+        self._dispatches_ahead = dispatches_ahead(platform)
+        # Half the steps come between two chunks of prompts, if the same program runs them.
+        checks = {steps_per_check_for(steps, platform) for steps in (half, self._steps_per_call)}
+        self._steps_while_waiting = half if len(checks) == 1 else self._steps_per_call
         self._windows: deque[Window] = deque()
         """The windows that are dispatched and not read, the oldest first."""
 
@@ -303,8 +310,9 @@ class LiveRun:
         """Dispatches a prefill of prompts that wait, or a window of decode steps, in turn. Then
         reads the window before, while the device runs: the new tokens of all tasks.
 
-        A window is read as soon as it is dispatched if the masks of the next one follow from its
-        tokens. A step reads one window at most, so that a failure loses no tokens that are read.
+        A window is read as soon as it is dispatched on a CPU, and if the masks of the next one
+        follow from its tokens. A step reads one window at most, so that a failure loses no tokens
+        that are read.
         """
         is_ahead = False
         if self._has_work and not (self._windows and self._needs_masks()):
@@ -312,7 +320,9 @@ class LiveRun:
             if failed:
                 return failed
             is_ahead = len(self._windows) == 1 and not self._needs_masks()
-        return [] if is_ahead else self._collect(self._windows.popleft())
+        if is_ahead and self._dispatches_ahead:
+            return []
+        return self._collect(self._windows.popleft())
 
     def _dispatch(self) -> list[TaskChunk]:
         """Prefills or decodes without waiting for the device; returns tasks whose grammar fails,
@@ -334,6 +344,8 @@ class LiveRun:
         """Decodes; stops early if a slot is free for a task that waits."""
         pool, waiting, few = self._pool, self._admission.waiting, self._few
         pool.few = few if self._programs.has(WRITE_FIRST) else None
+        if waiting and pool.free:
+            steps = min(steps, self._steps_while_waiting)
         until_free = len(pool.free) + 1 if waiting else pool.sizes.slots
         self._windows.append(pool.decode(until_free, steps))
 

@@ -113,25 +113,23 @@ def test_running_requests_decode_between_the_chunks_of_a_long_prompt() -> None:
         run.add(dataclasses.replace(task, request=name) for task in engine._reader.read(0, row))
 
     def step() -> tuple[int, int, list[str]]:
-        """Columns of prompts that one step prefills. The decode steps of the window that it reads,
-        and the requests with new tokens: of the window before the one that it dispatches."""
+        """Columns of prompts and decode steps of one step, and the requests with new tokens."""
         columns, steps = counts.prefill_columns, counts.decode_steps
         names = [task.request for task, _ in run.step()]
         return counts.prefill_columns - columns, counts.decode_steps - steps, names
 
     submit("running", short)
-    assert step() == (16, 0, [])
+    assert step() == (16, 0, ["running"])
     submit("cancelled", {"input_ids": long, "max_new_tokens": 4})
-    assert step() == (0, 0, ["running"])
-    assert [step() for _ in range(2)] == [(CHUNK, 4, ["running"])] * 2
+    assert step() == (0, 2, ["running"])  # half the steps, since a prompt waits
+    assert step() == (CHUNK, 2, ["running"])
     run.cancel([("cancelled", 0)])
     submit("long", {"input_ids": long, "max_new_tokens": 4})
     submit("next", short)
-    assert [step() for _ in range(6)] == [(CHUNK, 4, ["running"])] * 6
-    assert step() == (16, 4, ["running"])  # the rest, and the first token
-    assert step() == (0, 0, ["long"])
-    assert step() == (16, 3, ["running", "long"])  # a slot is free, and a request waits
-    assert step() == (0, 0, ["next"])
+    assert [step() for _ in range(6)] == [(CHUNK, 2, ["running"])] * 6
+    assert step() == (16, 0, ["long"])  # the rest, and the first token
+    assert step() == (0, 2, ["running", "long"])  # a slot is free, and a request waits
+    assert step() == (16, 0, ["next"])
 
 
 def test_running_requests_wait_for_no_more_than_the_columns_of_one_chunk() -> None:

@@ -1,4 +1,4 @@
-"""Windows of decode steps: the next one is dispatched before the last one is read."""
+"""Windows of decode steps: on an accelerator one is dispatched before the last one is read."""
 
 from __future__ import annotations
 
@@ -14,12 +14,19 @@ from small_tokenizers import small_tokenizer
 
 import jaxllm
 from jaxllm.generation import grammar as grammars
-from jaxllm.serve import AsyncEngine, async_engine
+from jaxllm.nn.platform import decoding
+from jaxllm.serve import AsyncEngine, async_engine, live_run
 from jaxllm.serve.async_engine import EngineStoppedError
 
 TOKENIZER = small_tokenizer("llama.model")
 MODEL = tiny.make("llama", num_hidden_layers=1, vocab_size=len(TOKENIZER))
 OPTIONS: dict[str, Any] = {"slots": 4, "context": 64, "kept_prefixes": 0, "warm_up": False}
+
+
+@pytest.fixture(autouse=True)
+def dispatches_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator."""
+    monkeypatch.setattr(live_run, "dispatches_ahead", lambda platform: True)
 
 
 def row(number: int, max_new_tokens: int, **fields: Any) -> dict[str, Any]:
@@ -94,6 +101,26 @@ def test_a_window_is_dispatched_before_the_last_one_is_read() -> None:
     assert steps.log == ["dispatch", *["dispatch", "read"] * 6, "read"]
     assert steps.engine.counts.decode_steps == 20
     assert steps.engine.counts.busy_slot_steps == 20
+
+
+def test_a_window_is_read_at_once_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_run, "dispatches_ahead", decoding.dispatches_ahead)
+    steps = Steps()
+    steps.submit("a", row(1, 21))
+    steps.finish()
+    assert steps.log == ["dispatch", "read"] * 6
+
+
+def test_prompts_that_wait_are_read_after_half_the_steps() -> None:
+    """The prompts of four requests come in chunks, one after the other."""
+    steps = Steps()
+    for number, name in enumerate("abcd"):
+        steps.submit(name, row(number, 30))
+    while steps.run.waiting:
+        steps.step()
+    assert steps.engine.counts.decode_steps <= 2 * 3
+    steps.finish()
+    assert steps.tokens == {name: alone(number, 30) for number, name in enumerate("abcd")}
 
 
 def test_a_window_waits_for_the_tokens_that_the_masks_of_a_grammar_follow_from() -> None:

@@ -25,6 +25,14 @@ def steps_between_checks(platform: str) -> int:
     return 4 if platform in ("gpu", "cuda", "rocm") else 1
 
 
+def dispatches_ahead(platform: str) -> bool:
+    """True if a server dispatches its next decode steps before it reads the tokens of the last
+    ones."""
+    # PERF(cpu): host and device are the same cores, so that nothing is gained, and a request that
+    # arrives would wait for more steps.
+    return platform != "cpu"
+
+
 def argmax_of_rows(x: Float[Array, "B V"]) -> Int[Array, " B"]:
     """Index of the largest entry of each row, int32; the first of equal ones. No entry is NaN."""
 
