@@ -61,13 +61,14 @@ class TaskRun:
         self._pool = SlotPool(model, tasks.group, tasks.sizes, tasks.first(), counts, mesh)
         self._finished: list[TaskChunk] = []
         self._next_batch: tuple[list[Task], PromptRows] | None = None
+        self._next_tasks: list[Task] = []
+        """Those of the next batch, also while their prompts are prefilled in chunks."""
 
     def put_back(self) -> list[TaskChunk]:
         """After a failure: tasks that were in a slot, or ready for one, wait again; returns the
         sequences that had ended."""
         running = [task for task in self._pool.tasks if task is not None]
-        next_tasks = [] if self._next_batch is None else self._next_batch[0]
-        self._window.put_back(self._tasks, [*running, *next_tasks])
+        self._window.put_back(self._tasks, [*running, *self._next_tasks])
         return self._finished
 
     def run(self) -> Iterator[TaskChunk | BatchOutput]:
@@ -102,13 +103,14 @@ class TaskRun:
         """Prefills prompts into free slots while there are enough of both."""
         self._next_batch = self._next_batch or self._take_next_batch()
         while (batch := self._next_batch) and len(batch[0]) <= len(self._pool.free):
-            self._next_batch = None  # from here on its tasks are in slots
+            self._next_batch, self._next_tasks = None, []  # its tasks are in slots from here on
             self._pool.prefill(*batch)
             self._next_batch = self._take_next_batch()
 
     def _take_next_batch(self) -> tuple[list[Task], PromptRows] | None:
         """The next tasks and their rows, ready for `prefill`."""
-        tasks = self._window.take(self._tasks, self._pool.sizes.prefill_rows)
+        self._next_tasks = self._window.take(self._tasks, self._pool.sizes.prefill_rows)
+        tasks = self._next_tasks
         return (tasks, self._pool.prepare(tasks)) if tasks else None
 
 

@@ -186,6 +186,23 @@ def test_slots_are_halved_when_memory_runs_out(slots, monkeypatch):
     assert engine.counts.halvings == len(set(calls)) - 1
 
 
+def test_rows_are_not_lost_when_memory_runs_out_while_their_prompts_are_read(monkeypatch):
+    rows = uneven_rows(12, prompts=16, new=16)
+    expected = BatchGenerator(MODEL, slots=2).generate(rows)
+    program, calls = pools.prefill_chunk, []
+
+    def refuse(*arguments):
+        calls.append(1)
+        if len(calls) == 7:  # while the slots decode
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
+        return program(*arguments)
+
+    monkeypatch.setattr(pools, "prefill_chunk", refuse)
+    engine = BatchGenerator(MODEL, slots=4)
+    assert engine.generate(rows) == expected
+    assert engine.counts.halvings == 1
+
+
 @pytest.mark.ci
 def test_other_failures_of_the_device_are_not_hidden(monkeypatch):
     def fail(*arguments, **options):
