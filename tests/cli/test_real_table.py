@@ -124,7 +124,7 @@ def test_a_csv_file_is_killed_resumed_and_tried_again(tmp_path: Path):
     source, output = tmp_path / "rows.csv", tmp_path / "answers.csv"
     source.write_bytes(csv_bytes(frame))
     new = ("--max-new-tokens", 12)
-    few = (*new, "--memory", "2MB")  # too little for the long prompts
+    few = (*new, "--memory", "1.2MB")  # too little for the long prompts
     kill(tmp_path, source, output, *few)
     err = run(tmp_path, source, output, *few, "--resume")
     errors = tmp_path / "answers.csv.errors.jsonl"
