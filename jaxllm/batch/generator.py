@@ -102,8 +102,8 @@ class BatchGenerator:
     A row is a prompt, a list of token ids, or a mapping with one of `prompt`, `messages` and
     `input_ids`, optionally `id` and `seed`, and any generation fields. Rows are read in windows,
     and wait in buckets of power-of-two prompt lengths; the longest results of a window run first.
-    Prompts are prefilled in chunks of two widths; those of encoder-decoders, of rows with beams,
-    and with RoPE that depends on the length are padded to their bucket. One compiled program
+    Prompts are prefilled in chunks of two widths. The prompts of encoder-decoders, of rows with
+    beams, and with RoPE that depends on the length are padded to their bucket. One compiled program
     decodes a fixed number of slots. When a row ends, the next row takes its slot while the others
     continue. All beams of a row are one slot.
 

@@ -27,6 +27,7 @@ from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.parallel.sharding import row_shards, use_mesh
 
 ROWS_OF_A_SLOT = 4
+"""Rows of a job for each slot, at least, if it has more than the fewest slots."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -117,9 +118,9 @@ class SlotLimits(NamedTuple):
     most: int
 
     def useful(self, tasks: Sequence[Task], more: bool) -> int:
-        """The number of slots that suits some tasks: more than the least only if there are four
-        rows for each, and if the longest one does not run longer than all slots together. Else
-        many slots would be decoded without a row at the end.
+        """The number of slots that suits some tasks. It is more than the least only if there are
+        `ROWS_OF_A_SLOT` tasks for each slot, and if the longest task takes no more steps than all
+        slots need together. Otherwise many slots would be decoded without a task at the end.
 
         Args:
             more: more tasks follow.
@@ -209,8 +210,8 @@ class Pool:
         that starts last would be decoded alone, while all other slots are free."""
         entry = (-task.row.max_new_tokens, task.row.index, task.sample, task)
         heapq.heappush(self._waiting.setdefault(task.width, []), entry)
-        chunks = self.sizes.chunk_widths(len(task.row.input_ids)) if self.sizes.wide else ()
-        self._read_widths.update(chunks or (task.width,))
+        length, chunked = len(task.row.input_ids), self.sizes.wide > 0
+        self._read_widths.update(self.sizes.chunk_widths(length) if chunked else [task.width])
 
     def take(self, count: int) -> list[Task]:
         """Removes the next tasks, at most `count`, of the bucket whose first one has the most new

@@ -46,7 +46,7 @@ def chunk_size(platform: str) -> int:
 
 
 def with_chunks(sizes: Sizes, platform: str, chunk_size: int) -> Sizes:
-    """The sizes with the widths of chunks, of which the wide one has up to `chunk_size` columns."""
+    """The sizes with the widths of chunks. A wide chunk has up to `chunk_size` columns."""
     wide = min(chunk_size, sizes.columns)
     narrow = NARROW_CHUNK_SIZE.get(platform, NARROW_ACCELERATOR_CHUNK_SIZE)
     return dataclasses.replace(sizes, wide=wide, narrow=min(wide, narrow))

@@ -6,8 +6,8 @@ rows, at the neutral value where a row does not use it; a processor runs only wh
 So traffic compiles nothing.
 
 `RequestReader` checks a request in the thread that submits it. `LiveRun` belongs to the thread that
-owns the device: in turns it dispatches a prefill of prompts, or a window of a few decode steps. It
-reports the new tokens of a window while the device runs what was dispatched after it.
+owns the device: in turns it dispatches a prefill of prompts, or a window of a few decode steps. On
+an accelerator it reports the new tokens of a window while the device runs the next one.
 """
 
 from __future__ import annotations
