@@ -26,7 +26,17 @@ CALL = {"CallArguments", "PaddedBatch", "Request", "PreparedCall"}
 PROGRAM = {"ProcessorInputs", "Sample", "DecodeSettings", "PrefillInputs"}
 ROW = {"RawRow", "RowInput", "PaddedBatch", "CallArguments", "Request", "BatchRow", "Task"}
 SLOTS = {"Sizes", "PromptRows", "Slots", "SampleState"}
-JOB = {"BatchCounts", "Group", "Prediction", "RowWindow", "Pool", "TaskRun", "SlotPool"}
+CHUNKS = {"StagedPrompt", "PromptColumns"}  # prompts read in chunks
+JOB = {
+    "BatchCounts",
+    "Group",
+    "Prediction",
+    "RowWindow",
+    "Pool",
+    "TaskRun",
+    "SlotPool",
+    "StagedRows",
+}
 
 
 class ReachedError(Exception):
@@ -85,11 +95,11 @@ def test_of_a_call(monkeypatch):
 
 
 def test_of_a_row_of_a_job(monkeypatch):
-    monkeypatch.setattr(slot_pool, "prefill_slots", refuse)
+    monkeypatch.setattr(slot_pool, "prefill_chunk", refuse)
     generator = jaxllm.BatchGenerator(tiny.cached("llama"), slots=2, **FIELDS)
     with recorded() as names, pytest.raises(ReachedError):
         generator.generate([[5, 6, 7]])
-    assert names == ROW | PROGRAM | SLOTS | JOB
+    assert names == ROW | PROGRAM | SLOTS | CHUNKS | JOB
 
 
 def test_of_a_request(monkeypatch):
@@ -104,7 +114,5 @@ def test_of_a_request(monkeypatch):
             return set(names)
 
     assert asyncio.run(answer()) == (
-        ROW
-        | PROGRAM - {"Sample"}
-        | {"GenerationStream", "StreamedSample", "PromptRows", "StagedPrompt", "PromptColumns"}
+        ROW | PROGRAM - {"Sample"} | CHUNKS | {"GenerationStream", "StreamedSample", "PromptRows"}
     )
