@@ -11,6 +11,9 @@ import pytest
 
 from jaxllm.nn.linear import LayerNorm, RMSNorm
 from jaxllm.nn.platform.products import (
+    mean_in_parts,
+    over_rms,
+    over_rms_in_parts,
     over_rms_within_products,
     standardized,
     standardized_in_one_pass,
@@ -87,3 +90,38 @@ def test_one_pass_equals_two() -> None:
         results.append((y, gradient(direction)[0]))
     for actual, expected in zip(*results, strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("width", [6, 1025, 1600, 4096])
+def test_the_norms_of_one_row_on_a_gpu(width: int) -> None:
+    """Values beside float64, and gradients beside those of the usual form."""
+    x, direction = values((1, 1, width)) + 0.5, jnp.asarray(values((1, 1, width), 2.0)[..., ::-1])
+    eps = 1e-6
+    one_pass = functools.partial(standardized_in_one_pass, mean=mean_in_parts)
+    for function, usual, shift in (
+        (over_rms_in_parts, over_rms, 0.0),
+        (one_pass, standardized, x.astype(np.float64).mean()),
+    ):
+        y, gradient = jax.vjp(functools.partial(function, eps=eps), jnp.asarray(x))
+        exact = x.astype(np.float64) - shift
+        exact = exact / np.sqrt((exact**2).mean() + eps)
+        np.testing.assert_allclose(y, exact, rtol=1e-5, atol=2e-6)
+        _, expected = jax.vjp(functools.partial(usual, eps=eps), jnp.asarray(x))
+        (actual,), (wanted,) = gradient(direction), expected(direction)
+        np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("cls", "sums"), [(RMSNorm, 1), (LayerNorm, 2)])
+def test_only_a_gpu_sums_a_wide_row_in_parts(cls, sums: int) -> None:
+    for rows, width, platform, count in (
+        (1, 2048, "cuda", sums),
+        (2, 2048, "cuda", 0),
+        (1, 512, "cuda", 0),
+        (1, 2048, "cpu", 0),
+    ):
+        norm = cls(width, eps=1e-6, dtype=jnp.float32, param_dtype=jnp.float32)
+        traced = jax.jit(norm.__call__).trace(jnp.ones((rows, 1, width)))
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert text.count("optimization_barrier") == count

@@ -89,6 +89,32 @@ def test_compiled_decode_steps(topology: str, family: str) -> None:
         assert max(decode.kernels, step.kernels) <= MOST_KERNELS[family]
 
 
+WIDE_ROWS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "llama": (
+        "num_hidden_layers",
+        {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8},
+        16,
+    ),
+    "gpt2": ("n_layer", {"n_embd": 1600, "n_head": 25}, 12),
+}
+"""Family -> field of the number of layers, sizes, and most kernels of a layer for one row."""
+
+
+@needs_gpu
+@pytest.mark.parametrize("family", tuple(WIDE_ROWS))
+def test_norms_of_a_single_row_are_few_kernels_on_a_gpu(family: str) -> None:
+    """The sum of a row is in the kernel before it. It was one of its own, 18 and 13 in all."""
+    depth, sizes, most = WIDE_ROWS[family]
+
+    def kernels(layers: int) -> int:
+        config = tiny.CONFIGS[family] | sizes | {depth: layers}
+        options = {"program": "decode", "batch": 1, "prompt": 16, "new": 16, "dtype": "bfloat16"}
+        (decode,) = jaxllm.plan(config, "h100", **options).programs
+        return decode.kernels
+
+    assert kernels(3) - kernels(1) <= 2 * most
+
+
 @needs_tpu
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 def test_a_tpu_decodes_one_row_as_fast_as_eight(quantize: str | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import os
 from collections.abc import Callable
 from typing import TypeVar
@@ -422,17 +423,24 @@ def as_int8(groups: Int4[Array, "G O S"], multipliers: Int8[Array, "G O"]) -> In
     return products.transpose(1, 0, 2).reshape(groups.shape[1], -1)
 
 
+MEAN_PARTS = 32
+"""Most parts in which a GPU sums a single row."""
+MIN_PARTED_ROW = 1024
+"""Fewest entries of a single row that a GPU sums in parts."""
+
+
 def over_rms(x: Float[Array, "*rest D"], eps: float) -> Float[Array, "*rest D"]:
     """``x / sqrt(mean(x^2) + eps)`` of float32 rows."""
 
     def by_mean(x: Array) -> Array:
-        return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+        return x * jax.lax.rsqrt(mean_of_rows(x * x) + eps)
 
     if x.ndim != 3 or x.shape[1] != 1:
         return by_mean(x)
-    return jax.lax.platform_dependent(
-        x, tpu=functools.partial(over_rms_within_products, eps=eps), default=by_mean
-    )
+    tuned = {"tpu": functools.partial(over_rms_within_products, eps=eps)}
+    if at_most(x.shape[0], 1):
+        tuned["cuda"] = functools.partial(over_rms_in_parts, eps=eps)
+    return jax.lax.platform_dependent(x, default=by_mean, **tuned)
 
 
 def over_rms_within_products(x: Float[Array, "B 1 D"], *, eps: float) -> Float[Array, "B 1 D"]:
@@ -444,27 +452,58 @@ def over_rms_within_products(x: Float[Array, "B 1 D"], *, eps: float) -> Float[A
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) * part + eps)
 
 
+def over_rms_in_parts(x: Float[Array, "1 1 D"], *, eps: float) -> Float[Array, "1 1 D"]:
+    """`over_rms` of a single row by `mean_in_parts`."""
+    return x * jax.lax.rsqrt(mean_in_parts(x * x) + eps)
+
+
+def mean_of_rows(x: Float[Array, "*rest D"]) -> Float[Array, "*rest 1"]:
+    """The mean of each row."""
+    return jnp.mean(x, axis=-1, keepdims=True)
+
+
+def mean_in_parts(x: Float[Array, "*rest D"]) -> Float[Array, "*rest 1"]:
+    """`mean_of_rows` by the sums of up to `MEAN_PARTS` equal parts of a wide row."""
+    # PERF(gpu): XLA sums a single wide row in a kernel of its own, of several blocks of threads.
+    # Sums of parts are in the kernel of the residual sum before them, and the additions of these
+    # sums are in the kernel that reads the mean. The barrier keeps XLA from making one sum of both;
+    # docs/decisions/gpu-programs.md.
+    width = x.shape[-1]
+    if width < MIN_PARTED_ROW:
+        return mean_of_rows(x)
+    parts = math.gcd(width, MEAN_PARTS)
+    sums = jnp.sum(x.reshape(*x.shape[:-1], parts, -1), axis=-1)
+    split = jnp.split(jax.lax.optimization_barrier(sums), parts, axis=-1)
+    return functools.reduce(jnp.add, split) / width
+
+
 def standardized(x: Float[Array, "*rest D"], eps: float) -> Float[Array, "*rest D"]:
     """``(x - mean(x)) / sqrt(variance(x) + eps)`` of float32 rows."""
 
     def in_two_passes(x: Array) -> Array:
-        x = x - jnp.mean(x, axis=-1, keepdims=True)
-        return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+        x = x - mean_of_rows(x)
+        return x * jax.lax.rsqrt(mean_of_rows(x * x) + eps)
 
-    if x.ndim != 3 or (x.shape[1] == 1 and not at_most(x.shape[0], 1)):
+    one_row = x.ndim == 3 and x.shape[1] == 1 and at_most(x.shape[0], 1)
+    if x.ndim != 3 or (x.shape[1] == 1 and not one_row):
         return in_two_passes(x)
     # PERF(gpu): XLA makes one kernel of the passes over several rows, but three of those over one.
-    # The sums of one pass are one kernel; docs/decisions/gpu-programs.md.
-    platform = "cuda" if x.shape[1] == 1 else "tpu"
-    one_pass = functools.partial(standardized_in_one_pass, eps=eps)
+    # In one pass they are no kernel of their own; docs/decisions/gpu-programs.md.
+    platform, mean = ("cuda", mean_in_parts) if one_row else ("tpu", mean_of_rows)
+    one_pass = functools.partial(standardized_in_one_pass, eps=eps, mean=mean)
     return jax.lax.platform_dependent(x, default=in_two_passes, **{platform: one_pass})
 
 
-def standardized_in_one_pass(x: Float[Array, "B T D"], *, eps: float) -> Float[Array, "B T D"]:
+def standardized_in_one_pass(
+    x: Float[Array, "B T D"],
+    *,
+    eps: float,
+    mean: Callable[[Array], Array] = mean_of_rows,
+) -> Float[Array, "B T D"]:
     """`standardized` with the variance E(x^2) - E(x)^2, as in Flax; its error is that of float32
     times E(x^2)."""
     # PERF(tpu): the second of two passes waits for the first, and in the backward pass again. Both
     # sums of one pass are part of the product before it; docs/decisions/tpu-training-step.md.
-    mean, squares = (jnp.mean(y, axis=-1, keepdims=True) for y in (x, jnp.square(x)))
-    variance = jnp.maximum(squares - jnp.square(mean), 0)
-    return (x - mean) * jax.lax.rsqrt(variance + eps)
+    center, squares = (mean(y) for y in (x, jnp.square(x)))
+    variance = jnp.maximum(squares - jnp.square(center), 0)
+    return (x - center) * jax.lax.rsqrt(variance + eps)
