@@ -1,16 +1,23 @@
 """jaxllm on an accelerator: its numbers against the CPU's, and its speed against the device's.
 
-    python benchmarks/accelerator.py [MODEL] [--json FILE]
+    python benchmarks/accelerator.py [--hf PYTHON] [--json FILE]
+    python benchmarks/accelerator.py MODEL [--json FILE]
+
+Without MODEL, small models of every family are compared with the CPU, and then the cases of
+`record_cases.py` are measured: Llama-8B, Flan-T5-XL and GPT-2-XL, decoding, prefill, the batch
+engine and training. transformers runs the same models beside jaxllm if this Python has torch and
+transformers, or if --hf names a Python that has them. The end is a table in Markdown.
 
 MODEL is a folder with config.json of a decoder-only model, or the name of a file in `shapes`, such
-as llama8b; by default SmolLM2-135M's shape. Weights are random, so nothing is downloaded. Small
-models of every family are compared with the CPU; then decoding, prefill, the batch engine and a
-training step are measured in bfloat16 on one device, as shares of its bandwidth and FLOP/s. What
-would begin after --minutes is left out and listed.
+as llama8b. Decoding, prefill, the batch engine and a training step of this model are measured.
 
-Without an accelerator the same programs are planned for --topology by its own compiler
-(docs/plan.md); `--device cpu` measures the CPU itself. Where libtpu is installed and no TPU is
-there, set JAX_PLATFORMS=cpu.
+Weights are random, so nothing is downloaded. All is measured in bfloat16 on one device, as shares
+of its bandwidth and FLOP/s. What would not end within --minutes is left out and listed. `--small`
+tries the record with small models.
+
+Without an accelerator the programs of MODEL (smollm2) are planned for --topology by its own
+compiler (docs/plan.md); `--device cpu` measures the CPU itself. Where libtpu is installed and no
+TPU is there, set JAX_PLATFORMS=cpu.
 """
 
 from __future__ import annotations
@@ -19,107 +26,110 @@ import argparse
 import dataclasses
 import json
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-from device_checks import checks
-from device_models import SMALL, SMOLLM2, random_model
-from device_speed import Limits, Sizes, measurements
+from device_checks import THOROUGH, checks
+from device_models import SMALL, random_model
+from device_speed import Limits, Measurement, Sizes, measurements
+from record import Clock, line_of_check, line_of_limits, record, succeeded
+from record_cases import SHAPES
 
 import jaxllm
 from jaxllm.errors import MissingExtraError
 from jaxllm.planning.abstract import read_source
 
-SHAPES = Path(__file__).parent / "shapes"
 TOPOLOGIES = ("h100", "v5e:2x2")
+MODEL_OPTIONS = {"dtype": "bfloat16", "attn_implementation": "auto"}
+"""Options of a measurement of MODEL beside `Sizes`, with their defaults."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints figures, and writes them as JSON; 0 if there are any and all numbers agree."""
-    args = parser().parse_args(argv)
-    shape = None if args.model is None else SHAPES / f"{args.model}.json"
-    source = shape if shape is not None and shape.is_file() else args.model
-    config = SMOLLM2 if source is None else read_source(source)[0]
-    sizes = Sizes(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Sizes)})
-    clock = Clock(60 * args.minutes)
-    device = jax.devices()[0]
-    if device.platform == "cpu" and args.device == "auto":
+    arguments = parser()
+    args = arguments.parse_args(argv)
+    of_model = {field.name for field in dataclasses.fields(Sizes)} | set(MODEL_OPTIONS)
+    given = {name: value for name in of_model if (value := getattr(args, name)) is not None}
+    if args.model is None and given:
+        arguments.error(f"--{min(given).replace('_', '-')} needs MODEL")
+    if args.model is not None and (args.small or args.hf):
+        arguments.error(f"{'--small' if args.small else '--hf'} goes without MODEL")
+    options = {name: given.pop(name, default) for name, default in MODEL_OPTIONS.items()}
+    sizes, clock, report = Sizes(**given), Clock(60 * args.minutes), None
+    if args.model is None:
+        default = ("llama",) if args.small else SMALL
+        report = record(default if args.families is None else args.families, clock, args)
+        passed = report is not None and succeeded(report)
+    elif jax.default_backend() != "cpu" or args.device == "cpu":
+        families = THOROUGH if args.families is None else args.families
+        report = measured(config_of(args.model), families, sizes, clock, **options)
+        passed = all(check["passed"] for check in report["checks"])
+    if report is None:
         print("no accelerator: programs are compiled for one, and nothing is measured")
+        config = config_of(args.model or Path("smollm2"))
         report = planned(config, args.topology or TOPOLOGIES, sizes, clock)
-        succeeded = bool(report["plans"])
-    else:
-        report = measured(config, device, sizes, clock, args)
-        succeeded = all(check["passed"] for check in report["checks"])
+        passed = bool(report["plans"])
     report |= {"jax": jax.__version__, "seconds": round(clock.passed, 1), "skipped": clock.skipped}
     for name in clock.skipped:
         print(f"left out, the time is over: {name}")
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return 0 if succeeded else 1
+    return 0 if passed else 1
 
 
 def parser() -> argparse.ArgumentParser:
     lines = (__doc__ or "").splitlines()
     result = argparse.ArgumentParser(description=lines[0])
     result.add_argument("model", nargs="?", type=Path, metavar="MODEL")
+    result.add_argument("--hf", metavar="PYTHON", help="environment with torch; none: no peer")
+    result.add_argument("--small", action="store_true", help="a record with small models")
     result.add_argument("--json", type=Path, metavar="FILE")
     result.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    result.add_argument("--minutes", type=float, default=8.0)
+    result.add_argument("--minutes", type=float, default=9.5)
     result.add_argument("--topology", action="append", help=f"default: {', '.join(TOPOLOGIES)}")
-    result.add_argument("--attn-implementation", default="auto")
-    result.add_argument("--dtype", default="bfloat16")
-    result.add_argument("--families", nargs="*", choices=tuple(SMALL), default=list(SMALL))
+    result.add_argument("--families", nargs="*", choices=tuple(SMALL))
+    for name, default in MODEL_OPTIONS.items():
+        result.add_argument("--" + name.replace("_", "-"), help=f"default: {default}")
     for field in dataclasses.fields(Sizes):
         flag, many = "--" + field.name.replace("_", "-"), isinstance(field.default, tuple)
-        result.add_argument(flag, type=int, default=field.default, nargs="+" if many else None)
+        result.add_argument(flag, type=int, nargs="+" if many else None)
     return result
 
 
-@dataclasses.dataclass
-class Clock:
-    """Runs parts until the time is over, and notes those that it leaves out."""
-
-    limit: float
-    """Seconds."""
-    skipped: list[str] = dataclasses.field(default_factory=list)
-    started: float = dataclasses.field(default_factory=time.perf_counter)
-
-    @property
-    def passed(self) -> float:
-        return time.perf_counter() - self.started
-
-    def allows(self, name: str) -> bool:
-        if self.passed < self.limit:
-            return True
-        self.skipped.append(name)
-        return False
+def config_of(model: Path) -> Mapping[str, Any]:
+    """The config.json object of a folder, or of a name in `shapes`."""
+    shape = SHAPES / f"{model}.json"
+    return read_source(shape if shape.is_file() else model)[0]
 
 
 def measured(
-    config: Any, device: Any, sizes: Sizes, clock: Clock, args: argparse.Namespace
+    config: Mapping[str, Any],
+    families: Sequence[str],
+    sizes: Sizes,
+    clock: Clock,
+    *,
+    dtype: str,
+    attn_implementation: str,
 ) -> dict[str, Any]:
-    """Checks and measures a device."""
+    """Checks a device, and measures it with one model."""
+    device = jax.devices()[0]
     report: dict[str, Any] = {"device": device.device_kind, "platform": device.platform}
-    report |= {"sizes": dataclasses.asdict(sizes), "dtype": args.dtype}
+    report |= {"sizes": dataclasses.asdict(sizes), "dtype": dtype}
     report["checks"] = []
-    for family in args.families:
+    for family in families:
         if clock.allows(f"checks of {family}"):
-            for check in checks(family, device, args.attn_implementation):
+            for check in checks(family, device, attn_implementation):
                 report["checks"].append(check.to_dict())
-                verdict = "agrees" if check.passed else "DIFFERS"
-                print(f"{check.name}: {verdict}, {check.difference:.2g}, at most {check.tolerance}")
+                print(line_of_check(report["checks"][-1]))
     limits = Limits.of(device)
     report["limits"] = dataclasses.asdict(limits)
-    print(
-        f"{device.device_kind}: {limits.bandwidth / 1e9:.0f} GB/s read, "
-        f"{limits.flops / 1e12:.3g} TFLOP/s ({limits.flops_source})"
-    )
-    model = random_model(config, device, args.dtype, args.attn_implementation)
+    print(f"{device.device_kind}: {line_of_limits(report['limits'])}")
     report["measurements"] = []
-    for name, measure in measurements(model, sizes, limits):
+    make = partial(random_model, config, device, dtype, attn_implementation)
+    for name, measure in measurements(make, sizes, limits):
         if clock.allows(name):
             measurement = measure()
             report["measurements"].append(dataclasses.asdict(measurement))
@@ -127,15 +137,13 @@ def measured(
     return report
 
 
-def line_of(measurement: Any) -> str:
+def line_of(measurement: Measurement) -> str:
     """A measurement as a line of text."""
     text = f"{measurement.name}: {1e3 * measurement.step_seconds:.2f} ms, "
     text += f"{measurement.tokens_per_second:,.0f} tokens/s"
     if measurement.share_of_bandwidth is not None:
         text += f", {measurement.share_of_bandwidth:.0%} of the bandwidth"
-    if measurement.share_of_flops is not None:
-        text += f", {measurement.share_of_flops:.0%} of the FLOP/s"
-    return text
+    return text + f", {measurement.share_of_flops:.0%} of the FLOP/s"
 
 
 def planned(config: Any, topologies: Sequence[str], sizes: Sizes, clock: Clock) -> dict[str, Any]:

@@ -6,6 +6,7 @@ A request and an answer are a line of JSON each.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -78,7 +79,7 @@ class Rows:
 def serve(info: dict, run: Callable[[Any], object], kind: type[Any] = Workload) -> None:
     """A worker's main loop: times `run` once per request; a shape's first call is a warm-up.
 
-    A number that `run` returns is how many tokens it made.
+    A number that `run` returns is how many tokens it made, and a dict is a part of the answer.
     """
     print(json.dumps(info), flush=True)
     for line in sys.stdin:
@@ -90,6 +91,8 @@ def serve(info: dict, run: Callable[[Any], object], kind: type[Any] = Workload) 
         answer: dict[str, Any] = {"seconds": seconds, "cpu_per_wall": busy}
         if isinstance(made, int):
             answer["tokens"] = made
+        elif isinstance(made, dict):
+            answer |= made
         print(json.dumps(answer), flush=True)
 
 
@@ -101,8 +104,7 @@ class Peer:
         name: str,
         python: str,
         script: str,
-        model: str,
-        *,
+        *arguments: str,
         alone: bool = False,
         **environment: str,
     ) -> None:
@@ -113,7 +115,7 @@ class Peer:
             quiet["OMP_WAIT_POLICY"] = "passive"
         env = os.environ | quiet | environment
         self.process = subprocess.Popen(
-            [python, script, model],
+            [python, script, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -121,20 +123,22 @@ class Peer:
         )
         self.info = self._answer()
 
-    def measure(self, workload: Workload | Training | Rows) -> dict:
+    def measure(self, workload: Any) -> dict:
+        """The answer to a request: a `Workload`, or what else the worker's `kind` is."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(dataclasses.asdict(workload)) + "\n")
         self.process.stdin.flush()
         return self._answer()
 
     def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+        """Ends the worker, which may have died already."""
+        with contextlib.suppress(BrokenPipeError), self.process:
+            pass
 
     def _answer(self) -> dict:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
+            self.close()
             raise RuntimeError(f"{self.name}: the worker died; see its error above")
         return json.loads(line)

@@ -1,16 +1,20 @@
-"""`benchmarks/accelerator.py`: a CPU measured as a device, and plans where there is no device."""
+"""`benchmarks/accelerator.py`: a CPU measured as a device, the record of all cases, and plans where
+there is no device."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 from paths import ROOT
+
+from jaxllm.planning import abstract_model
 
 SMALL = "--batches 2 --prompt 4 --new 8 --prefill-rows 2 --prefill-tokens 16 --slots 2"
 SMALL += " --train-rows 2 --train-tokens 16 --repeats 1 --dtype float32"
@@ -111,3 +115,106 @@ def test_plans(benchmark: Any, config: Path) -> None:
     assert (code, report["missing"]) == (0, [])
     names = [program["name"] for plan in report["plans"] for program in plan["programs"]]
     assert names == ["decode", "prefill", "batch.decode", "batch.prefill", "train"]
+
+
+@pytest.mark.slow
+def test_a_record(benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "record.json"
+    options = ["--small", "--device", "cpu", "--hf", "none", "--families", "opt"]
+    assert benchmark.main([*options, "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert [check["name"].partition(":")[0] for check in report["checks"]] == ["opt"] * 3
+    cases = importlib.import_module("record_cases").CASES
+    assert [case["name"] for case in report["cases"]] == [f"{case.name} (small)" for case in cases]
+    for case in report["cases"]:
+        assert case["jaxllm"]["step_seconds"] != 0
+        assert case["jaxllm"]["floor_seconds"] > 0
+    # Two of the small cases are the same.
+    assert [case["jaxllm"]["programs"] > 0 for case in report["cases"]].count(True) == 9
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if line.startswith("| ")]) == 1 + len(cases)
+
+
+def test_what_is_missing_in_a_record_is_listed(benchmark: Any) -> None:
+    record = importlib.import_module("record")
+    own = {"step_seconds": 0.005, "tokens_per_second": 200.0, "floor_seconds": 0.004, "slots": None}
+    own |= {"whole_tokens_per_second": 150.0, "compile_seconds": 9.0, "programs": 2}
+    peer = {"step_seconds": 0.02, "tokens_per_second": 50.0, "whole_tokens_per_second": 40.0}
+    cases = [
+        {"name": "a", "goal": 0.8, "jaxllm": own, "transformers": peer},
+        {"name": "b", "goal": 0.8, "jaxllm": own, "transformers": {"error": "no memory"}},
+        {"name": "c", "goal": 0.8, "jaxllm": {"left_out": "needs about 9 GB"}},
+        {"name": "d", "goal": 0.8},
+    ]
+    columns = "5.00 ms | 200 | 150 | 4.00 ms | 80% | 80%: 5.00 ms | 9.0 s, 2 programs"
+    assert list(record.table(cases))[2:] == [
+        f"| a | {columns} | 20.00 ms | 40 | 4.0 |",
+        f"| b | {columns} | failed, no memory |  |  |",
+        "",
+        "- c: left out, needs about 9 GB",
+        "- d: left out, the time is over",
+    ]
+    assert record.succeeded({"cases": cases, "checks": [{"passed": True}]})
+    cases[3]["jaxllm"] = {"error": "no memory"}
+    assert not record.succeeded({"cases": cases, "checks": [{"passed": True}]})
+
+
+WORKER = """
+import json, sys, time
+print(json.dumps({"version": "1"}), flush=True)
+for line in sys.stdin:
+    case = json.loads(line)
+    if case["name"] == "dies":
+        sys.exit(3)
+    time.sleep(case["rows"])
+    print(json.dumps({"error": "none"}), flush=True)
+"""
+
+
+def test_a_worker_that_dies_is_started_again(
+    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = importlib.import_module("record")
+    Case = importlib.import_module("record_cases").Case
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER)
+    cases = [(Case(name=name, kind="decode", rows=0), 0.0) for name in ("a", "dies", "b")]
+    cases.append((Case(name="late", kind="decode", rows=0), 100.0))
+    clock = record.Clock(60.0)
+    engine = record.Engine("peer", sys.executable, str(worker))
+    answers = engine.measure(cases, clock)
+    assert list(answers) == ["a", "dies", "b"]
+    assert answers["a"] == answers["b"] == {"error": "none"}
+    assert "the worker died" in answers["dies"]["error"]
+    assert clock.skipped == ["peer: late"]
+    # A case that goes on after the end of the time is stopped.
+    monkeypatch.setattr(record, "GRACE", 0.0)
+    engine = record.Engine("peer", sys.executable, str(worker))
+    answers = engine.measure([(Case(name="long", kind="decode", rows=60), 0.0)], record.Clock(1.0))
+    assert answers == {"long": {"left_out": "the time is over"}}
+
+
+@pytest.mark.ci
+def test_floors_of_a_record(benchmark: Any) -> None:
+    """Those of docs/performance.md: what an H200 reads in a step of Llama-8B."""
+    speed = importlib.import_module("device_speed")
+    cases = importlib.import_module("record_cases").CASES
+    model = abstract_model(cases[0].config())
+    reads, bandwidth = speed.Reads.of(model), speed.data_sheet_bandwidth("NVIDIA H200")
+    steps = [
+        1e3 * reads.step(case.rows, case.beams, case.prompt, 0.75 * case.new) / bandwidth
+        for case in cases[:2]
+    ]
+    assert steps == pytest.approx([3.14, 4.19], abs=0.005)
+    assert speed.data_sheet_bandwidth("NVIDIA A100-SXM4-80GB") == 2.039e12
+    assert speed.data_sheet_bandwidth("NVIDIA H100 PCIe") is None
+    assert speed.data_sheet_bandwidth("abacus") is None
+
+
+@pytest.mark.parametrize("options", [["--batches", "1"], [".", "--small"], [".", "--hf", "none"]])
+def test_options_of_the_other_mode_are_errors(
+    benchmark: Any, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.main(options)
+    assert "MODEL" in capsys.readouterr().err
