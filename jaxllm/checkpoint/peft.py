@@ -535,11 +535,13 @@ class PeftConfig:
 
     def covers_layer(self, module: str) -> bool:
         """True unless `layers_to_transform` excludes the numbered layer of a module."""
-        number = re.match(r".*\.[^.]*\.(\d+)\.", module)  # PEFT's expression
-        if self.layers_to_transform in (None, ()) or number is None:
+        # In encoder.block.3.layer.0.SelfAttention.q PEFT counts the 3, and before 0.20.0 the 0.
+        numbers = re.findall(r"\.(\d+)\.", module)
+        if self.layers_to_transform in (None, ()) or not numbers:
             return True
         layers = self.layers_to_transform
-        return int(number[1]) in ((layers,) if isinstance(layers, int) else layers)
+        included = (layers,) if isinstance(layers, int) else layers
+        return any(int(number) in included for number in numbers)
 
     def token_rows(self, module: str) -> tuple[int, ...]:
         """Rows of an embedding (by its Hugging Face name) that the adapter replaces.

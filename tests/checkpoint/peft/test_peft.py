@@ -433,6 +433,20 @@ def test_an_adapter_of_an_excluded_layer(folder):
         load_adapter(base_of("llama_lora"), folder)
 
 
+@pytest.mark.parametrize(
+    ("layers", "kept", "count"),
+    [
+        ([1], ".block.1.", 6),  # PEFT since 0.20.0 counts blocks
+        ([0], ".layer.0.", 10),  # older versions count the parts of a block
+    ],
+)
+def test_narrowed_targets_of_t5(tmp_path, layers, kept, count):
+    shutil.copytree(DATA / "peft" / "t5_lora", tmp_path, dirs_exist_ok=True)
+    gone = {name: None for name in tensors_of(tmp_path) if kept not in name}
+    change(tmp_path, gone, layers_to_transform=layers)
+    assert len(lora_layers(load_adapter(base_of("t5_lora"), tmp_path))) == count
+
+
 @pytest.mark.parametrize("is_legacy", [False, True])
 def test_an_adapter_of_torch(folder, is_legacy):
     expected = load_adapter(base_of("llama_lora"), folder)
