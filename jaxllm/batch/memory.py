@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.batch.programs import chunk_prefill, slot_decode, slot_prefill, slot_start
-from jaxllm.batch.prompt_chunks import chunk_size, staged_shapes, why_whole, with_chunks
+from jaxllm.batch.prompt_chunks import staged_shapes, with_chunks_of_a_job
 from jaxllm.batch.row_groups import Group, Task, group_record, prefill_batch, sizes_for
 from jaxllm.batch.rows import BatchRow
 from jaxllm.batch.slots import Sizes, slot_shapes
@@ -23,7 +23,6 @@ from jaxllm.common.hardware import format_bytes, nbytes, usable_memory
 from jaxllm.generation.inputs.arguments import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.models.decoder import Decoder
-from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.parallel.sharding import row_shards, use_mesh
 
 ROWS_OF_A_SLOT = 4
@@ -297,8 +296,7 @@ def pools(
             all their prompts.
         more: more rows follow, so that there is work for all slots.
     """
-    shards, platform = row_shards(mesh), platform_of_arrays(model)
-    is_whole = group.beams > 1 or why_whole(model) is not None
+    shards = row_shards(mesh)
     options = (model.is_encoder_decoder, shards, group.beams)
     predict_for = partial(predict, model, group, budget, mesh)
     # Largest slots first.
@@ -310,11 +308,11 @@ def pools(
     def try_slots(tasks: list[Task]) -> tuple[Sizes, Prediction]:
         """Sizes with all slots that are useful, and the prediction for the slots that fit."""
         sizes = sizes_for(tasks, slots.useful(tasks, more), *options)
-        if not is_whole:
-            chunked = with_chunks(sizes, platform, chunk_size(platform))
-            memory = fitting_slots(partial(predict_for, tasks, chunked), sizes.slots, shards)
-            if memory.fits:  # there may be room for one slot, but not for its prompt beside it
-                return chunked, memory
+        chunked = with_chunks_of_a_job(sizes, model)
+        memory = fitting_slots(partial(predict_for, tasks, chunked), sizes.slots, shards)
+        if memory.fits or not chunked.wide:
+            return chunked, memory
+        # There may be room for one slot, but not for its prompt beside it.
         return sizes, fitting_slots(partial(predict_for, tasks, sizes), sizes.slots, shards)
 
     def is_lowered(sizes: Sizes, memory: Prediction) -> bool:

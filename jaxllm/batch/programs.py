@@ -15,7 +15,14 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxllm.batch.prompt_chunks import PromptColumns, StagedRows, prefill_chunk, start_rows
+from jaxllm.batch.prompt_chunks import (
+    PromptColumns,
+    StagedRows,
+    prefill_chunk,
+    staged_shapes,
+    start_rows,
+    with_chunks_of_a_job,
+)
 from jaxllm.batch.row_groups import fits_slots, groups, prefill_batch, sizes_for
 from jaxllm.batch.rows import RawRow, RowReader
 from jaxllm.batch.slots import PromptRows, Sizes, Slots, decode_slots, prefill_slots, slot_shapes
@@ -46,10 +53,14 @@ class Program(NamedTuple):
     """The KV cache in `state`."""
     rows: int
     """Rows of a decode step, or prompts of a prefill."""
+    tokens: int
+    """Tokens of a decode step or a prefill."""
     loops: int
     """Loops that the program has."""
     position: int = 0
     """Index of the model's first leaf among the leaves of the arguments."""
+    beside: Any = ()
+    """Other arrays that stay on the devices while it runs: shapes with shardings."""
 
 
 def programs(
@@ -109,8 +120,8 @@ def _of_generate(
     prefill = partial(run_prefill, call, prefill_program.trace)
     position = len(jax.tree.leaves(call.strategy))
     return (
-        Program("decode", decode, state, state.cache, rows, 1 + (steps > 1), position),
-        Program("prefill", prefill, state, state.cache, rows, 0, position),
+        Program("decode", decode, state, state.cache, rows, rows, 1 + (steps > 1), position),
+        Program("prefill", prefill, state, state.cache, rows, rows * prompt, 0, position),
     )
 
 
@@ -128,32 +139,38 @@ def _of_slots(
     (group,) = groups([row], model.config.vocab_size)
     (task,) = group.tasks()[:1]
     sizes = sizes_for([task], 1, model.is_encoder_decoder, row_shards(mesh), group.beams)
-    sizes = sizes.with_slots(rows)
+    sizes = with_chunks_of_a_job(sizes.with_slots(rows), model)
     # The shapes may be of so many slots that a prefill's prompts do not fit this machine.
     one_row = prefill_batch([task], group, dataclasses.replace(sizes, slots=1))
     slots = slot_shapes(model, one_row, sizes, mesh)
-    slots = slots if mesh is not None else put_shapes(slots, mesh, device)
+    staged = staged_shapes(model, sizes, mesh) if sizes.wide else None
+    if mesh is None:
+        slots, staged = put_shapes((slots, staged), mesh, device)
+    cache, count = slots.state.cache, sizes.slots
+    loops = 1 + (steps_between_checks(platform_of_arrays(model)) > 1)
     decode = partial(slot_decode, model, slots)
+    step = Program("batch.decode", decode, slots, cache, count, count, loops, beside=staged)
+    if staged is not None:
+        chunk, count = partial(chunk_prefill, model, staged, sizes), sizes.chunks[0][0]
+        options = staged.cache, count, count * sizes.wide, 0
+        return step, Program("batch.prefill", chunk, staged, *options, beside=slots)
 
     def prefill() -> jax.stages.Traced:
         return slot_prefill(model, slots, prefill_batch([task], group, sizes), sizes)
 
-    steps = steps_between_checks(platform_of_arrays(model))
-    return (
-        Program("batch.decode", decode, slots, slots.state.cache, sizes.slots, 1 + (steps > 1)),
-        Program("batch.prefill", prefill, slots, slots.state.cache, sizes.prefill_rows, 0),
-    )
+    count = sizes.prefill_rows
+    return step, Program("batch.prefill", prefill, slots, cache, count, count * prompt, 0)
 
 
 def slot_prefill(model: Decoder, slots: Slots, rows: PromptRows, sizes: Sizes) -> jax.stages.Traced:
     """The program that prefills rows into slots of these shapes, traced."""
     slot_ids, bucket = np.zeros(sizes.prefill_rows, np.int32), sizes.new_token_bucket
-    return prefill_slots.trace(model, slots, rows, slot_ids, new_token_bucket=bucket)
+    return prefill_slots.trace(FlatModel.of(model), slots, rows, slot_ids, new_token_bucket=bucket)
 
 
 def chunk_prefill(model: Decoder, staged: StagedRows, sizes: Sizes) -> jax.stages.Traced:
     """The program that prefills a wide chunk of prompts in rows of these shapes, traced."""
-    return prefill_chunk.trace(model, staged, PromptColumns.empty(*sizes.chunks[0]))
+    return prefill_chunk.trace(FlatModel.of(model), staged, PromptColumns.empty(*sizes.chunks[0]))
 
 
 def slot_start(
@@ -161,11 +178,15 @@ def slot_start(
 ) -> jax.stages.Traced:
     """The program that puts prompts after their last chunk into slots of these shapes, traced."""
     slot_ids, bucket = np.zeros(sizes.prefill_rows, np.int32), sizes.new_token_bucket
-    return start_rows.trace(model, slots, staged, rows, slot_ids, new_token_bucket=bucket)
+    return start_rows.trace(
+        FlatModel.of(model), slots, staged, rows, slot_ids, new_token_bucket=bucket
+    )
 
 
 def slot_decode(model: Decoder, slots: Slots) -> jax.stages.Traced:
     """The program that decodes slots of these shapes, traced."""
     is_free, number = np.zeros(slots.count, bool), np.int32(1)
     steps = steps_between_checks(platform_of_arrays(model))
-    return decode_slots.trace(model, slots, is_free, number, number, steps_per_check=steps)
+    return decode_slots.trace(
+        FlatModel.of(model), slots, is_free, number, number, steps_per_check=steps
+    )

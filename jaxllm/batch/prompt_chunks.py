@@ -24,9 +24,10 @@ from jaxllm.batch.row_groups import Task
 from jaxllm.batch.slots import PromptRows, Sizes, Slots, with_shardings, write_rows
 from jaxllm.cache.kv_cache import Cache, per_head
 from jaxllm.cache.slot_cache import SlotCache
-from jaxllm.models.decoder import Decoder
+from jaxllm.models.decoder import Decoder, FlatModel
 from jaxllm.models.outputs import DecodeOutput
 from jaxllm.parallel.field_axes import Axes, constrain_fields, map_with_axes
+from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.parallel.sharding import use_mesh
 
 T = TypeVar("T")
@@ -50,6 +51,15 @@ def with_chunks(sizes: Sizes, platform: str, chunk_size: int) -> Sizes:
     wide = min(chunk_size, sizes.columns)
     narrow = NARROW_CHUNK_SIZE.get(platform, NARROW_ACCELERATOR_CHUNK_SIZE)
     return dataclasses.replace(sizes, wide=wide, narrow=min(wide, narrow))
+
+
+def with_chunks_of_a_job(sizes: Sizes, model: Decoder) -> Sizes:
+    """The sizes with the widths of chunks that suit the model's devices; the same sizes if prompts
+    are prefilled as a whole."""
+    if sizes.beams > 1 or why_whole(model) is not None:
+        return sizes
+    platform = platform_of_arrays(model)
+    return with_chunks(sizes, platform, chunk_size(platform))
 
 
 def why_whole(model: Decoder) -> str | None:
@@ -183,7 +193,7 @@ def without_old_columns(cache: C, is_new: Bool[Array, " N"]) -> C:
 
 
 @partial(jax.jit, donate_argnames=("staged",))
-def prefill_chunk(model: Decoder, staged: StagedRows, chunk: PromptColumns) -> StagedRows:
+def prefill_chunk(model: FlatModel, staged: StagedRows, chunk: PromptColumns) -> StagedRows:
     """Prefills the next columns of staged prompts."""
     count, lengths = len(staged.logits), jnp.asarray(chunk.lengths)
     all_rows = len(chunk.rows) == count
@@ -192,7 +202,7 @@ def prefill_chunk(model: Decoder, staged: StagedRows, chunk: PromptColumns) -> S
     cache = without_old_columns(cache, (cache.length == 0) & (lengths > 0))
     mask = jnp.arange(chunk.tokens.shape[1])[None] < lengths[:, None]
     last = jnp.maximum(lengths - 1, 0)
-    out = model.decode(jnp.asarray(chunk.tokens), mask, cache, logits_column=last)
+    out = model.model().decode(jnp.asarray(chunk.tokens), mask, cache, logits_column=last)
     logits = jnp.where((lengths > 0)[:, None], out.logits[:, 0], old.logits)
     new = StagedRows(SlotCache.of(out.cache), logits)
     return constrain_fields(new if all_rows else write_rows(staged, new, chunk.rows), batch=count)
@@ -201,7 +211,7 @@ def prefill_chunk(model: Decoder, staged: StagedRows, chunk: PromptColumns) -> S
 # The staged rows are not donated: other prompts go on in them.
 @partial(jax.jit, static_argnames=("new_token_bucket",), donate_argnames=("slots",))
 def start_rows(
-    model: Decoder,
+    model: FlatModel,
     slots: Slots,
     staged: StagedRows,
     rows: PromptRows,
@@ -224,7 +234,7 @@ def start_rows(
         cache=slots.state.cache.rows_of(cache),
         last_hidden_state=jnp.zeros_like(logits[..., :0]),  # no strategy of slots reads it
     )
-    state = rows.strategy.init(model, inputs, out, rows.settings, new_token_bucket)
+    state = rows.strategy.init(model.model(), inputs, out, rows.settings, new_token_bucket)
     return write_rows(slots, Slots.of(rows, state), slot_ids)
 
 

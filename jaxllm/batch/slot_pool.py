@@ -46,7 +46,7 @@ from jaxllm.batch.slots import (
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.generation.processors.base import LogitsProcessor, RowProcessors
 from jaxllm.generation.strategies.strategy import Result
-from jaxllm.models.decoder import Decoder
+from jaxllm.models.decoder import Decoder, FlatModel
 from jaxllm.parallel.field_axes import Axes, map_with_axes
 from jaxllm.parallel.placement import platform_of_arrays, wait_on_cpu_mesh
 from jaxllm.parallel.sharding import use_mesh
@@ -227,8 +227,8 @@ class SlotPool:
         mesh: Mesh | None,
         few: int | None = None,
     ) -> None:
-        self._model, self._group, self.sizes, self._counts = model, group, sizes, counts
-        self._mesh = mesh
+        self._model, self._group = FlatModel.of(model), group
+        self.sizes, self._counts, self._mesh = sizes, counts, mesh
         self.tasks: list[Task | None] = [None] * sizes.slots
         rows = prompt_rows([plain], group, sizes, plain.width)
         self._shapes = slot_shapes(model, rows, sizes, mesh)
@@ -474,12 +474,13 @@ class SlotPool:
             The programs by which any prompt can be prefilled and decoded; and those that do the
             same faster, or that few prompts need.
         """
-        model, shapes, staged, sizes = self._model, self._shapes, self._staged_shapes, self.sizes
+        model, sizes = self._model.model(), self.sizes
+        shapes, staged = self._shapes, self._staged_shapes
         one, platform = np.int32(1), platform_of_arrays(model)
         intervals = [*dict.fromkeys(steps_per_check_for(number, platform) for number in steps)]
 
         def decode(slots: Slots, interval: int) -> Trace:
-            arguments = model, slots, np.zeros(slots.count, bool), one, one
+            arguments = self._model, slots, np.zeros(slots.count, bool), one, one
             return partial(decode_slots.trace, *arguments, steps_per_check=interval)
 
         needed = {self.decode_name(sizes.slots): decode(shapes, intervals[0])}
@@ -496,7 +497,9 @@ class SlotPool:
                 (needed if task is tasks[-1] else others)[self.prefill_name(task.width)] = trace
         else:
             for chunk in (PromptColumns.empty(rows, width) for rows, width in sizes.chunks):
-                needed[self._chunk_name(chunk)] = partial(prefill_chunk.trace, model, staged, chunk)
+                needed[self._chunk_name(chunk)] = partial(
+                    prefill_chunk.trace, self._model, staged, chunk
+                )
             rows = prefill_batch(tasks[:1], self._group, sizes)
             needed[self._start_name] = partial(slot_start, model, shapes, staged, rows, sizes)
         if staged is not None and copies:

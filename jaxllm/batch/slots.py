@@ -34,7 +34,7 @@ from jaxllm.generation.strategies.strategy import (
     PrefillInputs,
     Result,
 )
-from jaxllm.models.decoder import Decoder
+from jaxllm.models.decoder import Decoder, FlatModel
 from jaxllm.nn.platform.decoding import steps_between_checks, writes_one_slot
 from jaxllm.parallel.field_axes import Axes, constrain_fields, field_shardings, map_with_axes
 from jaxllm.parallel.placement import platform_of_arrays
@@ -358,7 +358,7 @@ def empty_slots(shapes: Slots, rows: PromptRows) -> Slots:
 # The slots are donated: cache and sequences are updated in place.
 @partial(jax.jit, static_argnames=("new_token_bucket",), donate_argnames=("slots",))
 def prefill_slots(
-    model: Decoder,
+    model: FlatModel,
     slots: Slots,
     rows: PromptRows,
     slot_ids: Int[Array, " R"],
@@ -372,20 +372,20 @@ def prefill_slots(
             slots, which is no slot.
         new_token_bucket: that of the slots' sizes.
     """
-    rows = constrain_fields(rows, batch=len(slot_ids))
+    decoder, rows = model.model(), constrain_fields(rows, batch=len(slot_ids))
     inputs = rows.inputs_with_keys()
-    init_cache = partial(model.init_cache, len(slot_ids), **inputs.encoder_inputs)
+    init_cache = partial(decoder.init_cache, len(slot_ids), **inputs.encoder_inputs)
     width = inputs.decoder_inputs["tokens"].shape[1]
     cache = slots.state.cache.for_prompts(init_cache, width, jnp.asarray(inputs.start_len))
     state = first_state(
-        rows.strategy, model, inputs, cache, rows.settings, new_token_bucket=new_token_bucket
+        rows.strategy, decoder, inputs, cache, rows.settings, new_token_bucket=new_token_bucket
     )
     return write_rows(slots, Slots.of(rows, state), slot_ids)
 
 
 @partial(jax.jit, static_argnames=("steps_per_check",), donate_argnames=("slots",))
 def decode_slots(
-    model: Decoder,
+    model: FlatModel,
     slots: Slots,
     is_free: Bool[Array, " B"],
     until_free: Int[Array, ""],
@@ -406,7 +406,7 @@ def decode_slots(
     state = state.replace(reason=jnp.where(is_free, STOP, state.reason))
     state, *counts = decode_loop(
         strategy,
-        model,
+        model.model(),
         state,
         settings,
         until_free=until_free,

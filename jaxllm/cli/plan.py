@@ -275,6 +275,7 @@ _NUMBER: Callable[[float], str] = "{:,.0f}".format
 _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("mesh", "mesh", axes_text),
     ("rows", "sequences", _NUMBER),
+    ("tokens", "tokens", _NUMBER),
     ("weight_bytes", "weights, MiB", _mib),
     ("cache_bytes", "KV cache, MiB", _mib),
     ("argument_bytes", "arguments, MiB", _mib),

@@ -106,17 +106,18 @@ def lower_generation(
             traced = program.trace()
         arrays = jax.tree.leaves((program.cache.layers, program.cache.cross))
         kinds = ((jnp.dtype(x.dtype).name, x.sharding.shard_shape(x.shape)) for x in arrays)
-        rows, is_step = program.rows, program.loops > 0
+        is_step = program.loops > 0
         yield target.lowered(
             program.name,
             traced,
             program.position,
-            tokens=rows if is_step else rows * workload.prompt,
+            tokens=program.tokens,
             loops=program.loops,
+            beside_bytes=device_bytes(program.beside),
             cache_bytes=device_bytes(program.cache),
             cache_arrays=frozenset((dtype, math.prod(shape)) for dtype, shape in kinds),
-            rows=rows,
-            flops=rows * (step if is_step else prefill),
+            rows=program.rows,
+            flops=program.tokens * (step if is_step else prefill / workload.prompt),
         )
 
 
@@ -151,8 +152,8 @@ def lower_train(
     batch = put_shapes(batch, target.mesh, target.device, rows)
     with use_devices(target.mesh, target.device):
         traced = step.trace(state, batch)
-    program = target.lowered("train", traced, loops=0)
     tokens, pairs = workload.batch * workload.prompt, workload.batch * workload.prompt**2
+    program = target.lowered("train", traced, tokens=tokens, loops=0)
     counts = TokenCounts(tokens, pairs // 2)
     if target.model.is_encoder_decoder:
         counts = TokenCounts(tokens, pairs // 2, tokens, pairs, pairs)

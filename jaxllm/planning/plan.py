@@ -54,6 +54,9 @@ class ProgramPlan:
     """Sizes of the mesh's axes; None: one device."""
     rows: int
     """Sequences of a step, on all devices."""
+    tokens: int
+    """Tokens of a step, on all devices: for `prefill` those of the prompts, for `batch.prefill`
+    those of a wide chunk where prompts are prefilled in chunks."""
     weight_bytes: int
     """The model's parameters (float32 for `train`)."""
     cache_bytes: int
@@ -63,8 +66,8 @@ class ProgramPlan:
     temp_bytes: int | None = None
     """Temporary arrays."""
     peak_bytes: int | None = None
-    """Inputs, outputs, temporary arrays and code at once, and the weights that only other programs
-    read."""
+    """Inputs, outputs, temporary arrays and code at once, and what only other programs read: their
+    weights, the slots during a prefill of a chunk, and its prompts during a decode step."""
     fits: bool | None = None
     """True if `peak_bytes` fits the memory of a device; None: unknown (CPU)."""
     estimated_step_us: float | None = None
@@ -126,7 +129,8 @@ class Plan:
         if prefill.series_step_us is None or decode.series_step_us is None:
             return None
         steps = self.workload.new * decode.series_step_us / decode.rows
-        return round(1e6 / (prefill.series_step_us / prefill.rows + steps), 2)
+        calls = math.ceil(self.workload.prompt * prefill.rows / prefill.tokens)
+        return round(1e6 / (calls * prefill.series_step_us / prefill.rows + steps), 2)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON object; the figures of the programs are in the list `programs`."""
@@ -311,6 +315,7 @@ def plan_program(program: LoweredProgram, chip: Chip) -> ProgramPlan:
         "name": program.name,
         "mesh": None if program.mesh is None else dict(program.mesh.shape),
         "rows": program.rows,
+        "tokens": program.tokens,
         "weight_bytes": program.weight_bytes,
         "cache_bytes": program.cache_bytes,
         "floor_step_us": floor_us(program, chip),
@@ -407,11 +412,11 @@ def memory_of(compiled: jax.stages.Compiled, program: LoweredProgram) -> dict[st
     assert stats is not None
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
     peak = stats.argument_size_in_bytes + outputs + stats.temp_size_in_bytes
-    unused = program.weight_bytes - program.argument_weight_bytes
+    other = program.weight_bytes - program.argument_weight_bytes + program.beside_bytes
     return {
         "argument_bytes": stats.argument_size_in_bytes,
         "temp_bytes": stats.temp_size_in_bytes,
-        "peak_bytes": peak + stats.generated_code_size_in_bytes + unused,
+        "peak_bytes": peak + stats.generated_code_size_in_bytes + other,
     }
 
 

@@ -282,8 +282,12 @@ class LoweredProgram:
     """The KV cache; 0 for a training step."""
     cache_arrays: frozenset[tuple[str, int]] = frozenset()
     """Dtype and number of elements of the arrays of keys and values."""
+    beside_bytes: int = 0
+    """Other arrays that stay on the device while the program runs."""
     rows: int = 0
     """Sequences of a step, on all devices."""
+    tokens: int = 0
+    """Tokens of a step, on all devices."""
     flops: float = 0.0
     """FLOPs of a step on all devices."""
     dtype: Any = "bfloat16"
@@ -331,7 +335,7 @@ class Target:
         traced: jax.stages.Traced,
         position: int = 0,
         *,
-        tokens: int = 1,
+        tokens: int,
         **numbers: Any,
     ) -> LoweredProgram:
         """The program, lowered for the platform of the devices.
@@ -355,6 +359,7 @@ class Target:
             weight_bytes=device_bytes(weights),
             argument_weight_bytes=device_bytes(arguments),
             read_weight_bytes=round(sum(map(operator.mul, map(device_bytes, weights), shares))),
+            tokens=tokens,
             dtype=self.model.dtype,
             mesh=self.mesh,
             ahead_of_time=self.device.client not in backends().values(),

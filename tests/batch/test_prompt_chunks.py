@@ -21,6 +21,7 @@ from jaxllm.batch.prompt_chunks import (
 from jaxllm.batch.row_groups import Task
 from jaxllm.batch.rows import RawRow, RowReader
 from jaxllm.batch.slots import Sizes, empty_arrays
+from jaxllm.models.decoder import FlatModel
 
 SIZES = Sizes(32, 64, wide=32, narrow=8)
 MODEL = tiny.make("mistral", num_hidden_layers=2, sliding_window=12)
@@ -51,7 +52,7 @@ def chunks(model: Any, prompts: dict[int, list[int]]) -> Iterator[PromptColumns]
 def prefilled(model: Any, rows: StagedRows, prompts: dict[int, list[int]]) -> StagedRows:
     """The rows after these prompts."""
     for chunk in chunks(model, prompts):
-        rows = prefill_chunk(model, rows, chunk)
+        rows = prefill_chunk(FlatModel.of(model), rows, chunk)
     return rows
 
 

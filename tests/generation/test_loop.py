@@ -120,8 +120,8 @@ def test_cache_is_donated_and_updated_in_place(name):
 
 def test_the_smallest_loops_copy_no_cache():
     """That of `generate`, and that of the batch engine."""
-    config = tiny.CONFIGS["llama"] | {"num_hidden_layers": 1}
-    sizes = {"batch": 2, "prompt": 16, "new": 16, "slots": 4}
+    config = tiny.CONFIGS["llama"] | {"num_hidden_layers": 1, "max_position_embeddings": 512}
+    sizes = {"batch": 2, "prompt": 16, "new": 300, "slots": 4}  # several chunks
     plan = jaxllm.plan(config, "cpu", dtype="float32", program=("decode", "batch"), **sizes)
     copies = {program.name: program.cache_copies for program in plan.programs}
     assert copies == {"decode": 0, "batch.decode": 0, "batch.prefill": 0}

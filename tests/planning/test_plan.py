@@ -38,6 +38,7 @@ FIELDS = (
     "name",
     "mesh",
     "rows",
+    "tokens",
     "weight_bytes",
     "cache_bytes",
     "argument_bytes",
@@ -138,6 +139,20 @@ def test_costs_of_all_programs(family: str) -> None:
         assert 0 < by_name["batch.decode"].cache_bytes - keys_and_values < 200
     assert by_name["train"].cache_bytes == 0
     assert by_name["train"].argument_bytes > 3 * weights  # with Adam's moments
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_the_prefill_of_slots(family: str) -> None:
+    """A chunk of a prompt beside the slots, or whole prompts into them."""
+    sizes = {"prompt": 40, "new": 10, "slots": 4, "dtype": "float32", "program": "batch"}
+    decode, prefill = jaxllm.plan(tiny.CONFIGS[family], "cpu", **sizes).programs
+    is_chunk = family == "llama"
+    assert (decode.tokens, prefill.tokens) == (4, 64 if is_chunk else 40)
+    assert (decode.rows, prefill.rows) == (4, 1)
+    for program, other in [(decode, prefill), (prefill, decode)]:
+        own = program.argument_bytes + program.temp_bytes
+        assert program.peak_bytes >= own + other.cache_bytes * is_chunk
 
 
 def test_this_machine_s_memory_is_no_limit(monkeypatch: Any) -> None:
