@@ -28,7 +28,7 @@ from jaxllm.batch import BatchOutput
 from jaxllm.batch.job.job import Job
 from jaxllm.batch.job.journal import journal_folder, report_file
 from jaxllm.batch.tables import read_source
-from jaxllm.cli.batch import BatchProgress
+from jaxllm.cli.batch_progress import BatchProgress
 from jaxllm.cli.generate import main
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.progress import Reporter
