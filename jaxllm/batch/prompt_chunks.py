@@ -2,10 +2,10 @@
 
 A prompt is staged: it gets a row of a KV cache beside the slots, in which its chunks follow each
 other while the slots decode. After the last chunk its first token is chosen, and the row is copied
-into a slot. `Sizes` has the two widths of chunks. A wide chunk is a part of one prompt, a narrow
-chunk a part of each of several prompts. Where a prompt is cut depends on its own columns alone, so
-the other rows of a program change nothing about its sums. Beams, the prompts of encoder-decoders,
-and RoPE that depends on the length need whole prompts.
+into a slot. `Sizes` has the two widths of chunks. A narrow chunk is a part of each of several
+prompts, a wide chunk a part of one, or of several where devices share the rows. Where a prompt is
+cut depends on its own columns alone, so the other rows of a program change nothing about its sums.
+Beams, the prompts of encoder-decoders, and RoPE that depends on the length need whole prompts.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class PromptColumns:
 
     @classmethod
     def next_of(cls, prompts: dict[int, StagedPrompt], sizes: Sizes) -> PromptColumns:
-        """The next chunk of the first prompt that is not complete, if it is narrow together with
-        the narrow chunks of the other prompts.
+        """The next chunk of the first prompt that is not complete, with the chunks of the other
+        prompts that have the same width if it has several rows.
 
         Args:
             prompts: by the number of the row; one of them is not complete.
@@ -130,7 +130,7 @@ class PromptColumns:
 
         first = next(row for row, prompt in prompts.items() if not prompt.is_complete)
         columns = width(prompts[first])
-        rows = [first] if columns > sizes.narrow else range(sizes.prefill_rows)
+        rows = [first] if sizes.chunk_rows(columns) == 1 else range(sizes.prefill_rows)
         chunk: Any = cls.empty(len(rows), columns)
         for i, row in enumerate(rows):
             chunk.rows[i], prompt = row, prompts.get(row)

@@ -113,11 +113,23 @@ class Sizes:
 
         return min(shared - shared % self.narrow, shared - shared % self.wide, key=cost)
 
+    def chunk_rows(self, width: int) -> int:
+        """Rows of a chunk: all in which prompts are prefilled, or one for a wide chunk, unless
+        devices share the rows.
+
+        >>> sizes = Sizes(64, 1024, wide=512, narrow=64)
+        >>> [sizes.chunk_rows(512), sizes.chunk_rows(64)]
+        [1, 4]
+        >>> dataclasses.replace(sizes, shards=4).chunk_rows(512)
+        4
+        """
+        return 1 if width > self.narrow and self.shards == 1 else self.prefill_rows
+
     @property
     def chunks(self) -> list[tuple[int, int]]:
-        """The shapes of chunks, each as rows and columns."""
-        narrow = self.prefill_rows, self.narrow
-        return [(1, self.wide), narrow] if self.wide > self.narrow else [narrow]
+        """The shapes of chunks, each as rows and columns, the widest first."""
+        widths = dict.fromkeys((self.wide, self.narrow))
+        return [(self.chunk_rows(width), width) for width in widths]
 
     def with_slots(self, slots: int) -> Sizes:
         """The same with another number of slots, rounded up to a multiple of `shards`."""

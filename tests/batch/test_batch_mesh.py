@@ -41,6 +41,19 @@ BEAMS = EVERY_FAMILY.replace(
     'row |= {"length_penalty": i / 8, "num_return_sequences": 2}',
 ).replace("slots=6", "slots=6, num_beams=3")
 
+CHUNKS = """
+from jaxllm.batch import prompt_chunks
+prompt_chunks.CHUNK_SIZE["cpu"], prompt_chunks.NARROW_CHUNK_SIZE["cpu"] = 16, 8
+rows = uneven_rows(80, prompts=40, new=6)
+model = make("llama", num_hidden_layers=1)
+engine = BatchGenerator(put_tree(model, mesh(data=2, fsdp=2, tensor=2)), slots=64)
+assert engine.generate(rows) == BatchGenerator(model, slots=64).generate(rows)
+# Each device reads prompts of its own, in wide chunks too.
+read = sorted(name for name in engine.counts.program_calls if name.startswith("prefill"))
+assert read == ["prefill 4 x 16 of 4 x 64", "prefill 4 x 8 of 4 x 64"], read
+print("done")
+"""
+
 OTHER_ROWS = """
 model = make("llama", num_hidden_layers=1)
 there = put_tree(model, mesh(data=2, tensor=2))
@@ -138,6 +151,7 @@ print("done")
     ("code", "families"),
     [
         pytest.param(EVERY_FAMILY, ["llama"], id="llama"),
+        pytest.param(CHUNKS, [], id="chunks"),
         pytest.param(EVERY_FAMILY, ["gpt2", "t5"], id="others", marks=pytest.mark.slow),
         pytest.param(BEAMS, ["llama", "gpt2", "t5"], id="beams", marks=pytest.mark.slow),
         pytest.param(OTHER_ROWS, [], id="rows", marks=pytest.mark.slow),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,7 +33,9 @@ def staged(model: Any) -> StagedRows:
     return empty_arrays(staged_shapes(model, SIZES, None))
 
 
-def chunks(model: Any, prompts: dict[int, list[int]]) -> Iterator[PromptColumns]:
+def chunks(
+    model: Any, prompts: dict[int, list[int]], sizes: Sizes = SIZES
+) -> Iterator[PromptColumns]:
     """The chunks of prompts that are staged together, by the number of their row."""
     reader = RowReader(model, None, {}, seed=0)
     tasks = {
@@ -40,7 +43,7 @@ def chunks(model: Any, prompts: dict[int, list[int]]) -> Iterator[PromptColumns]
         for row, ids in prompts.items()
     }
     while tasks:
-        chunk = PromptColumns.next_of(tasks, SIZES)
+        chunk = PromptColumns.next_of(tasks, sizes)
         yield chunk
         for row, length in zip(chunk.rows.tolist(), chunk.lengths.tolist(), strict=True):
             if length:
@@ -95,3 +98,12 @@ def test_prompts_are_cut_where_they_are_cut_alone():
             if length:
                 cuts[int(row)].append(int(start + length))
     assert cuts == {0: [32, 40, 43], 1: [8, 13]}
+
+
+def test_devices_that_share_the_rows_have_a_part_of_a_wide_chunk_each():
+    prompts = {0: PROMPTS[0], 1: PROMPTS[0][::-1]}
+    (first, *_), together = chunks(MODEL, prompts), dataclasses.replace(SIZES, shards=2)
+    assert first.tokens.shape == (1, 32)
+    found = list(chunks(MODEL, prompts, together))
+    assert [chunk.tokens.shape for chunk in found] == [(2, 32), (2, 8), (2, 8)]
+    assert [chunk.lengths.tolist() for chunk in found] == [[32, 32], [8, 8], [3, 3]]
