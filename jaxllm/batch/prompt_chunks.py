@@ -33,8 +33,8 @@ from jaxllm.parallel.sharding import use_mesh
 T = TypeVar("T")
 C = TypeVar("C", bound=Cache)
 
-# PERF(cpu): a chunk of 128 columns costs as much for each column as a wider one, and decoding waits
-# half as long for it as for one of 256. A chunk of 32 costs half as much again for each column.
+# PERF(cpu): decoding waits half as long for a chunk of 128 columns as for one of 256, which takes 6
+# to 16% less for each column. A chunk of 32 takes half as much again; benchmarks/serve.py.
 CHUNK_SIZE = {"cpu": 128}
 ACCELERATOR_CHUNK_SIZE = 512
 NARROW_CHUNK_SIZE = {"cpu": 32}
