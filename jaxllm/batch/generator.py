@@ -436,6 +436,7 @@ class BatchGenerator:
                 for batch in static_batches(window.take_static()):
                     yield from run_static_batch(self._model, self.tokenizer, batch, *options)
             else:
+                assert window.is_read  # else rows would be lost
                 return
 
     def _add_pools(self, window: RowWindow) -> None:

@@ -313,7 +313,11 @@ def pools(
         if memory.fits or not chunked.wide:
             return chunked, memory
         # There may be room for one slot, but not for its prompt beside it.
-        return sizes, fitting_slots(partial(predict_for, tasks, sizes), sizes.slots, shards)
+        whole = fitting_slots(partial(predict_for, tasks, sizes), sizes.slots, shards)
+        if whole.fits:
+            return sizes, whole
+        needed = partial(predict_for, tasks, slots=whole.slots, compile_always=True)
+        return min([(each, needed(each)) for each in (chunked, sizes)], key=lambda x: x[1].total)
 
     def is_lowered(sizes: Sizes, memory: Prediction) -> bool:
         return not memory.fits or memory.slots < min(slots.least, sizes.slots)

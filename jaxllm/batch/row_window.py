@@ -16,7 +16,8 @@ from jaxllm.batch.rows import BatchOutput, BatchRow
 from jaxllm.batch.slot_pool import BatchCounts
 
 WINDOW = 4096
-"""Rows from the oldest one that waits to the last one that is read, at most."""
+"""Rows from the oldest one that waits to the last one that is read, at most, by their numbers: also
+in a resumed job, which does not read the finished rows between them."""
 
 
 class RowWindow:
@@ -46,9 +47,11 @@ class RowWindow:
         self.is_read = False
         self.unplaced: list[BatchRow] = []
         self.static: list[BatchRow] = []
-        self._positions: dict[int, int] = {}
-        """Where rows that wait stand among all that were read, by their numbers, the oldest first.
-        """
+        self._newest = -1
+        self._next: BatchRow | BatchOutput | None = None
+        """A row that came, but has its place in a later window."""
+        self._waiting: dict[int, int] = {}
+        """How many tasks wait of each row that waits, by its number, the oldest first."""
 
     @property
     def groups(self) -> list[Group]:
@@ -58,24 +61,31 @@ class RowWindow:
     @property
     def is_full(self) -> bool:
         """True if the oldest row that waits is a window behind."""
-        read = self._counts.rows_read
-        return read - next(iter(self._positions.values()), read) >= WINDOW
+        return self._is_beyond(self._newest + 1)
+
+    def _is_beyond(self, index: int) -> bool:
+        """True if the row of a number comes too long after the oldest row that waits."""
+        return index - next(iter(self._waiting), index) >= WINDOW
 
     def read(self, enough: Callable[[], bool] = lambda: False) -> Iterator[BatchOutput]:
         """Reads rows until `enough` is true, the window is full, or none are left; yields the
         outputs of those that do not run."""
         while not (self.is_read or self.is_full or enough()):
-            row = next(self._rows, None)
+            row, self._next = self._next or next(self._rows, None), None
             if row is None:
                 self.is_read = True
                 return
+            if self._is_beyond(row.index):
+                self._next, self._newest = row, max(self._newest, row.index - 1)
+                return
             self._counts.rows_read += 1
+            self._newest = max(self._newest, row.index)
             if isinstance(row, BatchOutput):
                 yield row
                 continue
             self._counts.cut_texts += row.was_cut
             self._counts.work += row.max_new_tokens * row.samples
-            self._positions[row.index] = self._counts.rows_read - 1
+            self._waiting[row.index] = row.samples
             if not fits_slots(row):
                 self.static.append(row)
             else:
@@ -88,8 +98,9 @@ class RowWindow:
         if pool is None:
             self.unplaced.append(row)
             return
-        known = pool.programs
-        for task in tasks_of(row, pool.least_width):
+        known, tasks = pool.programs, tasks_of(row, pool.least_width)
+        self._waiting[row.index] = len(tasks)
+        for task in tasks:
             pool.add(task)
         self._counts.programs += pool.programs - known
 
@@ -106,22 +117,23 @@ class RowWindow:
         return min(pools, key=lambda pool: (pool.group.number, -pool.sizes.capacity), default=None)
 
     def take(self, pool: Pool, count: int) -> list[Task]:
-        """Removes the next tasks of a pool. A row waits until its last sample is taken."""
+        """Removes the next tasks of a pool. A row waits until all of its tasks are taken."""
         tasks = pool.take(count)
         for task in tasks:
-            if task.samples.stop == task.row.samples:
-                self._positions.pop(task.row.index, None)
+            self._waiting[task.row.index] -= 1
+            if not self._waiting[task.row.index]:
+                del self._waiting[task.row.index]
         return tasks
 
     def put_back(self, pool: Pool, tasks: Sequence[Task]) -> None:
         """Lets tasks that were taken wait again, as if they had just been read."""
         for task in tasks:
             pool.add(task)
-            self._positions.setdefault(task.row.index, self._counts.rows_read)
+            self._waiting[task.row.index] = 1 + self._waiting.get(task.row.index, 0)
 
     def take_static(self) -> list[BatchRow]:
         """Removes the rows that run without slots."""
         rows, self.static = self.static, []
         for row in rows:
-            del self._positions[row.index]
+            del self._waiting[row.index]
         return rows

@@ -75,7 +75,9 @@ class TaskRun:
         """Sequences as they end, and the outputs of rows that need no slot. The device decodes
         while the caller reads them, and while the window reads rows."""
         while True:
-            yield from self._window.read(self._has_work_for_all_slots)
+            if not (self._window.is_read or self._has_work_for_all_slots()):
+                yield from self._take_finished()  # the next rows may be slow to come
+                yield from self._window.read(self._has_work_for_all_slots)
             self._refill()
             if not self._pool.busy:
                 break

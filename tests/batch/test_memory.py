@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import pytest
 import tiny
@@ -231,3 +233,16 @@ def test_out_of_memory_with_one_slot_is_the_rows_error(monkeypatch):
     monkeypatch.setattr(pools, "decode_slots", fail)
     outputs = BatchGenerator(MODEL, slots=2).generate(ROWS[:3])
     assert all("ran out of memory with a single slot" in output.error for output in outputs)
+
+
+def test_a_refused_row_is_told_what_chunks_need():
+    """Its prompt needs more memory as a whole than beside the slot in chunks."""
+    model = tiny.make("llama", max_position_embeddings=4096)
+    row = {"input_ids": [5] * 1000, "max_new_tokens": 3000}
+    (output,) = BatchGenerator(model, slots=1, memory=11_000_000).generate([row])
+    found = re.search(r"ask for at most (\d+), or raise memory", output.error)
+    assert found is not None, output.error
+    assert found[1] == "1048"
+    fewer = row | {"max_new_tokens": int(found[1]), "eos_token_id": list(range(50))}
+    (output,) = BatchGenerator(model, slots=1, memory=11_000_000).generate([fewer])
+    assert output.error is None

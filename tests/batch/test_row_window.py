@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import tiny
@@ -14,6 +15,8 @@ from jaxllm import BatchGenerator
 from jaxllm.batch import row_window
 from jaxllm.batch.row_window import RowWindow
 from jaxllm.batch.rows import RawRow
+from jaxllm.batch.slot_pool import SlotPool
+from jaxllm.batch.task_run import TaskRun
 
 MODEL = tiny.make("llama", num_hidden_layers=1, max_position_embeddings=256)
 SIZE = 16
@@ -154,4 +157,60 @@ def test_a_row_waits_until_its_last_sample_is_taken():
     assert not window.is_full
     window.put_back(pool, tasks)
     list(window.read())
-    assert engine.counts.rows_read == 2 * SIZE
+    assert engine.counts.rows_read == SIZE + 1  # row 1 is the oldest one now
+
+
+def test_a_sample_that_runs_again_keeps_no_window(monkeypatch):
+    """A row whose last sample has ended before another one of it runs again."""
+    several = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 30, "seed": 1}
+    ends = {"eos_token_id": [5, 9, 11, 13, 20, 21, 22, 23]}
+    rows = [row(0) | several | ends, *(row(i, new=40) for i in range(1, 60))]
+    read, calls, again = SlotPool.read, itertools.count(), []
+
+    def run_out(self, window):
+        samples = [task.sample for task in self.tasks if task is not None and not task.row.index]
+        if not again and samples == [1]:
+            again.append(next(calls))
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return read(self, window)
+
+    monkeypatch.setattr(SlotPool, "read", run_out)
+    engine = BatchGenerator(MODEL, slots=4)
+    outputs = engine.generate(rows)
+    assert [output.index for output in outputs] == list(range(60))
+    assert (engine.counts.halvings, [output.error for output in outputs]) == (1, [None] * 60)
+
+
+def test_a_resumed_job_chooses_the_pools_of_the_first_run():
+    """Also those that were not chosen before it stopped: its window has the same rows."""
+    lengths = [6 if i < 12 or i % 2 else (40 if i < 28 else 200) for i in range(60)]
+    rows = [RawRow(i, i, row(i, length, 8)) for i, length in enumerate(lengths)]
+
+    def run(missing, kept):
+        engine, saved = BatchGenerator(MODEL, slots=4, eos_token_id=None), dict(kept)
+        engine.keep_pools(kept, saved.update, rows.__getitem__)
+        return saved, engine.answer(rows[i] for i in missing)
+
+    saved, outputs = run(range(60), {})
+    list(outputs)
+    stopped, outputs = run(range(60), {})
+    done = {output.index for output in itertools.islice(outputs, 20)}
+    assert len(stopped["pools"]) < len(saved["pools"])
+    resumed, outputs = run([i for i in range(60) if i not in done], stopped)
+    list(outputs)
+    assert resumed["pools"] == saved["pools"]
+
+
+def test_finished_rows_do_not_wait_for_the_next_ones(monkeypatch):
+    read, held = RowWindow.read, []
+
+    def noted(self, *enough):
+        run = getattr(enough[0], "__self__", None) if enough else None
+        if isinstance(run, TaskRun):  # it needs more rows, which may be slow to come
+            held.append(len(run._finished))
+        yield from read(self, *enough)
+
+    monkeypatch.setattr(RowWindow, "read", noted)
+    outputs = BatchGenerator(MODEL, slots=4).generate([row(i, new=4) for i in range(3 * SIZE)])
+    assert len(outputs) == 3 * SIZE
+    assert set(held) == {0}

@@ -49,7 +49,7 @@ def test_rows_with_different_penalties_share_a_program():
     engine = jaxllm.BatchGenerator(MODEL, slots=4)
     outputs = engine.generate(rows)
     assert differences(MODEL, rows, outputs)[0] == []
-    assert len(engine.counts.program_calls) == 2
+    assert len(engine.counts.program_calls) == 3  # prompts, first tokens, further tokens
     assert outputs[4].output_ids[0] == [13] * 10
     assert outputs[0].output_ids != outputs[1].output_ids != outputs[2].output_ids
 
