@@ -181,9 +181,10 @@ def test_a_sample_that_runs_again_keeps_no_window(monkeypatch):
     assert (engine.counts.halvings, [output.error for output in outputs]) == (1, [None] * 60)
 
 
-def test_a_resumed_job_chooses_the_pools_of_the_first_run():
+def test_a_resumed_job_chooses_the_pools_of_the_first_run(monkeypatch):
     """Also those that were not chosen before it stopped: its window has the same rows."""
-    lengths = [6 if i < 12 or i % 2 else (40 if i < 28 else 200) for i in range(60)]
+    monkeypatch.setattr(row_window, "WINDOW", 8)
+    lengths = [6 if i < 12 or i % 2 else (40 if i < 20 else 200) for i in range(40)]
     rows = [RawRow(i, i, row(i, length, 8)) for i, length in enumerate(lengths)]
 
     def run(missing, kept):
@@ -191,12 +192,12 @@ def test_a_resumed_job_chooses_the_pools_of_the_first_run():
         engine.keep_pools(kept, saved.update, rows.__getitem__)
         return saved, engine.answer(rows[i] for i in missing)
 
-    saved, outputs = run(range(60), {})
+    saved, outputs = run(range(40), {})
     list(outputs)
-    stopped, outputs = run(range(60), {})
-    done = {output.index for output in itertools.islice(outputs, 20)}
+    stopped, outputs = run(range(40), {})
+    done = {output.index for output in itertools.islice(outputs, 16)}
     assert len(stopped["pools"]) < len(saved["pools"])
-    resumed, outputs = run([i for i in range(60) if i not in done], stopped)
+    resumed, outputs = run([i for i in range(40) if i not in done], stopped)
     list(outputs)
     assert resumed["pools"] == saved["pools"]
 
