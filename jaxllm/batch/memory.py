@@ -313,11 +313,7 @@ def pools(
         if memory.fits or not chunked.wide:
             return chunked, memory
         # There may be room for one slot, but not for its prompt beside it.
-        whole = fitting_slots(partial(predict_for, tasks, sizes), sizes.slots, shards)
-        if whole.fits:
-            return sizes, whole
-        needed = partial(predict_for, tasks, slots=whole.slots, compile_always=True)
-        return min([(each, needed(each)) for each in (chunked, sizes)], key=lambda x: x[1].total)
+        return sizes, fitting_slots(partial(predict_for, tasks, sizes), sizes.slots, shards)
 
     def is_lowered(sizes: Sizes, memory: Prediction) -> bool:
         return not memory.fits or memory.slots < min(slots.least, sizes.slots)
@@ -330,8 +326,11 @@ def pools(
             sizes, memory = try_slots(tasks)
         else:
             classes = []
-        if not memory.fits:  # the error of its rows states all bytes
-            memory = predict_for(tasks, sizes, memory.slots, compile_always=True)
+        if not memory.fits:  # the error of its rows states all bytes, with chunks or without
+            needed = partial(predict_for, tasks, slots=memory.slots, compile_always=True)
+            forms = dict.fromkeys((with_chunks_of_a_job(sizes, model), sizes))
+            found = [(form, needed(form)) for form in forms]
+            sizes, memory = min(found, key=lambda x: x[1].total)
         lowered = is_lowered(sizes, memory)
         sizes = fitting = dataclasses.replace(sizes, slots=memory.slots)
         if not memory.fits:

@@ -146,20 +146,19 @@ def _of_slots(
     staged = staged_shapes(model, sizes, mesh) if sizes.wide else None
     if mesh is None:
         slots, staged = put_shapes((slots, staged), mesh, device)
-    cache, count = slots.state.cache, sizes.slots
-    loops = 1 + (steps_between_checks(platform_of_arrays(model)) > 1)
-    decode = partial(slot_decode, model, slots)
+    cache, loops = slots.state.cache, 1 + (steps_between_checks(platform_of_arrays(model)) > 1)
+    decode, count = partial(slot_decode, model, slots), sizes.slots
     step = Program("batch.decode", decode, slots, cache, count, count, loops, beside=staged)
     if staged is not None:
-        chunk, count = partial(chunk_prefill, model, staged, sizes), sizes.chunks[0][0]
-        options = staged.cache, count, count * sizes.wide, 0
-        return step, Program("batch.prefill", chunk, staged, *options, beside=slots)
+        chunk, (prompts, width) = partial(chunk_prefill, model, staged, sizes), sizes.chunks[0]
+        numbers = prompts, prompts * width, 0
+        return step, Program("batch.prefill", chunk, staged, staged.cache, *numbers, beside=slots)
 
     def prefill() -> jax.stages.Traced:
         return slot_prefill(model, slots, prefill_batch([task], group, sizes), sizes)
 
-    count = sizes.prefill_rows
-    return step, Program("batch.prefill", prefill, slots, cache, count, count * prompt, 0)
+    prompts = sizes.prefill_rows
+    return step, Program("batch.prefill", prefill, slots, cache, prompts, prompts * prompt, 0)
 
 
 def slot_prefill(model: Decoder, slots: Slots, rows: PromptRows, sizes: Sizes) -> jax.stages.Traced:
