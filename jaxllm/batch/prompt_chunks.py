@@ -26,6 +26,7 @@ from jaxllm.cache.kv_cache import Cache, per_head
 from jaxllm.cache.slot_cache import SlotCache
 from jaxllm.models.decoder import Decoder, FlatModel
 from jaxllm.models.outputs import DecodeOutput
+from jaxllm.nn.platform.decoding import chunk_size, narrow_chunk_size
 from jaxllm.parallel.field_axes import Axes, constrain_fields, map_with_axes
 from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.parallel.sharding import use_mesh
@@ -33,24 +34,12 @@ from jaxllm.parallel.sharding import use_mesh
 T = TypeVar("T")
 C = TypeVar("C", bound=Cache)
 
-# PERF(cpu): decoding waits half as long for a chunk of 128 columns as for one of 256, which takes 6
-# to 16% less for each column. A chunk of 32 takes half as much again; benchmarks/serve.py.
-CHUNK_SIZE = {"cpu": 128}
-ACCELERATOR_CHUNK_SIZE = 512
-NARROW_CHUNK_SIZE = {"cpu": 32}
-NARROW_ACCELERATOR_CHUNK_SIZE = 64
-
-
-def chunk_size(platform: str) -> int:
-    """Columns of a wide chunk that suit a platform."""
-    return CHUNK_SIZE.get(platform, ACCELERATOR_CHUNK_SIZE)
-
 
 def with_chunks(sizes: Sizes, platform: str, chunk_size: int) -> Sizes:
     """The sizes with the widths of chunks. A wide chunk has up to `chunk_size` columns."""
     wide = min(chunk_size, sizes.columns)
-    narrow = NARROW_CHUNK_SIZE.get(platform, NARROW_ACCELERATOR_CHUNK_SIZE)
-    return dataclasses.replace(sizes, wide=wide, narrow=min(wide, narrow))
+    narrow = min(wide, narrow_chunk_size(platform))
+    return dataclasses.replace(sizes, wide=wide, narrow=narrow)
 
 
 def with_chunks_of_a_job(sizes: Sizes, model: Decoder) -> Sizes:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from jaxtyping import Int
 
-from jaxllm.batch import prompt_chunks
 from jaxllm.batch.prompt_chunks import why_whole, with_chunks
 from jaxllm.batch.row_groups import Task
 from jaxllm.batch.slot_pool import COPY, WRITE_PREFIX, SlotPool
@@ -26,6 +25,7 @@ from jaxllm.common.hardware import default_device
 from jaxllm.generation.inputs.arguments import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.models.decoder import GenerativeModel
+from jaxllm.nn.platform import decoding
 from jaxllm.serve.programs import Programs
 
 DEFAULT_KEPT_PREFIXES = 4
@@ -74,7 +74,7 @@ def prefill_options(
     """
     options = {"prefill_chunk_size": chunk_size, "kept_prefixes": kept_prefixes}
     if chunk_size is None:
-        chunk_size = prompt_chunks.chunk_size(default_device().platform)
+        chunk_size = decoding.chunk_size(default_device().platform)
     size = bucket(chunk_size, SMALLEST_BUCKET)
     reason = why_whole(model)
     if reason is not None:

@@ -42,8 +42,8 @@ BEAMS = EVERY_FAMILY.replace(
 ).replace("slots=6", "slots=6, num_beams=3")
 
 CHUNKS = """
-from jaxllm.batch import prompt_chunks
-prompt_chunks.CHUNK_SIZE["cpu"], prompt_chunks.NARROW_CHUNK_SIZE["cpu"] = 16, 8
+from jaxllm.nn.platform import decoding
+decoding.CHUNK_SIZE["cpu"], decoding.NARROW_CHUNK_SIZE["cpu"] = 16, 8
 rows = uneven_rows(80, prompts=40, new=6)
 model = make("llama", num_hidden_layers=1)
 engine = BatchGenerator(put_tree(model, mesh(data=2, fsdp=2, tensor=2)), slots=64)

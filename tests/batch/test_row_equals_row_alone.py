@@ -10,7 +10,8 @@ import tiny
 from batch_tools import differences, uneven_rows
 
 from jaxllm import BatchGenerator
-from jaxllm.batch import prompt_chunks, slots
+from jaxllm.batch import slots
+from jaxllm.nn.platform import decoding
 
 SMALL = {
     "llama": {"num_hidden_layers": 1},
@@ -63,8 +64,8 @@ def test_the_last_rows_of_a_batch_leave_rows_that_run_alone():
 def test_prompts_that_are_read_in_chunks_side_by_side_equal_rows_alone(family, monkeypatch):
     """Two prompts are read at once, in chunks of 32 and 16 columns; one that is complete waits for
     the other."""
-    monkeypatch.setitem(prompt_chunks.CHUNK_SIZE, "cpu", 32)
-    monkeypatch.setitem(prompt_chunks.NARROW_CHUNK_SIZE, "cpu", 16)
+    monkeypatch.setitem(decoding.CHUNK_SIZE, "cpu", 32)
+    monkeypatch.setitem(decoding.NARROW_CHUNK_SIZE, "cpu", 16)
     rows = [
         {"id": i, "input_ids": [3 + (7 * i + j) % 40 for j in range(length)], "max_new_tokens": 6}
         for i, length in enumerate([64, 33, 50, 17, 16, 1, 40, 63, 20, 31, 49, 2, 35] * 3)

@@ -12,9 +12,10 @@ import tiny
 from batch_tools import differences
 from small_tokenizers import small_tokenizer
 
-from jaxllm.batch import prompt_chunks, slots
+from jaxllm.batch import slots
 from jaxllm.common.compiling import CompileClock
 from jaxllm.common.errors import UnsupportedError
+from jaxllm.nn.platform import decoding
 from jaxllm.serve import AsyncEngine, admission
 from jaxllm.serve.admission import Prefix, PrefixStore
 
@@ -56,7 +57,7 @@ def test_answers_equal_generate_alone_and_the_programs_stay_the_same(
 ) -> None:
     if rotated:
         monkeypatch.setattr(slots, "writes_one_slot", lambda platform: True)
-    monkeypatch.setitem(prompt_chunks.NARROW_CHUNK_SIZE, "cpu", CHUNK)
+    monkeypatch.setitem(decoding.NARROW_CHUNK_SIZE, "cpu", CHUNK)
     options = {**OPTIONS, "prefill_chunk_size": 2 * CHUNK}
     layer = {"gpt2": {"n_layer": 1}, "mistral": {"sliding_window": 20}}
     model = model_of(family, **layer.get(family, {"num_hidden_layers": 1}))
@@ -82,7 +83,7 @@ def test_answers_equal_generate_alone_and_the_programs_stay_the_same(
 def test_chunks_after_a_prefix_of_a_longer_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first two prompts share a prefix, and the third continues from it in chunks."""
     monkeypatch.setattr(admission, "MIN_PREFIX", 16)
-    monkeypatch.setitem(prompt_chunks.NARROW_CHUNK_SIZE, "cpu", CHUNK)
+    monkeypatch.setitem(decoding.NARROW_CHUNK_SIZE, "cpu", CHUNK)
     vocab = len(small_tokenizer("llama.model"))  # that of the servers of other modules
     model = tiny.make("llama", num_hidden_layers=1, vocab_size=vocab)
     rng = np.random.default_rng(0)
