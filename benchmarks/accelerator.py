@@ -1,12 +1,15 @@
 """jaxllm on an accelerator: its numbers against the CPU's, and its speed against the device's.
 
     python benchmarks/accelerator.py [--hf PYTHON] [--json FILE]
+    python benchmarks/accelerator.py --attn-implementation triton cudnn blockwise [--json FILE]
     python benchmarks/accelerator.py MODEL [--json FILE]
 
 Without MODEL, small models of every family are compared with the CPU, and then the cases of
 `record_cases.py` are measured: Llama-8B, Flan-T5-XL and GPT-2-XL, decoding, prefill, the batch
 engine and training. transformers runs the same models beside jaxllm if this Python has torch and
-transformers, or if --hf names a Python that has them. The end is a table in Markdown.
+transformers, or if --hf names a Python that has them. The end is a table in Markdown. With
+--attn-implementation only the cases of prefill and training are measured, and jaxllm alone, once
+with each implementation, after a comparison of its numbers with the CPU's.
 
 MODEL is a folder with config.json of a decoder-only model, or the name of a file in `shapes`, such
 as llama8b. Decoding, prefill, the batch engine and a training step of this model are measured.
@@ -43,21 +46,23 @@ from jaxllm.errors import MissingExtraError
 from jaxllm.planning.abstract import read_source
 
 TOPOLOGIES = ("h100", "v5e:2x2")
-MODEL_OPTIONS = {"dtype": "bfloat16", "attn_implementation": "auto"}
-"""Options of a measurement of MODEL beside `Sizes`, with their defaults."""
+DTYPE = "bfloat16"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints figures, and writes them as JSON; 0 if there are any and all numbers agree."""
     arguments = parser()
     args = arguments.parse_args(argv)
-    of_model = {field.name for field in dataclasses.fields(Sizes)} | set(MODEL_OPTIONS)
+    of_model = {field.name for field in dataclasses.fields(Sizes)} | {"dtype"}
     given = {name: value for name in of_model if (value := getattr(args, name)) is not None}
+    implementations = args.attn_implementation or ["auto"]
     if args.model is None and given:
         arguments.error(f"--{min(given).replace('_', '-')} needs MODEL")
     if args.model is not None and (args.small or args.hf):
         arguments.error(f"{'--small' if args.small else '--hf'} goes without MODEL")
-    options = {name: given.pop(name, default) for name, default in MODEL_OPTIONS.items()}
+    if args.model is not None and len(implementations) > 1:
+        arguments.error("--attn-implementation takes one name with MODEL")
+    options = {"dtype": given.pop("dtype", DTYPE), "attn_implementation": implementations[0]}
     sizes, clock, report = Sizes(**given), Clock(60 * args.minutes), None
     if args.model is None:
         default = ("llama",) if args.small else SMALL
@@ -91,8 +96,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--minutes", type=float, default=9.5)
     result.add_argument("--topology", action="append", help=f"default: {', '.join(TOPOLOGIES)}")
     result.add_argument("--families", nargs="*", choices=tuple(SMALL))
-    for name, default in MODEL_OPTIONS.items():
-        result.add_argument("--" + name.replace("_", "-"), help=f"default: {default}")
+    result.add_argument("--attn-implementation", nargs="+", metavar="NAME", help="default: auto")
+    result.add_argument("--dtype", help=f"default: {DTYPE}")
     for field in dataclasses.fields(Sizes):
         flag, many = "--" + field.name.replace("_", "-"), isinstance(field.default, tuple)
         result.add_argument(flag, type=int, nargs="+" if many else None)

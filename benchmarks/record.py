@@ -112,21 +112,25 @@ def record(
         return None
     families = tuple(families)
     seconds = 0.0 if args.small else CHECK_SECONDS * len(families)
-    checks = Case(name="checks", kind="checks", families=families, seconds=seconds)
+    checks = [Case(name="checks", kind="checks", families=families, seconds=seconds)]
     cases = [case.smaller() if args.small else case for case in CASES]
-    asked = [*((checks,) if families else ()), *cases]
+    if (names := args.attn_implementation) is not None:
+        checks = [case.with_attention(name) for case in checks for name in names]
+        whole_rows = (case for case in cases if case.kind in ("prefill", "train"))
+        cases = [case.with_attention(name) for case in whole_rows for name in names]
+    asked = [*(checks if families else ()), *cases]
     answers = {"jaxllm": jaxllm.measure([(case, case.seconds) for case in asked], clock)}
     engines = [jaxllm]
     if (python := hf_python(args.hf)) is not None:
         engines.append(Engine("transformers", python, "hf_device_worker.py", **on_cpu))
         own = [(case, case.peer_seconds) for case in cases if case.peer_seconds is not None]
         answers["transformers"] = engines[-1].measure(own, clock)
-    found = answers["jaxllm"].pop(checks.name, {"checks": []})
+    found = [answers["jaxllm"].pop(case.name, {"checks": []}) for case in checks]
     report = {
         "date": datetime.date.today().isoformat(),
         **jaxllm.info,
         "version": {engine.name: engine.info.get("version") for engine in engines},
-        "checks": found.get("checks", [found]),
+        "checks": [check for answer in found for check in answer.get("checks", [answer])],
         "cases": [
             {"name": case.name, "goal": case.goal}
             | {name: given[case.name] for name, given in answers.items() if case.name in given}

@@ -55,6 +55,7 @@ class Case:
     """About what transformers takes. None: it is not measured."""
     families: tuple[str, ...] = ()
     """Families whose numbers are compared."""
+    attn_implementation: str = "auto"
     small: bool = False
 
     def config(self) -> dict[str, Any]:
@@ -79,6 +80,15 @@ class Case:
         seconds = {"seconds": 0.0, "peer_seconds": peer_seconds}
         return dataclasses.replace(
             self, name=f"{self.name} (small)", small=True, **seconds, **sizes
+        )
+
+    def with_attention(self, implementation: str) -> Case:
+        """The same with one implementation of attention, and without a peer."""
+        return dataclasses.replace(
+            self,
+            name=f"{self.name}, {implementation}",
+            attn_implementation=implementation,
+            peer_seconds=None,
         )
 
 

@@ -47,9 +47,9 @@ def test_a_cpu_is_checked_and_measured(
     code, report = run(benchmark, config, *options)
     assert code == 0
     assert report["platform"] == "cpu"
-    assert len(report["checks"]) == 5
+    assert len(report["checks"]) == 6
     assert all(check["passed"] for check in report["checks"])
-    assert report["checks"][4]["difference"] > 0  # bfloat16
+    assert all(check["difference"] > 0 for check in report["checks"][4:])  # bfloat16
     check_measurements(report)
     assert "batch engine, 2 slots: " in capsys.readouterr().out
 
@@ -133,6 +133,23 @@ def test_a_record(benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [case["jaxllm"]["programs"] > 0 for case in report["cases"]].count(True) == 9
     lines = capsys.readouterr().out.splitlines()
     assert len([line for line in lines if line.startswith("| ")]) == 1 + len(cases)
+
+
+@pytest.mark.slow
+def test_a_record_of_implementations_of_attention(benchmark: Any, tmp_path: Path) -> None:
+    file, names = tmp_path / "record.json", ["blockwise", "xla"]
+    options = ["--small", "--device", "cpu", "--families", "opt", "--attn-implementation", *names]
+    assert benchmark.main([*options, "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert {check["name"].partition(":")[0] for check in report["checks"]} == {
+        f"opt, {name}" for name in names
+    }
+    assert len(report["cases"]) == 6  # one prefill and two training steps
+    for case, name in zip(report["cases"], 3 * names, strict=True):
+        assert case["name"].endswith(f"(small), {name}")
+        assert case["jaxllm"]["step_seconds"] > 0
+    with pytest.raises(SystemExit):
+        benchmark.main(["llama8b", "--attn-implementation", *names])
 
 
 def test_what_is_missing_in_a_record_is_listed(benchmark: Any) -> None:

@@ -38,13 +38,14 @@ from record_cases import Case
 
 device = jax.devices()[0]
 limits = Limits.of(device)
-models: dict[str, tuple[Any, Reads]] = {}
-"""The model of the last case for inference, by its shape."""
+models: dict[tuple[str, str], tuple[Any, Reads]] = {}
+"""The model of the last case for inference, by its shape and implementation of attention."""
 
 
 def run(case: Case) -> dict[str, Any]:
     if case.kind == "checks":
-        return {"checks": [check.to_dict() for check in all_checks(case.families, device)]}
+        found = all_checks(case.families, device, case.attn_implementation)
+        return {"checks": [check.to_dict() for check in found]}
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is not None and (needed := needed_bytes(case)) > limit:
         sizes = f"{format_bytes(needed)}, and the device has {format_bytes(limit)}"
@@ -64,12 +65,14 @@ def run(case: Case) -> dict[str, Any]:
 
 def inference(case: Case) -> Callable[[], Measurement]:
     """Makes the model of a case, or keeps that of the last one, and returns what measures it."""
-    if case.shape not in models:
+    key = (case.shape, case.attn_implementation)
+    if key not in models:
         models.clear()
         gc.collect()
-        model = arranged_for_inference(random_model(case.config(), device, "bfloat16"))
-        models[case.shape] = model, Reads.of(model)
-    model, reads = models[case.shape]
+        model = random_model(case.config(), device, "bfloat16", case.attn_implementation)
+        model = arranged_for_inference(model)
+        models[key] = model, Reads.of(model)
+    model, reads = models[key]
     if case.kind == "prefill":
         return partial(measure_prefill, model, limits, rows=case.rows, tokens=case.prompt)
     if case.kind == "engine":
@@ -81,7 +84,8 @@ def inference(case: Case) -> Callable[[], Measurement]:
 def training(case: Case) -> Callable[[], Measurement]:
     models.clear()
     gc.collect()
-    model = random_model(case.config(), device, "bfloat16", param_dtype=case.param_dtype)
+    options = ("bfloat16", case.attn_implementation, case.param_dtype)
+    model = random_model(case.config(), device, *options)
     if case.lora_rank is not None:
         model = add_lora(model, LoraConfig(rank=case.lora_rank))
     return partial(measure_train, model, limits, rows=case.rows, tokens=case.prompt)

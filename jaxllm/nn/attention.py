@@ -33,15 +33,16 @@ from jaxllm.nn.platform.flash import attend_flash, flash_applies, import_kernel
 from jaxllm.nn.rope import Rope, rotate
 from jaxllm.parallel.sharding import constrain
 
-KERNEL_PLATFORMS = {"splash": ("tpu",), "triton": ("gpu", "cuda", "rocm")}
+GPUS = ("gpu", "cuda")
+KERNEL_PLATFORMS = {"splash": ("tpu",), "triton": (*GPUS, "rocm"), "cudnn": GPUS}
 """Platforms of the kernels of flash attention."""
 BY_PARTS = ("blockwise", *KERNEL_PLATFORMS)
 """Implementations that take masks and biases by their parts, not as arrays."""
-FUSED = ("xla", "cudnn")
-"""Implementations of `jax.nn.dot_product_attention`."""
-IMPLEMENTATIONS = ("eager", *FUSED, *BY_PARTS)
-PLATFORM_IMPLEMENTATIONS = {"tpu": "splash", "gpu": "triton", "cuda": "triton"}
-"""Implementation that "auto" selects; eager on other platforms."""
+IMPLEMENTATIONS = ("eager", "xla", *BY_PARTS)
+# PERF(gpu): Triton's kernel has been measured, cuDNN's not; docs/decisions/gpu-programs.md.
+GPU_KERNELS = ("triton", "cudnn")
+"""Kernels for GPUs; "auto" selects the first one that JAX has."""
+PLATFORM_KERNELS = {"tpu": ("splash",), **dict.fromkeys(GPUS, GPU_KERNELS)}
 QUERY_BLOCK = 256
 """Queries of a block of `attend_blocks`; fewer are computed by `attend`."""
 
@@ -49,7 +50,7 @@ QUERY_BLOCK = 256
 def implementation_for(name: str, platform: str) -> str:
     """Resolves `attn_implementation` "auto" for a platform.
 
-    "auto" is "blockwise", and a warning says so, if JAX no longer has the platform's kernel.
+    "auto" is "blockwise", and a warning says so, if JAX has no kernel for the platform any more.
 
     Raises:
         UnsupportedError: the kernel is not one of the platform, or JAX does not have it.
@@ -67,28 +68,28 @@ def implementation_for(name: str, platform: str) -> str:
         import_kernel(name)
     if name != "auto":
         return name
-    # PERF(gpu): Triton compiles for compute capability 8 and later; a T4 has 7.5.
-    is_old = platform == "gpu" and any(
+    if platform not in PLATFORM_KERNELS:
+        return "eager"
+    # PERF(gpu): Triton and cuDNN need compute capability 8 or later; a T4 has 7.5.
+    if platform == "gpu" and any(
         float(getattr(device, "compute_capability", 8)) < 8 for device in jax.local_devices()
-    )
-    chosen = "blockwise" if is_old else PLATFORM_IMPLEMENTATIONS.get(platform, "eager")
-    if chosen not in KERNEL_PLATFORMS:
-        return chosen
-    try:
-        import_kernel(chosen)
-    except UnsupportedError:
-        warn_of_blockwise(chosen)
+    ):
         return "blockwise"
-    return chosen
+    for kernel in PLATFORM_KERNELS[platform]:
+        try:
+            import_kernel(kernel)
+        except UnsupportedError:
+            continue
+        return kernel
+    warn_of_blockwise(PLATFORM_KERNELS[platform])
+    return "blockwise"
 
 
 @cache
-def warn_of_blockwise(kernel: str) -> None:
+def warn_of_blockwise(kernels: tuple[str, ...]) -> None:
     """Warns, once in a process, that "auto" is "blockwise" instead of a kernel."""
-    warn(
-        f"attn_implementation: auto is blockwise, since JAX {jax.__version__} does not have the "
-        f"kernel {kernel}; on a GPU cudnn may be faster, in bfloat16 and float16"
-    )
+    missing = f"JAX {jax.__version__} does not have {' or '.join(kernels)}"
+    warn(f"attn_implementation: auto is blockwise, since {missing}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,16 +171,15 @@ def attend_with_weights(
     return out, jnp.where(sees_any, exps / sums, 0).astype(q.dtype)
 
 
-def attend_fused(
+def attend_xla(
     q: Float[Array, "B T N H"],
     kv: KV,
     *,
     visible: Bool[Array, "B 1 #T S"],
     bias: Float[Array, "#B N T S"] | None,
     scale: float,
-    implementation: Any,
 ) -> Float[Array, "B T N H"]:
-    """Attention with `jax.nn.dot_product_attention`: XLA's, or cuDNN's flash kernel."""
+    """Attention with XLA's form of `jax.nn.dot_product_attention`."""
     B, T, N, H = q.shape
     K, S = math.prod(kv.leading_shape) // B, kv.capacity
     kv = kv.dequantized()
@@ -187,10 +187,9 @@ def attend_fused(
     mask = jnp.broadcast_to(visible, (B, 1, T, S))
     if bias is not None:
         bias = jnp.broadcast_to(bias, (B, N, T, S)).astype(q.dtype)
+    options: dict[str, Any] = {"bias": bias, "mask": mask, "scale": scale}
     with exact_products(q, k, v):
-        out = jax.nn.dot_product_attention(
-            q, k, v, bias=bias, mask=mask, scale=scale, implementation=implementation
-        )
+        out = jax.nn.dot_product_attention(q, k, v, implementation="xla", **options)
     sees_something = mask.any(axis=-1).transpose(0, 2, 1)[..., None]
     return jnp.where(sees_something, out, 0)
 
@@ -378,9 +377,8 @@ class Attention(nnx.Module):
             bias = bias.array() if isinstance(bias, ColumnBias) else bias
             if want_weights or head_mask is not None or key is not None:
                 out, weights = attend_with_weights(q, kv, visible, bias, key=key, **eager)
-            elif self.implementation in FUSED and self.scores.softcap is None:
-                options = {"scale": self.scores.scale, "implementation": self.implementation}
-                out = attend_fused(q, kv, visible=visible, bias=bias, **options)
+            elif self.implementation == "xla" and self.scores.softcap is None:
+                out = attend_xla(q, kv, visible=visible, bias=bias, scale=self.scores.scale)
             else:
                 options = {"visible": visible, "bias": bias, "scores": self.scores}
                 plain = partial(attend, scores=self.scores)

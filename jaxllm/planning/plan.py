@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxllm.common.arguments import checked, checked_function, checked_list, checks_flags
-from jaxllm.common.errors import InputError, UnsupportedError, quoted
+from jaxllm.common.errors import InputError, quoted
 from jaxllm.models.joined import arranged_for_inference
-from jaxllm.models.model import Model
 from jaxllm.parallel.sharding import make_mesh
 from jaxllm.planning import hlo
 from jaxllm.planning.abstract import abstract_model, with_lora
@@ -243,7 +242,7 @@ def plan(
             abstract = arranged_for_inference(abstract)
         elif lora_rank is not None:
             abstract = with_lora(abstract, lora_rank)
-        for lowered in _lower(abstract, name, sizes):
+        for lowered in lower(abstract, name, **sizes):
             if progress is not None:
                 progress(lowered.name)
             plans.append(plan_program(lowered, target_topology.chip))
@@ -255,19 +254,6 @@ def plan(
         workload=workload,
         programs=tuple(plans),
     )
-
-
-def _lower(model: Model[Any], program: str, sizes: Mapping[str, int]) -> Sequence[LoweredProgram]:
-    """`lower`, with a clear error where only the device's own library compiles a kernel."""
-    try:
-        return lower(model, program, **sizes)
-    except RuntimeError as error:
-        if "cuDNN" not in str(error):
-            raise
-        raise UnsupportedError(
-            "attn_implementation: cudnn kernels are compiled by cuDNN itself, which this machine "
-            f"does not have ({str(error).splitlines()[0]}); plan with blockwise, eager or xla"
-        ) from None
 
 
 def checked_programs(program: str | Sequence[str] | None, *, quantized: bool) -> list[str]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm.cache.kv_cache import KV
-from jaxllm.nn.attention import Scores, attend, attend_fused, attend_with_weights
+from jaxllm.nn.attention import Scores, attend, attend_with_weights, attend_xla
 
 B, T, S, N, H = 3, 5, 7, 4, 8
 
@@ -48,7 +48,7 @@ def test_formula(kv_heads, biased):
     bias = bias if biased else None
     with jax.default_matmul_precision("highest"):
         out, weights = attend_with_weights(q, kv, visible=visible, bias=bias, scores=Scores(0.3))
-        fused = attend_fused(q, kv, visible=visible, bias=bias, scale=0.3, implementation="xla")
+        fused = attend_xla(q, kv, visible=visible, bias=bias, scale=0.3)
     expected = by_formula(np.asarray(q), k, v, visible, bias, 0.3)
     np.testing.assert_allclose(out, expected[0], atol=1e-5)
     np.testing.assert_allclose(weights, expected[1], atol=1e-6)
@@ -64,8 +64,7 @@ def test_a_query_that_sees_nothing_gets_zeros_and_finite_gradients(dtype, implem
     def run(q, kv, bias):
         if implementation == "eager":
             return attend(q, kv, visible, bias, scores=Scores(1.0))
-        options = {"visible": visible, "bias": bias, "scale": 1.0}
-        return attend_fused(q, kv, **options, implementation=implementation)
+        return attend_xla(q, kv, visible=visible, bias=bias, scale=1.0)
 
     out = np.asarray(run(q, kv, bias), np.float32)
     assert np.isfinite(out).all()

@@ -1,4 +1,5 @@
-"""Attention without an array of queries x keys: blocks of queries, kernels for TPUs and GPUs."""
+"""Attention without an array of queries x keys: blocks of queries, kernels for TPUs and GPUs, and
+cuDNN."""
 
 from __future__ import annotations
 
@@ -12,14 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from devices import on_devices
 from flax import nnx
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from jaxllm.cache.attention_view import make_view
+from jaxllm.cache.attention_view import SequenceMask, make_view
 from jaxllm.cache.kv_cache import KV
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.models.build_options import Options
 from jaxllm.nn.attention import (
+    GPU_KERNELS,
     QUERY_BLOCK,
     Attention,
     ColumnBias,
@@ -34,7 +38,7 @@ from jaxllm.nn.platform.flash import flash_applies
 from jaxllm.nn.positions import RelativeBias
 from jaxllm.training.losses import loss_for
 
-B, T, N, K, H = 3, 300, 4, 2, 8
+B, T, N, K, H = 4, 300, 4, 2, 8
 
 
 def arrays():
@@ -44,6 +48,7 @@ def arrays():
     mask = np.ones((B, T), bool)
     mask[0, :50] = mask[1, -40:] = False  # pads left and right
     mask[2, 100:130] = False  # and inside
+    mask[3] = False  # a row without tokens
     return q, k, v, jnp.asarray(mask)
 
 
@@ -126,43 +131,109 @@ def test_blocks_of_queries_equal_eager(masked):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("kernel", ["splash", "triton"])
+@pytest.mark.parametrize("kernel", ["splash", "triton", "cudnn"])
 def test_the_kernels_equal_eager(kernel, packed, monkeypatch, highest_precision):
-    """Interpreted, with grouped heads, pads on all sides and a length that fills no tile."""
+    """Interpreted, with grouped heads, pads on all sides and a length that fills no tile. In place
+    of cuDNN, XLA computes what cuDNN is asked for."""
     q, k, v, mask = arrays()
     segments = jnp.asarray(np.arange(T) // 70 + 1) * mask if packed else None
     visible = make_view(mask, segments=segments).visible
     monkeypatch.setattr(flash, "INTERPRET", True)
     assert flash_applies(kernel, q, visible, Scores(0.5))
-    # The kernel for GPUs gives zeros at pads, which `attend` computes like tokens.
-    rows = mask if kernel == "triton" else jnp.ones_like(mask)
+    # The kernels for GPUs give zeros at pads, which `attend` computes like tokens.
+    rows = jnp.ones_like(mask) if kernel == "splash" else mask
     results = output_and_gradients(layer(kernel), q, k, v, mask=visible, rows=rows)
     check(results, rtol=1e-4)
 
 
-def test_the_kernel_for_gpus_gives_zeros_at_pads(monkeypatch, highest_precision):
+@pytest.mark.ci
+@pytest.mark.parametrize("masked", ["window", "both sides", "packed, both sides", "cross"])
+def test_masks_that_only_cudnn_takes_equal_eager(masked, monkeypatch, highest_precision):
+    q, k, v, mask = arrays()
+    segments = jnp.asarray(np.arange(T) // 70 + 1) * mask if "packed" in masked else None
+    visible = make_view(mask, segments=segments, causal="sides" not in masked).visible
+    rows = jnp.ones_like(mask)
+    if masked == "window":
+        visible, rows = make_view(mask).for_layer(60).visible, mask
+    if masked == "cross":
+        visible, q = SequenceMask(mask), q[:, :200]
+        rows = rows[:, :200]
+    monkeypatch.setattr(flash, "INTERPRET", True)
+    assert flash_applies("cudnn", q, visible, Scores(0.5))
+    assert not flash_applies("triton", q, visible, Scores(0.5))
+    check(output_and_gradients(layer("cudnn"), q, k, v, mask=visible, rows=rows))
+
+
+@pytest.mark.parametrize("kernel", GPU_KERNELS)
+def test_the_kernels_for_gpus_give_zeros_at_pads(kernel, monkeypatch, highest_precision):
     monkeypatch.setattr(flash, "INTERPRET", True)
     q, k, v, mask = arrays()
     visible, kv = make_view(mask).visible, KV.from_sequence(k, v)
-    out = flash.attend_flash("triton", q, kv, mask=visible, scores=Scores(0.5))
+    out = flash.attend_flash(kernel, q, kv, mask=visible, scores=Scores(0.5))
     assert bool((out[~mask] == 0).all() & (out[mask] != 0).all())
+
+
+ON_A_MESH = """
+import jax, jax.numpy as jnp, numpy as np
+from jaxllm.cache.attention_view import make_view
+from jaxllm.cache.kv_cache import KV
+from jaxllm.nn.attention import Scores
+from jaxllm.nn.platform import flash
+from jaxllm.parallel.sharding import make_mesh, use_mesh
+
+flash.INTERPRET = True
+q, k, v = jnp.asarray(np.random.default_rng(0).standard_normal((3, 4, 128, 4, 8)), jnp.float32)
+mask = jnp.asarray(np.arange(128) >= np.array([[0], [9], [60], [128]]))
+
+def run(q, k, v):
+    mask_parts, kv = make_view(mask).visible, KV.from_sequence(k, v, head_axis=True)
+    return flash.attend_flash("cudnn", q, kv, mask=mask_parts, scores=Scores(0.5))
+
+alone = jax.jit(run)(q, k, v)
+with use_mesh(make_mesh(fsdp=2, tensor=2)):
+    there = jax.jit(run)(q, k, v)
+assert there.addressable_shards[0].data.shape == (2, 128, 2, 8)
+np.testing.assert_allclose(there, alone, atol=1e-6)
+"""
+
+
+@pytest.mark.ci
+def test_rows_and_heads_of_cudnn_on_a_mesh():
+    on_devices(ON_A_MESH, devices=4)
 
 
 def test_masks_and_scores_that_the_kernels_lack_are_computed_by_blocks():
     view = make_view(jnp.ones((1, T), bool))
     q = jnp.zeros((1, T, N, 16), jnp.bfloat16)
     plain = Scores(0.5)
-    for kernel in ("splash", "triton"):
+    both_sides = make_view(jnp.ones((1, T), bool), causal=False)
+    packed = make_view(jnp.ones((1, T), bool), segments=jnp.ones((1, T), jnp.int32))
+    for kernel in ("splash", "triton", "cudnn"):
+        only_cudnn = kernel == "cudnn"
         assert flash_applies(kernel, q, view.for_layer(T).visible, plain)
-        assert not flash_applies(kernel, q, view.for_layer(T - 1).visible, plain)
+        assert flash_applies(kernel, q, view.for_layer(T - 1).visible, plain) == only_cudnn
+        assert flash_applies(kernel, q, packed.visible, plain)
+        assert not flash_applies(kernel, q, packed.for_layer(T - 1).visible, plain)
         assert not flash_applies(kernel, q[:, :64], view.visible, plain)
         assert not flash_applies(kernel, q.astype(jnp.float32), view.visible, plain)
-        both_sides = make_view(jnp.ones((1, T), bool), causal=False).visible
-        assert not flash_applies(kernel, q, both_sides, plain)
+        assert flash_applies(kernel, q, both_sides.visible, plain) == only_cudnn
+        assert not flash_applies(kernel, q, both_sides.for_layer(T - 1).visible, plain)
     capped, wide = Scores(0.5, softcap=30.0), jnp.zeros((1, T, N, 512), jnp.bfloat16)
     assert flash_applies("splash", q, view.visible, capped)
-    assert not flash_applies("triton", q, view.visible, capped)
-    assert not flash_applies("triton", wide, view.visible, plain)
+    for kernel in GPU_KERNELS:
+        assert not flash_applies(kernel, q, view.visible, capped)
+        assert not flash_applies(kernel, wide, view.visible, plain)
+    assert not flash_applies("cudnn", q[..., :12], view.visible, plain)
+
+
+@pytest.mark.parametrize(("capability", "widest"), [("8.9", 128), ("9.0", 256), ("10.0", 256)])
+def test_heads_that_cudnn_takes(capability, widest, monkeypatch):
+    gpu = SimpleNamespace(compute_capability=capability)  # no GPU runs the tests
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+    mask = make_view(jnp.ones((1, T), bool)).visible
+    for width in (128, 136, 256, 264):
+        q = jnp.zeros((1, T, N, width), jnp.bfloat16)
+        assert flash_applies("cudnn", q, mask, Scores(0.5)) == (width <= widest)
 
 
 @pytest.mark.ci
@@ -182,10 +253,11 @@ def test_dropout_is_drawn_for_each_block(family):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("implementation", ["blockwise", "splash", "triton"])
+@pytest.mark.parametrize("implementation", ["blockwise", "splash", "triton", "cudnn"])
 @pytest.mark.parametrize("family", tiny.mostly("llama"))
-def test_a_training_step_holds_no_array_of_tokens_x_tokens(family, implementation):
-    platform = "cuda" if implementation == "triton" else "tpu"
+def test_a_training_step_holds_no_array_of_tokens_x_tokens(family, implementation, monkeypatch):
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    platform = "cuda" if implementation in GPU_KERNELS else "tpu"
     length = 531
     device = AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
     h100 = AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)
@@ -199,7 +271,11 @@ def test_a_training_step_holds_no_array_of_tokens_x_tokens(family, implementatio
         with jax.sharding.use_abstract_mesh(h100):  # Triton's lowering asks for the kind of GPU
             traced = gradient.trace(model, {"input_ids": ids, "labels": ids})
             text = traced.lower(lowering_platforms=(platform,)).as_text()
-        return re.findall(rf"tensor<(?:\d+x)*{length}x(?:\d+x)*{length}x\w+>", text)
+        calls = {"__cudnn$fmhaSoftmax(", "__cudnn$fmhaSoftmaxBackward("}
+        assert all((call in text) == (implementation == "cudnn") for call in calls)
+        # cuDNN gets whole tiles of 128 columns.
+        squares = (rf"tensor<(?:\d+x)*{n}x(?:\d+x)*{n}x\w+>" for n in (length, 640))
+        return [found for square in squares for found in re.findall(square, text)]
 
     assert squares(implementation) == []
     if implementation == "splash":
@@ -211,6 +287,8 @@ def test_auto_is_resolved_by_platform():
     assert implementation_for("auto", "tpu") == "splash"
     assert implementation_for("auto", "gpu") == "triton"
     assert implementation_for("xla", "tpu") == "xla"
+    with pytest.raises(UnsupportedError, match="cudnn is a kernel for GPUs, and this runs on cpu"):
+        implementation_for("cudnn", "cpu")
     with pytest.raises(UnsupportedError, match="splash is a kernel for TPUs, and this runs on cpu"):
         implementation_for("splash", "cpu")
     with pytest.raises(UnsupportedError, match="triton is a kernel for GPUs, and this runs on tpu"):
@@ -225,16 +303,24 @@ def test_auto_is_resolved_by_the_generation_of_the_gpu(capability, expected, mon
     assert implementation_for("auto", "cuda") == "triton"  # a planned device, not this machine's
 
 
-@pytest.mark.parametrize(
-    ("kernel", "platform"), [("triton", "gpu"), ("triton", "cuda"), ("splash", "tpu")]
-)
-def test_auto_is_blockwise_where_jax_lacks_the_kernel(kernel, platform, monkeypatch):
+def remove_kernel(kernel, monkeypatch):
+    """Makes the import of JAX's module of a kernel fail."""
     for name in list(sys.modules):  # as before the first import
         if name.startswith(flash.MODULES[kernel]):
             monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, flash.MODULES[kernel], None)  # importing it fails
+    monkeypatch.setitem(sys.modules, flash.MODULES[kernel], None)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "platform"), [("triton", "gpu"), ("triton", "cuda"), ("splash", "tpu")]
+)
+def test_auto_is_blockwise_where_jax_lacks_the_kernels(kernel, platform, monkeypatch):
+    remove_kernel(kernel, monkeypatch)
     warn_of_blockwise.cache_clear()
-    with pytest.warns(UserWarning, match=f"auto is blockwise, since JAX .* the kernel {kernel}"):
+    missing = "triton or cudnn" if kernel == "triton" else "splash"
+    with pytest.warns(
+        UserWarning, match=f"auto is blockwise, since JAX .* does not have {missing}$"
+    ):
         assert implementation_for("auto", platform) == "blockwise"
     assert implementation_for("auto", platform) == "blockwise"  # without a second warning
     with pytest.raises(UnsupportedError, match=f"{kernel} needs jax.* choose auto or blockwise"):
@@ -243,8 +329,19 @@ def test_auto_is_blockwise_where_jax_lacks_the_kernel(kernel, platform, monkeypa
     visible, kv = make_view(mask).visible, KV.from_sequence(k, v)
     with pytest.raises(UnsupportedError, match="install an earlier version of JAX"):
         flash.attend_flash(kernel, q, kv, mask=visible, scores=Scores(0.5))
-    for other in ("eager", "blockwise", "cudnn", "xla"):
+    for other in ("eager", "blockwise", "xla"):
         assert implementation_for(other, platform) == other
+
+
+@pytest.mark.parametrize("platform", ["gpu", "cuda"])
+def test_auto_is_cudnn_where_jax_lacks_triton(platform, monkeypatch):
+    with pytest.raises(UnsupportedError, match=r"cudnn needs cuDNN.* choose auto or blockwise"):
+        implementation_for("cudnn", platform)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    assert implementation_for("cudnn", platform) == "cudnn"
+    assert implementation_for("auto", platform) == "triton"
+    remove_kernel("triton", monkeypatch)
+    assert implementation_for("auto", platform) == "cudnn"
 
 
 @pytest.mark.slow

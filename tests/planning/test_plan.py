@@ -280,8 +280,8 @@ def test_rows_without_slots_have_no_programs_of_slots(fields: dict[str, Any]) ->
         lower(model, "batch", **SMALL, **fields)
 
 
-def test_cudnn_needs_its_library() -> None:
-    with pytest.raises(UnsupportedError, match="attn_implementation: cudnn kernels are compiled"):
+def test_cudnn_is_for_gpus() -> None:
+    with pytest.raises(UnsupportedError, match="cudnn is a kernel for GPUs, and this runs on cpu"):
         jaxllm.plan(
             tiny.CONFIGS["llama"], "cpu", program="prefill", attn_implementation="cudnn", **SMALL
         )

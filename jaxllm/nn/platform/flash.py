@@ -1,6 +1,6 @@
-"""Flash attention of whole sequences, by JAX's Pallas kernels for TPUs and for GPUs.
+"""Flash attention of whole sequences, by JAX's Pallas kernels for TPUs and for GPUs and by cuDNN.
 
-Neither holds scores of all queries and keys in memory (Dao et al. 2022, arXiv:2205.14135).
+None holds scores of all queries and keys in memory (Dao et al. 2022, arXiv:2205.14135).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ TILES = (512, 256, 128)
 NUM_LANES = 128
 """Width of a TPU's vector registers."""
 WIDEST_HEAD = 256
-"""Features of a head for which the tiles of the kernel for GPUs fit into a core's memory."""
+"""Features of a head for which the tiles of Triton's kernel fit into a core's memory. cuDNN takes
+as many from compute capability 9 on, and half as many before."""
 MODULES = {
     "splash": "jax.experimental.pallas.ops.tpu.splash_attention",
     "triton": "jax.experimental.pallas.ops.gpu.attention",
@@ -43,8 +44,18 @@ def import_kernel(implementation: str) -> Any:
     """Imports JAX's module of a kernel. A warning that JAX will remove the module is not shown.
 
     Raises:
-        UnsupportedError: this version of JAX does not have the module.
+        UnsupportedError: this version of JAX does not have the module, or JAX finds no cuDNN.
     """
+    if implementation == "cudnn":
+        x = jax.ShapeDtypeStruct((1, TILES[-1], 1, 64), jnp.bfloat16)
+        try:
+            jax.eval_shape(partial(jax.nn.dot_product_attention, implementation="cudnn"), x, x, x)
+        except RuntimeError as error:
+            raise UnsupportedError(
+                f"attn_implementation: cudnn needs cuDNN, which JAX installs with its CUDA extras "
+                f"({error}); choose auto or blockwise"
+            ) from error
+        return jax.nn
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -60,24 +71,28 @@ def import_kernel(implementation: str) -> Any:
 def flash_applies(
     implementation: str, q: Float[Array, "B T N H"], mask: SequenceMask, scores: Any
 ) -> bool:
-    """True if `attend_flash` computes this mask: causal, and the window covers all queries.
+    """True if `attend_flash` computes this mask, for queries of this dtype and width.
 
-    The kernels count a window in columns, this library in real tokens. Their products of float32
-    are not exact. The one for GPUs caps no scores.
+    The Pallas kernels compute causal masks. Their window is in columns, and that of this library in
+    real tokens, so that a window has to cover all queries. Their products of float32 are not exact,
+    and cuDNN computes in half precision only. The kernels for GPUs cap no scores.
 
     Args:
         scores: the layer's `jaxllm.nn.attention.Scores`.
     """
     queries, width = q.shape[1], q.shape[3]
-    if implementation == "triton" and (scores.softcap is not None or width > WIDEST_HEAD):
-        return False
-    return (
-        queries >= TILES[-1]
-        and precision_of(q) is None
-        and mask.query_columns is not None
-        and (mask.window is None or mask.window >= queries)
-        and not shard_map_is_checked()
-    )
+    is_causal, is_packed = mask.query_columns is not None, mask.query_segments is not None
+    sees_all = mask.window is None or mask.window >= queries
+    if implementation == "cudnn":
+        gpu = float(getattr(jax.local_devices()[0], "compute_capability", 8))
+        widest = WIDEST_HEAD if gpu >= 9 else WIDEST_HEAD // 2
+        fits = (sees_all or (is_causal and not is_packed)) and (q.dtype.itemsize == 2 or INTERPRET)
+        fits = fits and width % 8 == 0 and width <= widest
+    else:
+        fits = is_causal and sees_all and precision_of(q) is None
+        fits = fits and (implementation == "splash" or width <= WIDEST_HEAD)
+    caps = scores.softcap is not None and implementation != "splash"
+    return fits and not caps and queries >= TILES[-1] and not shard_map_is_checked()
 
 
 def attend_flash(
@@ -88,24 +103,31 @@ def attend_flash(
     mask: SequenceMask,
     scores: Any,
 ) -> Float[Array, "B T N H"]:
-    """Causal attention with the kernel for TPUs ("splash") or the one for GPUs ("triton").
+    """Attention with the kernel for TPUs ("splash"), or one for GPUs ("triton", "cudnn").
 
     On a mesh each device computes its rows and heads. A query with no visible key gets zeros, as
-    does a pad on a GPU.
+    does a pad of a causal mask on a GPU.
     """
     B, T = q.shape[:2]
+    kv = kv.dequantized()
     K = math.prod(kv.leading_shape) // B
     # The projections' order of axes; XLA drops these transpositions together with those of `KV`.
     k, v = (x.reshape(B, K, *x.shape[-2:]).transpose(0, 2, 1, 3) for x in (kv.k, kv.v))
     if mask.query_segments is None or mask.key_segments is None:
-        q_ids, k_ids = jnp.ones((B, T), jnp.int32), jnp.ones((B, T), jnp.int32)
+        q_ids, k_ids = jnp.ones((B, T), jnp.int32), jnp.ones((B, kv.capacity), jnp.int32)
         sees_something = jnp.cumsum(mask.keys, axis=1) > 0
     else:
         q_ids, k_ids, sees_something = mask.query_segments, mask.key_segments, mask.keys
     k_ids = jnp.where(mask.keys, k_ids, -1)
     arrays = (q, k, v, q_ids.astype(jnp.int32), k_ids.astype(jnp.int32), sees_something)
-    kernel: Callable[..., Array] = _triton_rows if implementation == "triton" else _splash_rows
-    mesh, run = context_mesh(), partial(kernel, scores=scores)
+    kernels: dict[str, Callable[..., Array]] = {"splash": _splash_rows, "triton": _triton_rows}
+    kernels["cudnn"] = partial(
+        _cudnn_rows,
+        is_causal=mask.query_columns is not None,
+        is_packed=mask.query_segments is not None,
+        window=mask.window,
+    )
+    mesh, run = context_mesh(), partial(kernels[implementation], scores=scores)
     if mesh is not None:
         axes = ("rows", None, "heads", None)
         specs = [partition_spec(x.shape, axes[: x.ndim], mesh) for x in arrays]
@@ -144,6 +166,71 @@ def _triton_rows(
 
     out = jax.vmap(run, in_axes=3, out_axes=3)(groups).reshape(B, T + missing, N, H)[:, :T]
     return jnp.where((q_ids == k_ids)[:, :, None, None], out, 0)
+
+
+def _cudnn_rows(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    q_ids: Int[Array, "B T"],
+    k_ids: Int[Array, "B S"],
+    sees_something: Bool[Array, "B S"],
+    *,
+    scores: Any,
+    is_causal: bool,
+    is_packed: bool,
+    window: int | None,
+) -> Float[Array, "B T N H"]:
+    """`attend_flash` of one device's rows and heads, with cuDNN.
+
+    cuDNN takes the number of keys of a row, but no pads between them, unless the mask is an array.
+    The real tokens of each row are therefore moved to its first columns. There a causal token sees
+    no pads, and a window of columns is one of real tokens. Packed rows have a mask [B, 1, T, S].
+    """
+    T = q.shape[1]
+
+    def pad(x: Array, value: int = 0) -> Array:
+        widths = [(0, -x.shape[1] % TILES[-1] if axis == 1 else 0) for axis in range(x.ndim)]
+        return jnp.pad(x, widths, constant_values=value)
+
+    # Some versions of cuDNN have wrong gradients with a mask if a tile is not full;
+    # docs/decisions/gpu-programs.md.
+    q, k, v, q_ids, k_ids = pad(q), pad(k), pad(v), pad(q_ids, -2), pad(k_ids, -1)
+    is_real = k_ids >= 0
+    # The gradients of pads are zeros here, whatever cuDNN writes there.
+    k, v = (jnp.where(is_real[:, :, None, None], x, 0) for x in (k, v))
+    options: Any = {"implementation": "xla" if INTERPRET else "cudnn", "scale": scores.scale}
+    attend = partial(jax.nn.dot_product_attention, is_causal=is_causal, **options)
+    if is_packed:
+        mask = (q_ids[:, :, None] == k_ids[:, None, :])[:, None]
+        out, sees = attend(q, k, v, mask=mask), is_real if is_causal else mask.any(axis=(1, 3))
+    else:
+        order = jnp.argsort(~is_real, axis=1, stable=True)
+        inverse = jnp.argsort(order, axis=1)
+        k, v = in_order(k, order, inverse), in_order(v, order, inverse)
+        if is_causal:
+            near = None if window is None or window >= T else (window - 1, 0)
+            out = attend(in_order(q, order, inverse), k, v, local_window_size=near)
+            out, sees = in_order(out, inverse, order), is_real
+        else:
+            counts = is_real.sum(axis=1, dtype=jnp.int32)
+            out = attend(q, k, v, key_value_seq_lengths=jnp.maximum(counts, 1))
+            sees = counts[:, None] > 0
+    return jnp.where(sees[:, :, None, None], out, 0)[:, :T]
+
+
+@jax.custom_vjp
+def in_order(
+    x: Float[Array, "B T N H"], order: Int[Array, "B T"], inverse: Int[Array, "B T"]
+) -> Float[Array, "B T N H"]:
+    """Columns of each row in another order. Its gradient is the inverse, without a scatter."""
+    return jax.vmap(lambda row, order: row.at[order].get(mode="promise_in_bounds"))(x, order)
+
+
+in_order.defvjp(
+    lambda x, order, inverse: (in_order(x, order, inverse), (order, inverse)),
+    lambda kept, dy: (in_order(dy, kept[1], kept[0]), None, None),
+)
 
 
 def _splash_rows(
