@@ -1,10 +1,12 @@
-"""How many kernels a layer takes in a decode step on a GPU, and how many bytes they move.
+"""How many kernels a layer takes on a GPU, how many bytes they move, and what is outside of layers.
 
     JAX_PLATFORMS=cpu python benchmarks/gpu_kernels.py [--only TEXT] [--show] [--apart]
 
 No GPU is needed: XLA compiles for an H100 (`pip install 'jaxllm[plan-gpu]'`). Each case of `CASES`
-is compiled with 2 and with 4 layers, and the figures of a layer are half of the difference. On a
-GPU, XLA also measures the kernels of each product, and may choose others than it does here.
+is compiled with 2 and with 4 layers. The figures of a layer are half of the difference. The rest of
+the program is outside of layers: the embedding, the head, and in training the loss and the update
+of the head. A step of decoding is one iteration of the loop. On a GPU, XLA also measures the
+kernels of each product, and may choose others than it does here.
 
     --show   also lists the kernels of a step with 2 layers
     --apart  leaves projections apart, which `jaxllm.models.join_projections` joins otherwise
@@ -13,40 +15,71 @@ GPU, XLA also measures the kernels of each product, and may choose others than i
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from plan_shapes import SHAPES, with_layers
 
 from jaxllm.models import join_projections
 from jaxllm.planning import abstract_model, find_topology, hlo, lower
+from jaxllm.planning.abstract import with_lora
 
-CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "Llama-8B, 1 row": ("llama8b", {"batch": 1}),
-    "Llama-8B, 64 rows": ("llama8b", {"batch": 64}),
-    "Llama-8B, 256 rows": ("llama8b", {"batch": 256}),
-    "Flan-T5-XL, 8 rows": ("flan-t5-xl", {"batch": 8}),
-    "Flan-T5-XL, 64 rows": ("flan-t5-xl", {"batch": 64}),
-    "Flan-T5-XL, 8 rows, 4 beams": ("flan-t5-xl", {"batch": 8, "num_beams": 4}),
-    "GPT-2-XL, 1 row": ("gpt2-xl", {"batch": 1}),
-    "GPT-2-XL, 8 rows": ("gpt2-xl", {"batch": 8}),
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A program of a model; all computation is in bfloat16."""
+
+    shape: str
+    """Name of a file in `shapes`."""
+    sizes: Mapping[str, int]
+    """Arguments of `jaxllm.planning.lower`."""
+    program: str = "decode"
+    param_dtype: str = "bfloat16"
+    lora_rank: int | None = None
+
+
+CASES = {
+    "Llama-8B, 1 row": Case("llama8b", {"batch": 1}),
+    "Llama-8B, 64 rows": Case("llama8b", {"batch": 64}),
+    "Llama-8B, 256 rows": Case("llama8b", {"batch": 256}),
+    "Flan-T5-XL, 8 rows": Case("flan-t5-xl", {"batch": 8}),
+    "Flan-T5-XL, 64 rows": Case("flan-t5-xl", {"batch": 64}),
+    "Flan-T5-XL, 8 rows, 4 beams": Case("flan-t5-xl", {"batch": 8, "num_beams": 4}),
+    "GPT-2-XL, 1 row": Case("gpt2-xl", {"batch": 1}),
+    "GPT-2-XL, 8 rows": Case("gpt2-xl", {"batch": 8}),
+    "Llama-8B, prefill of 8 x 2,048": Case("llama8b", {"batch": 8, "prompt": 2048}, "prefill"),
+    "Llama-1B, training, 8 x 1,024, float32 weights": Case(
+        "llama1b", {"batch": 8, "prompt": 1024}, "train", "float32"
+    ),
+    "Llama-8B, LoRA, 4 x 1,024": Case(
+        "llama8b", {"batch": 4, "prompt": 1024}, "train", lora_rank=16
+    ),
 }
-"""Name -> shape, and arguments of `jaxllm.planning.lower`."""
 SIZES = {"prompt": 512, "new": 128}
+PASSED_ON = ("bitcast", "convert", "copy")
+"""Operations of a fused kernel that read no more of an array than their users do."""
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+"""Operations that write a part of their first operand, and which operand they write there."""
 
 
-def step_of(
-    shape: str, layers: int, arguments: Mapping[str, Any], *, apart: bool
-) -> tuple[hlo.Module, str]:
-    """The compiled program of a model with so many layers, and the name of its decode step."""
-    config = json.loads((SHAPES / f"{shape}.json").read_text(encoding="utf-8"))
+def step_of(case: Case, layers: int, *, apart: bool) -> tuple[hlo.Module, str, int]:
+    """The compiled program of a model with so many layers, the name of the computation that is a
+    step, and the bytes of its temporary memory."""
+    config = json.loads((SHAPES / f"{case.shape}.json").read_text(encoding="utf-8"))
     device = find_topology("h100").devices[0]
-    model = abstract_model(with_layers(config, layers), device=device)
-    model = model if apart else join_projections(model)
-    (program,) = lower(model, "decode", **SIZES, **arguments)
-    module = hlo.Module.parse(program.compile().as_text() or "")
-    return module, module.main_loop(program.loops)
+    config = with_layers(config, layers)
+    model = abstract_model(config, device=device, param_dtype=case.param_dtype)
+    if case.lora_rank is not None:
+        model = with_lora(model, case.lora_rank)
+    if case.program != "train" and not apart:
+        model = join_projections(model)
+    (program,) = lower(model, case.program, **{**SIZES, **case.sizes})
+    compiled = program.compile()
+    module = hlo.Module.parse(compiled.as_text() or "")
+    step = module.main_loop(program.loops) if program.loops else module.entry
+    memory = compiled.memory_analysis()
+    return module, step, 0 if memory is None else memory.temp_size_in_bytes
 
 
 def moved_bytes(module: hlo.Module, step: str) -> int:
@@ -59,16 +92,18 @@ def moved_bytes(module: hlo.Module, step: str) -> int:
     def nbytes(name: str) -> int:
         return sum(x.nbytes for x in hlo.array_types(types.get(name, "")))
 
-    def read(fused: tuple[hlo.Instruction, ...], parameter: str) -> int:
-        users = [x for x in fused if parameter in x.operands]
-        if users and all(x.opcode in ("bitcast", "copy") for x in users):
-            return max(read(fused, x.name) for x in users)
+    def size(name: str) -> int:
+        return sum(x.size for x in hlo.array_types(types.get(name, "")))
+
+    def share(fused: tuple[hlo.Instruction, ...], name: str) -> float:
+        """The share of an array that a kernel reads."""
+        users = [x for x in fused if name in x.operands]
+        if users and all(x.opcode in PASSED_ON for x in users):
+            return max(share(fused, x.name) for x in users)
         if users and all(x.opcode in ("slice", "dynamic-slice", "gather") for x in users):
-            return min(nbytes(parameter), sum(nbytes(x.name) for x in users))
-        updated = all(
-            x.opcode == "dynamic-update-slice" and x.operands[0] == parameter for x in users
-        )
-        return 0 if users and updated else nbytes(parameter)
+            return min(1.0, sum(size(x.name) for x in users) / size(name))
+        updated = all(x.opcode in UPDATES and x.operands[0] == name for x in users)
+        return 0.0 if users and updated else 1.0
 
     def moved(x: hlo.Instruction) -> int:
         if x.opcode in hlo.NO_KERNEL or x.opcode.endswith("-done"):
@@ -77,9 +112,10 @@ def moved_bytes(module: hlo.Module, step: str) -> int:
         fused = module.computations.get(name, ())
         if not fused:
             return sum(map(nbytes, x.operands)) + nbytes(x.name)
-        updates = [y for y in fused if y.opcode == "dynamic-update-slice"]
-        written = sum(nbytes(y.operands[1]) for y in updates) if updates else nbytes(x.name)
-        return written + sum(read(fused, y.name) for y in fused if y.opcode == "parameter")
+        updates = [y.operands[UPDATES[y.opcode]] for y in fused if y.opcode in UPDATES]
+        written = sum(map(nbytes, updates)) if updates else nbytes(x.name)
+        parameters = [y.name for y in fused if y.opcode == "parameter"]
+        return written + round(sum(share(fused, y) * nbytes(y) for y in parameters))
 
     return module.total(step, moved)
 
@@ -98,16 +134,21 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="also list the kernels of a step")
     parser.add_argument("--apart", action="store_true", help="leave projections apart")
     options = parser.parse_args()
-    for name, (shape, arguments) in CASES.items():
+    for name, case in CASES.items():
         if options.only not in name:
             continue
-        small, large = (step_of(shape, n, arguments, apart=options.apart) for n in (2, 4))
-        kernels, moved = (
-            (count(*large) - count(*small)) / 2 for count in (hlo.kernels, moved_bytes)
+        small, large = (step_of(case, n, apart=options.apart) for n in (2, 4))
+        few, many = (
+            [count(*program[:2]) for count in (hlo.kernels, moved_bytes)]
+            for program in (small, large)
         )
-        print(f"{name}: {kernels:g} kernels and {moved / 1e6:,.1f} MB a layer", flush=True)
+        layer = [(b - a) / 2 for a, b in zip(few, many, strict=True)]
+        outside = [a - 2 * x for a, x in zip(few, layer, strict=True)]
+        for where, (kernels, moved) in (("a layer", layer), ("outside of layers", outside)):
+            print(f"{name}: {kernels:g} kernels and {moved / 1e6:,.1f} MB {where}")
+        print(f"{name}: {small[2] / 1e9:.2f} GB of temporary memory with 2 layers", flush=True)
         if options.show:
-            print("\n".join(listed(*small)))
+            print("\n".join(listed(*small[:2])))
 
 
 if __name__ == "__main__":

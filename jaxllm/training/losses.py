@@ -29,6 +29,8 @@ from jaxllm.models.losses import (
 )
 from jaxllm.models.model import Head, Model
 from jaxllm.nn.lora import LoraLinear
+from jaxllm.nn.platform.training import MAX_LOGITS, max_logits
+from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.parallel.sharding import (
     DATA,
     FSDP,
@@ -45,9 +47,6 @@ from jaxllm.parallel.sharding import (
 
 Batch = Mapping[str, Any]
 """Arrays [B, ...] by model argument name, and `labels`."""
-MAX_LOGITS = 1 << 27
-"""512 MiB in float32; chunks of 2048 tokens of GPT-2's vocabulary, which keep a TPU's matrix unit
-busy."""
 Sums = Any
 """A pytree of float32 scalars whose field `loss` is differentiated (`losses.LossSums`)."""
 ROUTER_LOSS = "router_loss"
@@ -97,8 +96,8 @@ class TokenLoss:
             (Szegedy et al. 2015, arXiv:1512.00567, equation 3 in section 7), 0 to 1.
         z_loss: weight of log(Z)^2, which keeps the softmax's denominator near 1 (Chowdhery et al.
             2022, arXiv:2204.02311, section 5; 1e-4 there).
-        max_logits: most logits that a device holds at once, in float32; a batch with more is
-            computed in chunks of columns (`chunked_loss`).
+        max_logits: most logits that a device holds at once; a batch with more is computed in chunks
+            of columns (`chunked_sums`).
     """
 
     label_smoothing: float = 0.0
@@ -275,7 +274,7 @@ def rows_right(logits: Float[Array, "B C"], labels: Array, problem: str | None) 
 
 
 def loss_for(model: Model[Any], *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Loss:
-    """Returns the loss for a model's class.
+    """Returns the loss for a model's class, with chunks for the devices that hold the model.
 
     Raises:
         InputError: no loss is known for the class, or a classifier has `label_smoothing` or
@@ -287,10 +286,15 @@ def loss_for(model: Model[Any], *, label_smoothing: float = 0.0, z_loss: float =
                 raise InputError(f"{name}: only for language models, but the model is a classifier")
         return ClassificationLoss()
     if isinstance(model, CausalLM):
-        return CausalLoss(label_smoothing, z_loss)
+        return CausalLoss(label_smoothing, z_loss, most_logits(model))
     if isinstance(model, EncoderDecoderLM):
-        return Seq2SeqLoss(label_smoothing, z_loss)
+        return Seq2SeqLoss(label_smoothing, z_loss, most_logits(model))
     raise InputError(f"{type(model).__name__}: has no labels to predict, so no loss")
+
+
+def most_logits(model: Model[Any]) -> int:
+    """Most logits that a loss should hold at once on a device that holds the model."""
+    return max_logits(platform_of_arrays(model), model.dtype)
 
 
 def columns_within(limit: int, shape: tuple[int, int], vocab_size: int) -> int:

@@ -17,6 +17,7 @@ from jaxllm.common.errors import InputError
 from jaxllm.common.hardware import default_device
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.model import Model
+from jaxllm.nn.platform.training import updated_if
 from jaxllm.parallel.placement import wait_on_cpu_mesh
 from jaxllm.parallel.sharding import context_mesh, tree_shardings
 from jaxllm.training.losses import Batch, Loss, LossSums
@@ -145,12 +146,8 @@ def _update(
     norm = global_norm(grads) / count
     finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
     apply = partial(_apply, grads, count, norm, optimize=optimize, ema_decay=ema_decay)
-    # A loop that ends after one update rather than `cond` or a select: XLA updates in place what a
-    # loop carries, and copies the donated arrays otherwise; docs/decisions/gpu-programs.md.
-    _, (params, opt_state, ema) = jax.lax.while_loop(
-        lambda carry: carry[0],
-        lambda carry: (jnp.zeros_like(carry[0]), apply(*carry[1])),
-        (finite, (state.params, state.opt_state, state.ema)),
+    params, opt_state, ema = updated_if(
+        finite, lambda old: apply(*old), (state.params, state.opt_state, state.ema)
     )
     skipped = (~finite).astype(jnp.int32)
     updated = state.replace(

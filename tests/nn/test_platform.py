@@ -36,6 +36,13 @@ from jaxllm.nn.platform.products import (
     times_converted,
     times_transposed,
 )
+from jaxllm.nn.platform.training import (
+    MAX_LOGITS,
+    max_logits,
+    updated_by_select,
+    updated_if,
+    updated_in_loop,
+)
 from jaxllm.nn.quantized import Int4Matrix, Int8Matrix, QuantizedEmbedding
 from jaxllm.parallel.sharding import abstract_mesh, use_mesh
 
@@ -303,3 +310,39 @@ def test_the_gradient_of_a_bias_as_a_product(dtype: Any) -> None:
     np.testing.assert_array_equal(gradient(way)[0], way.sum(axis=(0, 1)))
     _, gradients = jax.vjp(plus_bias, way, way[0, 0])
     np.testing.assert_array_equal(gradients(way)[1], way.sum(axis=(0, 1)))
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_both_ways_to_update_keep_the_state_without_a_condition(finite: bool) -> None:
+    state = {"x": jnp.arange(3.0), "count": jnp.int32(7)}
+
+    def update(state: Any) -> Any:
+        return {"x": state["x"] / (1.0 if finite else 0.0), "count": state["count"] + 1}
+
+    expected = update(state) if finite else state
+    for way in (updated_in_loop, updated_by_select):
+        found = jax.jit(functools.partial(way, update=update))(finite, state)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        assert found["count"].dtype == jnp.int32
+
+
+@pytest.mark.parametrize(
+    ("platform", "devices", "loops"), [("cuda", 1, 0), ("cuda", 2, 1), ("tpu", 1, 1), ("cpu", 1, 1)]
+)
+def test_only_a_single_gpu_updates_by_a_select(platform: str, devices: int, loops: int) -> None:
+    def updated(condition: jax.Array, x: jax.Array) -> jax.Array:
+        return updated_if(condition, jnp.sin, x)
+
+    mesh = abstract_mesh(fsdp=devices) if devices > 1 else None
+    with use_mesh(mesh):
+        traced = jax.jit(updated).trace(jnp.bool_(True), jnp.zeros((4, 8)))
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("stablehlo.while") == loops
+
+
+def test_a_gpu_holds_more_logits_at_once() -> None:
+    half, single = np.dtype(jnp.bfloat16), np.dtype(np.float32)
+    assert {max_logits(platform, x) for platform in ("cpu", "tpu") for x in (half, single)} == {
+        MAX_LOGITS
+    }
+    assert 2 * max_logits("gpu", half) == 4 * max_logits("gpu", single) == 2**31

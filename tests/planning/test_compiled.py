@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from test_plan import needs_gpu, needs_tpu
 
 import jaxllm
+from jaxllm.nn.platform.training import MAX_LOGITS
 from jaxllm.planning import find_topology, hlo, lower
 from jaxllm.planning.plan import plan_program, topology_mesh
 
@@ -32,7 +33,7 @@ fuses less of GPT-2's."""
 LENGTH = 600
 """More than the 256 queries of a block of attention, times the heads that share keys."""
 VOCAB = 1 << 17
-"""So many that the logits of 2 x 600 tokens are computed in chunks."""
+"""So many that the logits of 2 x 600 tokens are computed in chunks, of 16 x 600 on a GPU."""
 LONG: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 1, "max_position_embeddings": 2048, "vocab_size": VOCAB},
     "gpt2": {"n_layer": 1, "n_positions": 2048},
@@ -158,6 +159,7 @@ def test_compiled_training_steps_and_prefills_hold_no_array_of_tokens_x_tokens_o
 ) -> None:
     config = tiny.CONFIGS[family] | LONG[family]
     device = find_topology(topology).devices[0]
+    rows = 16 if topology == "h100" else 2
 
     def squares(implementation: str) -> set[str]:
         model = jaxllm.planning.abstract_model(
@@ -165,14 +167,14 @@ def test_compiled_training_steps_and_prefills_hold_no_array_of_tokens_x_tokens_o
         )
         found = set()
         for name in ("train", "prefill"):
-            (program,) = lower(model, name, batch=2, prompt=LENGTH, new=8)
+            (program,) = lower(model, name, batch=rows, prompt=LENGTH, new=8)
             text = program.compile().as_text()
             assert text is not None
             types = [x for line in text.split("\n") for x in hlo.array_types(line)]
             # Kernels pad the tokens to tiles. Other long sides are parts of the vocabulary's.
             tokens = range(LENGTH, LENGTH + 128)
             found |= {str(x.shape) for x in types if sum(n in tokens for n in x.shape) > 1}
-            whole = 2 * LENGTH * VOCAB
+            whole = rows * LENGTH * VOCAB
             found |= {str(x) for x in types if x.dtype == "float32" and x.size >= whole}
         return found
 
@@ -212,6 +214,17 @@ def test_a_training_step_updates_its_state_in_place(topology: str) -> None:
     # The gradients, and little else: moments and parameters have two more copies of each weight.
     assert step.temp_bytes is not None
     assert step.temp_bytes < 1.3 * step.weight_bytes
+
+
+@needs_gpu
+def test_a_training_step_of_a_gpu_has_no_loop() -> None:
+    """Neither over chunks of the logits, if they take less than 2 GiB, nor around the update, of
+    which the host would read the condition."""
+    config = tiny.CONFIGS["llama"] | LONG["llama"]
+    options = {"program": "train", "batch": 4, "prompt": LENGTH, "dtype": "bfloat16"}
+    (step,) = jaxllm.plan(config, "h100", **options).programs
+    assert 4 * LENGTH * VOCAB > MAX_LOGITS
+    assert step.inner_loops == 0
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

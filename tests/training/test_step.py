@@ -13,6 +13,7 @@ from generation_tools import compilations
 from jaxllm.common.errors import InputError
 from jaxllm.models.build_options import Options
 from jaxllm.models.weights import parameters
+from jaxllm.nn.platform.training import updated_by_select
 from jaxllm.training import TrainState, loss_for, make_train_step
 from jaxllm.training.optimizers import clip_by_norm
 from jaxllm.training.step import real_tokens
@@ -135,8 +136,15 @@ def test_clipping_is_that_of_optax(compose):
         np.testing.assert_allclose(x, ends[1][path], atol=1e-6, err_msg=path)
 
 
-@pytest.mark.ci
-def test_a_batch_of_nan_is_skipped_and_counted():
+@pytest.mark.in_ci("loop")
+@pytest.mark.parametrize("way", ["loop", "select"])
+def test_a_batch_of_nan_is_skipped_and_counted(way, monkeypatch):
+    if way == "select":  # a GPU's own way, on a CPU
+
+        def updated_if(condition, update, state):
+            return updated_by_select(condition, state, update=update)
+
+        monkeypatch.setattr("jaxllm.training.step.updated_if", updated_if)
     optimizer = optax.adam(0.1)
     model = tiny.make("gpt2")
     step = make_train_step(optimizer, with_nans, ema_decay=0.5)

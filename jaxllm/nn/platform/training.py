@@ -1,14 +1,25 @@
-"""Training steps: random numbers of dropout, logits of labels, order of the backward pass."""
+"""Training steps: random numbers of dropout, logits, order of the backward pass, updates."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.random import threefry2x32_p
-from jaxtyping import Array, Float, Int, UInt16, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt16, UInt32
+
+from jaxllm.parallel.sharding import context_mesh
+
+State = TypeVar("State")
+"""A pytree of arrays."""
+MAX_LOGITS = 1 << 27
+"""512 MiB in float32; chunks of 2048 tokens of GPT-2's vocabulary, which keep a TPU's matrix unit
+busy."""
 
 
 def random_uint16(key: Array, shape: tuple[int, ...]) -> UInt16[Array, ...]:
@@ -61,6 +72,38 @@ def entry_of_rows(x: Float[Array, "*B V"], index: Int[Array, "*B"]) -> Float[Arr
         return jnp.sum(jnp.where(is_entry, x, 0), axis=-1)
 
     return jax.lax.platform_dependent(x, index, tpu=selected, default=gathered)
+
+
+def max_logits(platform: str, dtype: np.dtype) -> int:
+    """Most logits of this dtype that the loss holds at once on a device of a platform."""
+    # PERF(gpu): each chunk of tokens casts the head, and adds its gradient to a sum in float32,
+    # which moves several times the bytes of its logits; docs/decisions/gpu-programs.md.
+    return (1 << 31) // dtype.itemsize if platform in ("gpu", "cuda", "rocm") else MAX_LOGITS
+
+
+def updated_if(condition: Bool[Array, ""], update: Callable[[State], State], state: State) -> State:
+    """``update(state)`` if the condition holds, and the state otherwise."""
+    in_loop = partial(updated_in_loop, update=update)
+    # PERF(gpu): the host reads the condition of a loop. A loop also reads gradients as float32
+    # arrays, where XLA otherwise casts those of bfloat16 in the kernel that updates a parameter.
+    # On a mesh it would copy the state for a select; docs/decisions/gpu-programs.md.
+    tuned = {"cuda": partial(updated_by_select, update=update)} if context_mesh() is None else {}
+    return jax.lax.platform_dependent(condition, state, **tuned, default=in_loop)
+
+
+def updated_in_loop(condition: Array, state: State, *, update: Callable[[State], State]) -> State:
+    """`updated_if` by a loop that ends after one update: XLA updates in place what a loop carries,
+    and with `cond` or a select would copy donated arrays; docs/decisions/gpu-programs.md."""
+    return jax.lax.while_loop(
+        lambda carry: carry[0],
+        lambda carry: (jnp.zeros_like(carry[0]), update(carry[1])),
+        (condition, state),
+    )[1]
+
+
+def updated_by_select(condition: Array, state: State, *, update: Callable[[State], State]) -> State:
+    """`updated_if` in the kernels that update."""
+    return jax.tree.map(partial(jnp.where, condition), update(state), state)
 
 
 def after_gradient(x: Array, gradient: Array) -> Array:

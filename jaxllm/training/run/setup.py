@@ -68,7 +68,7 @@ from jaxllm.training.evaluation import (
     score_texts,
 )
 from jaxllm.training.lora import add_lora, is_trainable
-from jaxllm.training.losses import Loss, loss_for
+from jaxllm.training.losses import Loss, loss_for, most_logits
 from jaxllm.training.monitor.flops import ModelFlops, model_flops
 from jaxllm.training.monitor.metrics_log import tensorboard_package, wandb_package
 from jaxllm.training.optimizers import OptimizerConfig, make_optimizer, make_schedule
@@ -242,7 +242,7 @@ def set_up(recipe: Recipe, say: Callable[[str], None], rules: int = RULES) -> Se
                 f"{next(iter(state.params))}"
             )
     smoothed = {"label_smoothing": recipe.label_smoothing, "z_loss": recipe.z_loss}
-    preferences = None if recipe.dpo is None else DPOLoss(recipe.dpo)
+    preferences = None if recipe.dpo is None else DPOLoss(recipe.dpo, most_logits(model))
     return Setup(
         recipe=recipe,
         mesh=mesh,
