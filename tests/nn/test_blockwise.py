@@ -146,18 +146,18 @@ def test_the_kernels_equal_eager(kernel, packed, monkeypatch, highest_precision)
     check(results, rtol=1e-4)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("masked", ["window", "both sides", "packed, both sides", "cross"])
+@pytest.mark.by_default("window", "cross")
+@pytest.mark.parametrize("masked", ["window", "both sides", "cross", "packed, cross"])
 def test_masks_that_only_cudnn_takes_equal_eager(masked, monkeypatch, highest_precision):
     q, k, v, mask = arrays()
-    segments = jnp.asarray(np.arange(T) // 70 + 1) * mask if "packed" in masked else None
-    visible = make_view(mask, segments=segments, causal="sides" not in masked).visible
-    rows = jnp.ones_like(mask)
+    visible, rows = make_view(mask, causal=False).visible, jnp.ones_like(mask)
     if masked == "window":
         visible, rows = make_view(mask).for_layer(60).visible, mask
-    if masked == "cross":
-        visible, q = SequenceMask(mask), q[:, :200]
-        rows = rows[:, :200]
+    if "cross" in masked:
+        segments = jnp.asarray(np.arange(T) // 70 + 1) * mask
+        parts = {"query_segments": segments[:, :200], "key_segments": segments}
+        visible = SequenceMask(mask, **(parts if "packed" in masked else {}))
+        q, rows = q[:, :200], rows[:, :200]
     monkeypatch.setattr(flash, "INTERPRET", True)
     assert flash_applies("cudnn", q, visible, Scores(0.5))
     assert not flash_applies("triton", q, visible, Scores(0.5))
@@ -269,11 +269,13 @@ def test_a_training_step_holds_no_array_of_tokens_x_tokens(family, implementatio
         model = tiny.make(family, options=options, **sizes.get(family, {}))
         gradient = jax.jit(jax.grad(lambda model, batch: loss_for(model)(model, batch).loss))
         with jax.sharding.use_abstract_mesh(h100):  # Triton's lowering asks for the kind of GPU
-            traced = gradient.trace(model, {"input_ids": ids, "labels": ids})
+            batch = {"input_ids": ids, "attention_mask": ids, "labels": ids}
+            traced = gradient.trace(model, batch)
             text = traced.lower(lowering_platforms=(platform,)).as_text()
         calls = {"__cudnn$fmhaSoftmax(", "__cudnn$fmhaSoftmaxBackward("}
         assert all((call in text) == (implementation == "cudnn") for call in calls)
         # cuDNN gets whole tiles of 128 columns.
+        assert implementation != "cudnn" or "tensor<2x640x" in text
         squares = (rf"tensor<(?:\d+x)*{n}x(?:\d+x)*{n}x\w+>" for n in (length, 640))
         return [found for square in squares for found in re.findall(square, text)]
 

@@ -197,7 +197,7 @@ def _cudnn_rows(
     # docs/decisions/gpu-programs.md.
     q, k, v, q_ids, k_ids = pad(q), pad(k), pad(v), pad(q_ids, -2), pad(k_ids, -1)
     is_real = k_ids >= 0
-    # The gradients of pads are zeros here, whatever cuDNN writes there.
+    # Gradients of pads are zeros here, whatever cuDNN writes there.
     k, v = (jnp.where(is_real[:, :, None, None], x, 0) for x in (k, v))
     options: Any = {"implementation": "xla" if INTERPRET else "cudnn", "scale": scores.scale}
     attend = partial(jax.nn.dot_product_attention, is_causal=is_causal, **options)
@@ -208,14 +208,12 @@ def _cudnn_rows(
         order = jnp.argsort(~is_real, axis=1, stable=True)
         inverse = jnp.argsort(order, axis=1)
         k, v = in_order(k, order, inverse), in_order(v, order, inverse)
-        if is_causal:
-            near = None if window is None or window >= T else (window - 1, 0)
-            out = attend(in_order(q, order, inverse), k, v, local_window_size=near)
-            out, sees = in_order(out, inverse, order), is_real
-        else:
-            counts = is_real.sum(axis=1, dtype=jnp.int32)
-            out = attend(q, k, v, key_value_seq_lengths=jnp.maximum(counts, 1))
-            sees = counts[:, None] > 0
+        if not is_causal:  # the result of a row without keys is zeros, like its values
+            counts = jnp.maximum(is_real.sum(axis=1, dtype=jnp.int32), 1)
+            return attend(q, k, v, key_value_seq_lengths=counts)[:, :T]
+        near = None if window is None or window >= T else (window - 1, 0)
+        out = attend(in_order(q, order, inverse), k, v, local_window_size=near)
+        out, sees = in_order(out, inverse, order), is_real
     return jnp.where(sees[:, :, None, None], out, 0)[:, :T]
 
 
