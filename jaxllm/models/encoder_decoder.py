@@ -358,7 +358,7 @@ class EncoderDecoderLM(WithEncoder[C], LanguageModel[C]):
             encoder_states = self.encode(input_ids, attention_mask, inputs_embeds=inputs_embeds).x
         if attention_mask is None:
             attention_mask = jnp.ones(encoder_states.shape[:2], bool)
-        cross = self.decoder.project_cross_kv(encoder_states)
+        cross = self.decoder.project_cross_kv(encoder_states, is_inference=True)
         cache = self.empty_cache(batch, capacity)
         return cache.replace(cross=cross, cross_mask=attention_mask)
 

@@ -23,6 +23,7 @@ from jaxllm.nn.experts import MixtureOfExperts
 from jaxllm.nn.linear import KEPT, LayerNorm, RMSNorm, dropout, split_key
 from jaxllm.nn.mlp import MLP, GatedMLP
 from jaxllm.nn.platform.attention import cache_has_head_axis
+from jaxllm.nn.platform.products import layer_by_layer
 from jaxllm.nn.platform.training import after_gradient
 from jaxllm.nn.positions import Alibi
 from jaxllm.parallel.sharding import constrain
@@ -329,16 +330,22 @@ class Stack(nnx.Module):
         return shallow_copy(self, blocks=tuple(self.blocks)[:count])
 
     def project_cross_kv(
-        self, encoder_states: Float[Array, "B E D"], key: Array | None = None
+        self,
+        encoder_states: Float[Array, "B E D"],
+        key: Array | None = None,
+        *,
+        is_inference: bool = False,
     ) -> tuple[KV, ...]:
         """Computes the cross-attention keys and values of every block, once per generation."""
         crosses = [block.cross for block in self.blocks if block.cross is not None]
-        return tuple(
-            KV.from_sequence(
-                *cross.keys_values(encoder_states, key=k), head_axis=self.cache_has_head_axis
-            )
-            for cross, k in zip(crosses, split_key(key, len(crosses)), strict=True)
-        )
+        projected = []
+        for cross, own_key in zip(crosses, split_key(key, len(crosses)), strict=True):
+            k, v = cross.keys_values(encoder_states, key=own_key)
+            kv = KV.from_sequence(k, v, head_axis=self.cache_has_head_axis)
+            if is_inference:
+                encoder_states, kv = layer_by_layer(encoder_states, kv)
+            projected.append(kv)
+        return tuple(projected)
 
     def __call__(
         self,

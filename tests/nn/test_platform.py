@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from jaxllm.cache.kv_cache import KV
 from jaxllm.cache.variants import QuantizedKV
@@ -121,6 +122,18 @@ def test_wide_features_of_a_tpu_are_computed_before_the_product(
     for layer in (MLP(up, down, jax.nn.relu), GatedMLP(up, up, down, jax.nn.relu)):
         text = jax.jit(layer).trace(x).lower(lowering_platforms=(platform,)).as_text()
         assert text.count("optimization_barrier") == count
+
+
+@pytest.mark.parametrize(("platform", "count"), [("cuda", 2), ("cpu", 0), ("tpu", 0)])
+def test_only_a_gpu_projects_the_keys_of_cross_attention_layer_by_layer(
+    platform: str, count: int
+) -> None:
+    model = tiny.cached("t5")
+    states = jnp.zeros((2, 5, model.config.d_model))
+    for is_inference in (True, False):
+        project = functools.partial(model.decoder.project_cross_kv, is_inference=is_inference)
+        text = jax.jit(project).trace(states).lower(lowering_platforms=(platform,)).as_text()
+        assert text.count("optimization_barrier") == count * is_inference
 
 
 def test_rows_of_zeros_change_no_product() -> None:

@@ -433,6 +433,19 @@ def test_a_gpu_writes_the_keys_of_a_prompt_into_the_cache_without_copies() -> No
     assert prefill.cache_copies == 0
 
 
+@needs_gpu
+def test_a_gpu_projects_the_keys_of_cross_attention_layer_by_layer() -> None:
+    """XLA would join the products of all layers, whose result is as long as there are layers."""
+    sizes = {"batch": 8, "prompt": 128, "new": 8, "program": "prefill"}
+
+    def temp_bytes(layers: int) -> int:
+        config = tiny.CONFIGS["t5"] | {"num_decoder_layers": layers}
+        (prefill,) = jaxllm.plan(config, "h100", **sizes).programs
+        return prefill.temp_bytes
+
+    assert temp_bytes(8) < 1.01 * temp_bytes(4)
+
+
 @pytest.mark.ci
 def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: Any) -> None:
     from jaxllm.cli.main import main

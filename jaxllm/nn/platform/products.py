@@ -165,6 +165,14 @@ def before_product(x: Float[Array, "*rest F"]) -> Float[Array, "*rest F"]:
     return jax.lax.platform_dependent(x, tpu=barrier, default=lambda x: x)
 
 
+def layer_by_layer(x: Float[Array, "*rest F"], products: T) -> tuple[Float[Array, "*rest F"], T]:
+    """Returns both; on a GPU the products that later layers compute of x come after `products`."""
+    # PERF(gpu): XLA would join the products of all layers into one, with a copy of their weights,
+    # and compile a kernel for each layer's part of it; docs/decisions/gpu-programs.md.
+    barrier = jax.lax.optimization_barrier
+    return jax.lax.platform_dependent((x, products), cuda=barrier, default=lambda both: both)
+
+
 def times_transposed(x: Float[Array, "*rest I"], w: Float[Array, "O I"]) -> Float[Array, "*rest O"]:
     """Matrix product ``x W^T``."""
     # PERF(cpu): x is flattened to a matrix; with a 3-axis x gradients take 1.5 times as long;
