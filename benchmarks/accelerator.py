@@ -16,7 +16,8 @@ as llama8b. Decoding, prefill, the batch engine and a training step of this mode
 
 Weights are random, so nothing is downloaded. All is measured in bfloat16 on one device, as shares
 of its bandwidth and FLOP/s. What would not end within --minutes is left out and listed. `--small`
-tries the record with small models.
+tries the record with small models. `--tuned FOLDER` keeps the kernels that XLA chose by timing
+them, which the next run with this folder reads.
 
 Without an accelerator the programs of MODEL (smollm2) are planned for --topology by its own
 compiler (docs/plan.md); `--device cpu` measures the CPU itself. Where libtpu is installed and no
@@ -58,8 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     implementations = args.attn_implementation or ["auto"]
     if args.model is None and given:
         arguments.error(f"--{min(given).replace('_', '-')} needs MODEL")
-    if args.model is not None and (args.small or args.hf):
-        arguments.error(f"{'--small' if args.small else '--hf'} goes without MODEL")
+    for name in ("small", "hf", "tuned"):
+        if args.model is not None and getattr(args, name):
+            arguments.error(f"--{name} goes without MODEL")
     if args.model is not None and len(implementations) > 1:
         arguments.error("--attn-implementation takes one name with MODEL")
     options = {"dtype": given.pop("dtype", DTYPE), "attn_implementation": implementations[0]}
@@ -91,6 +93,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("model", nargs="?", type=Path, metavar="MODEL")
     result.add_argument("--hf", metavar="PYTHON", help="environment with torch; none: no peer")
     result.add_argument("--small", action="store_true", help="a record with small models")
+    result.add_argument("--tuned", type=Path, metavar="FOLDER", help="choices of kernels to keep")
     result.add_argument("--json", type=Path, metavar="FILE")
     result.add_argument("--device", choices=("auto", "cpu"), default="auto")
     result.add_argument("--minutes", type=float, default=9.5)

@@ -105,7 +105,8 @@ def record(
 ) -> dict[str, Any] | None:
     """Measures jaxllm, then transformers, and prints a table. None: there is no accelerator."""
     on_cpu = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {}
-    jaxllm = Engine("jaxllm", sys.executable, "jaxllm_device_worker.py", **on_cpu)
+    kept = {} if args.tuned is None else keep_tuning(args.tuned)
+    jaxllm = Engine("jaxllm", sys.executable, "jaxllm_device_worker.py", **on_cpu, **kept)
     peer = jaxllm.start()
     if jaxllm.info["platform"] == "cpu" and args.device == "auto" and not args.small:
         peer.close()
@@ -139,6 +140,15 @@ def record(
     }
     print(f"\n{caption(report)}\n\n" + "\n".join(table(report["cases"])) + "\n")
     return report
+
+
+def keep_tuning(folder: Path) -> dict[str, str]:
+    """Environment in which XLA keeps the kernels that it chose by timing them, and JAX no program.
+
+    A second run then compiles all programs, and times nothing.
+    """
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder.resolve())}
+    return cache | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}
 
 
 def hf_python(given: str | None) -> str | None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -150,6 +152,30 @@ def test_a_record_of_implementations_of_attention(benchmark: Any, tmp_path: Path
         assert case["jaxllm"]["step_seconds"] > 0
     with pytest.raises(SystemExit):
         benchmark.main(["llama8b", "--attn-implementation", *names])
+
+
+@pytest.mark.ci
+def test_a_record_keeps_the_choices_of_kernels_and_no_programs(
+    benchmark: Any, tmp_path: Path
+) -> None:
+    kept = importlib.import_module("record").keep_tuning(tmp_path)
+    code = """if True:
+        import jax
+        from jax._src import compiler
+        jax.jit(lambda x: x + 1)(1)
+        options = compiler.get_compile_options(num_replicas=1, num_partitions=1)
+        print(options.executable_build_options.debug_options.xla_gpu_per_fusion_autotune_cache_dir)
+    """
+    environment = {k: v for k, v in os.environ.items() if "XLA_CACHES" not in k}
+    output = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment | kept,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert Path(output.stdout.strip()).parent == tmp_path
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_missing_in_a_record_is_listed(benchmark: Any) -> None:
