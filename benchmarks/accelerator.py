@@ -9,7 +9,8 @@ Without MODEL, small models of every family are compared with the CPU, and then 
 engine and training. transformers runs the same models beside jaxllm if this Python has torch and
 transformers, or if --hf names a Python that has them. The end is a table in Markdown. With
 --attn-implementation only the cases of prefill and training are measured, and jaxllm alone, once
-with each implementation, after a comparison of its numbers with the CPU's.
+with each implementation, after a comparison of its numbers with the CPU's. With "mosaic" these are
+the cases of decoding and of the batch engine, and with "auto" all.
 
 MODEL is a folder with config.json of a decoder-only model, or the name of a file in `shapes`, such
 as llama8b. Decoding, prefill, the batch engine and a training step of this model are measured.

@@ -7,17 +7,21 @@ compared.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from device_models import small_model
 
 import jaxllm
+from jaxllm.cache.kv_cache import KV
 from jaxllm.models.joined import arranged_for_inference
+from jaxllm.nn.attention import Scores, attend
 from jaxllm.training import (
     OptimizerConfig,
     TrainState,
@@ -31,6 +35,7 @@ ROWS, TOKENS, NEW = 2, 300, 16
 PADS = 40
 FLOAT32_TOLERANCE = 1e-3
 BFLOAT16_TOLERANCE = 0.05
+STEP_TOLERANCE = 0.01
 EXPERTS = ("mixtral", "qwen3_moe")
 """Families whose logits are not compared in bfloat16, where a token may go to other experts."""
 THOROUGH = ("llama", "gpt2", "t5")
@@ -90,7 +95,10 @@ def checks(family: str, device: Any, attn_implementation: str = "auto") -> Itera
 def all_checks(
     families: Sequence[str], device: Any, attn_implementation: str = "auto"
 ) -> list[Check]:
-    """The checks of several families. Threads compile the programs of several at once."""
+    """The checks of several families. Threads compile the programs of several at once. Those of
+    the kernel "mosaic", which computes decode steps, compare the kernel itself."""
+    if attn_implementation == "mosaic":
+        return list(step_checks(device))
 
     def run(family: str) -> list[Check]:
         try:
@@ -100,6 +108,71 @@ def all_checks(
 
     with ThreadPoolExecutor(THREADS) as pool:
         return [check for found in pool.map(run, families) for check in found]
+
+
+STEP_CASES = {
+    "grouped heads": (64, 8, 4, 1, 128, 640, True, False),
+    "T5's bias": (8, 32, 1, 1, 64, 136, True, True),
+    "beams": (8, 32, 1, 4, 64, 520, True, True),
+    "cross-attention of beams": (8, 32, 1, 4, 64, 512, False, False),
+    "one row": (1, 8, 4, 1, 128, 4096, True, False),
+}
+"""Rows, heads of the cache, heads of queries for each, queries, size of a head, cache slots;
+whether there are new columns, and a bias."""
+
+
+def step_checks(device: Any) -> Iterator[Check]:
+    """Compares the kernel of decode steps on the device with attention on the CPU."""
+    random = np.random.default_rng(0)
+    for name, (rows, heads, group, queries, size, slots, is_new, has_bias) in STEP_CASES.items():
+        shapes = {
+            "q": (rows, queries, heads * group, size),
+            "k": (rows * heads, slots, size),
+            "v": (rows * heads, slots, size),
+            "new_k": (rows, queries, heads, size),
+            "new_v": (rows, queries, heads, size),
+        }
+        half = {x: jnp.asarray(random.normal(size=y), jnp.bfloat16) for x, y in shapes.items()}
+        last = random.integers(slots // 2, slots - queries + 1, rows)
+        first = random.integers(0, slots // 4, rows)
+        columns = np.arange(slots)
+        visible = (columns >= first[:, None]) & (columns < last[:, None])
+        visible = np.repeat(visible[:, None], queries, axis=1)
+        for query in range(queries if is_new else 0):
+            visible[np.arange(rows), query, last + query] = True
+        bias = random.normal(size=(1, heads * group, queries, slots)) if has_bias else None
+        bias = None if bias is None else jnp.asarray(bias, jnp.float32)
+
+        if not is_new:
+            del half["new_k"], half["new_v"]
+        exact = jax.tree.map(lambda x: x.astype(jnp.float32), half)
+        others = (visible[:, None], bias, last.astype(np.int32))
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            expected = jax.jit(step_by_reference)(exact, *others)
+        found = jax.jit(step_by_kernel)(*jax.device_put((half, *others), device))
+        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+        for what, (x, y) in zip(("output", "keys", "values"), pairs, strict=True):
+            difference = distance(np.asarray(x, np.float32), np.asarray(y))
+            tolerance = STEP_TOLERANCE if what == "output" else 0.0
+            yield Check(f"mosaic, {name}: {what}", difference, tolerance)
+
+
+def step_by_reference(x: dict[str, Any], visible: Any, bias: Any, last: Any) -> Any:
+    """Attention and the cache of a case of `STEP_CASES`."""
+    kv = KV(x["k"], x["v"])
+    kv = kv.write(x["new_k"], x["new_v"], last) if "new_k" in x else kv
+    return attend(x["q"], kv, visible, bias, scores=Scores(x["q"].shape[-1] ** -0.5)), kv
+
+
+def step_by_kernel(x: dict[str, Any], visible: Any, bias: Any, last: Any) -> Any:
+    """The same with the kernel, where the device has it."""
+    from jaxllm.nn.platform.mosaic import attend_or_step
+
+    new = (x["new_k"], x["new_v"], last) if "new_k" in x else None
+    scale = x["q"].shape[-1] ** -0.5
+    plain = functools.partial(attend, scores=Scores(scale))
+    kv = KV(x["k"], x["v"])
+    return attend_or_step(plain, x["q"], kv, new, visible, bias, scale=scale)
 
 
 def logits(model: Any, ids: np.ndarray) -> np.ndarray:

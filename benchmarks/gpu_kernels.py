@@ -1,6 +1,6 @@
 """How many kernels a layer takes on a GPU, how many bytes they move, and what is outside of layers.
 
-    JAX_PLATFORMS=cpu python benchmarks/gpu_kernels.py [--only TEXT] [--show] [--apart]
+    JAX_PLATFORMS=cpu python benchmarks/gpu_kernels.py [--only TEXT] [--show] [--apart] [--mosaic]
 
 No GPU is needed: XLA compiles for an H100 (`pip install 'jaxllm[plan-gpu]'`). Each case of `CASES`
 is compiled with 2 and with 4 layers. The figures of a layer are half of the difference. The rest of
@@ -10,6 +10,7 @@ kernels of each product, and may choose others than it does here.
 
     --show   also lists the kernels of a step with 2 layers
     --apart  leaves projections apart, which `jaxllm.models.join_projections` joins otherwise
+    --mosaic attends in a kernel of jaxllm's own (jaxllm/nn/platform/mosaic.py)
 """
 
 from __future__ import annotations
@@ -63,13 +64,14 @@ UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Operations that write a part of their first operand, and which operand they write there."""
 
 
-def step_of(case: Case, layers: int, *, apart: bool) -> tuple[hlo.Module, str, int]:
+def step_of(case: Case, layers: int, *, apart: bool, attention: str) -> tuple[hlo.Module, str, int]:
     """The compiled program of a model with so many layers, the name of the computation that is a
     step, and the bytes of its temporary memory."""
     config = json.loads((SHAPES / f"{case.shape}.json").read_text(encoding="utf-8"))
     device = find_topology("h100").devices[0]
     config = with_layers(config, layers)
-    model = abstract_model(config, device=device, param_dtype=case.param_dtype)
+    options = {"param_dtype": case.param_dtype, "attn_implementation": attention}
+    model = abstract_model(config, device=device, **options)
     if case.lora_rank is not None:
         model = with_lora(model, case.lora_rank)
     if case.program != "train" and not apart:
@@ -111,7 +113,11 @@ def moved_bytes(module: hlo.Module, step: str) -> int:
         (name,) = x.called("calls") or [""]
         fused = module.computations.get(name, ())
         if not fused:
-            return sum(map(nbytes, x.operands)) + nbytes(x.name)
+            outputs = hlo.array_types(x.type)
+            # The other outputs of the kernel of attention are the cache, to which it writes a
+            # column.
+            outputs = outputs[:1] if "output_to_operand_aliasing" in x.attributes else outputs
+            return sum(map(nbytes, x.operands)) + sum(y.nbytes for y in outputs)
         updates = [y.operands[UPDATES[y.opcode]] for y in fused if y.opcode in UPDATES]
         written = sum(map(nbytes, updates)) if updates else nbytes(x.name)
         parameters = [y.name for y in fused if y.opcode == "parameter"]
@@ -133,11 +139,13 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with TEXT in their name")
     parser.add_argument("--show", action="store_true", help="also list the kernels of a step")
     parser.add_argument("--apart", action="store_true", help="leave projections apart")
+    parser.add_argument("--mosaic", action="store_true", help="attend in jaxllm's own kernel")
     options = parser.parse_args()
     for name, case in CASES.items():
         if options.only not in name:
             continue
-        small, large = (step_of(case, n, apart=options.apart) for n in (2, 4))
+        form = {"apart": options.apart, "attention": "mosaic" if options.mosaic else "auto"}
+        small, large = (step_of(case, n, **form) for n in (2, 4))
         few, many = (
             [count(*program[:2]) for count in (hlo.kernels, moved_bytes)]
             for program in (small, large)

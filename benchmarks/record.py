@@ -26,6 +26,9 @@ GRACE = 20.0
 """Seconds after the end of the time at which a case that still runs is stopped."""
 CHECK_SECONDS = 3.0
 """About what the checks of one family take on an H200, whose programs are compiled in threads."""
+WHOLE_ROWS, STEPS = ("prefill", "train"), ("decode", "engine")
+KINDS = {"auto": (*STEPS, *WHOLE_ROWS), "mosaic": STEPS}
+"""Kinds of cases that an implementation of attention computes; `WHOLE_ROWS` of all others."""
 UNITS = {"decode": "a step", "prefill": "a call", "engine": "all rows", "train": "a step"}
 
 
@@ -117,8 +120,12 @@ def record(
     cases = [case.smaller() if args.small else case for case in CASES]
     if (names := args.attn_implementation) is not None:
         checks = [case.with_attention(name) for case in checks for name in names]
-        whole_rows = (case for case in cases if case.kind in ("prefill", "train"))
-        cases = [case.with_attention(name) for case in whole_rows for name in names]
+        cases = [
+            case.with_attention(name)
+            for case in cases
+            for name in names
+            if case.kind in KINDS.get(name, WHOLE_ROWS)
+        ]
     asked = [*(checks if families else ()), *cases]
     answers = {"jaxllm": jaxllm.measure([(case, case.seconds) for case in asked], clock)}
     engines = [jaxllm]

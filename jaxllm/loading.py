@@ -81,7 +81,8 @@ def load(
             none, for a field that jaxllm does not know and that you know to change nothing. Or a
             whole config, which replaces the file's.
         attn_implementation: "auto" (splash on a TPU, triton on a GPU, eager elsewhere), "eager",
-            "blockwise", "splash" (TPU), "triton" or "cudnn" (GPU), "xla"; see docs/models.md.
+            "blockwise", "splash" (TPU), "triton", "cudnn" or "mosaic" (GPU), "xla"; see
+            docs/models.md.
         remat: what the backward pass recomputes of each block, to save memory: True or "full",
             all activations; "dots", all but the results of linear layers; False, nothing.
         scan_layers: run equal layers in a scan wherever there is no KV cache, as in training: a
@@ -341,7 +342,8 @@ def load_orbax(
         dtype: compute dtype. None: the parameters' own, but float32 on a CPU.
         mesh: shards the weights, as in `load`.
         attn_implementation: "auto" (splash on a TPU, triton on a GPU, eager elsewhere), "eager",
-            "blockwise", "splash" (TPU), "triton" or "cudnn" (GPU), "xla"; see docs/models.md.
+            "blockwise", "splash" (TPU), "triton", "cudnn" or "mosaic" (GPU), "xla"; see
+            docs/models.md.
         remat: what the backward pass recomputes of each block, to save memory: True or "full",
             all activations; "dots", all but the results of linear layers; False, nothing.
         scan_layers: run equal layers in a scan wherever there is no KV cache, as in training: a

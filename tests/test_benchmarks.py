@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 import tiny
 from paths import ROOT
@@ -135,6 +136,20 @@ def test_a_record(benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [case["jaxllm"]["programs"] > 0 for case in report["cases"]].count(True) == 9
     lines = capsys.readouterr().out.splitlines()
     assert len([line for line in lines if line.startswith("| ")]) == 1 + len(cases)
+
+
+@pytest.mark.ci
+def test_the_checks_of_the_kernel_of_decode_steps(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU both sides are the reference, in float32 and in bfloat16."""
+    checks = importlib.import_module("device_checks")
+    cases = {"wide": (2, 2, 4, 1, 128, 80, True, False), "beams": (2, 1, 1, 4, 64, 72, True, True)}
+    monkeypatch.setattr(checks, "STEP_CASES", cases | {"cross": (2, 2, 1, 4, 64, 64, False, False)})
+    found = list(checks.step_checks(jax.devices()[0]))
+    assert [check.name.partition(": ")[2] for check in found] == 3 * ["output", "keys", "values"]
+    assert all(check.passed for check in found)
+    assert 0 < found[0].difference < checks.STEP_TOLERANCE
 
 
 @pytest.mark.slow

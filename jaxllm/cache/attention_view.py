@@ -31,6 +31,11 @@ class SequenceMask:
     """Causal: a query attends to the last `window` real tokens, its own included. Otherwise to
     `window` real tokens on either side and its own."""
 
+    @property
+    def hides_pads_only(self) -> bool:
+        """True if all queries of a row attend to the same keys."""
+        return self.query_columns is None and self.query_segments is None and self.window is None
+
     def array(self) -> Bool[Array, "B 1 #T S"]:
         """The mask as an array: True where the query attends to the key."""
         visible = self.keys[:, None, None, :]

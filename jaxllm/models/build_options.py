@@ -15,10 +15,10 @@ class Options:
     """Options for building a model.
 
     `dtype` is the compute dtype, `param_dtype` the dtype of the weights. `attn_implementation`:
-    "eager" (the reference), "blockwise" (by blocks of queries), "splash" (TPUs only), "triton" or
-    "cudnn" (GPUs only), or "xla" (`jax.nn.dot_product_attention`). `remat` names what the backward
-    pass recomputes of each block: False, "full" (or True), or "dots", which keeps the results of
-    linear layers.
+    "eager" (the reference), "blockwise" (by blocks of queries), "splash" (TPUs only), "triton",
+    "cudnn" or "mosaic" (GPUs only), or "xla" (`jax.nn.dot_product_attention`). `remat` names what
+    the backward pass recomputes of each block: False, "full" (or True), or "dots", which keeps the
+    results of linear layers.
     `scan_layers` runs equal blocks in a scan wherever there is no KV cache. `platform` is the one
     that the model runs on; it decides layouts, and which of two ways to compute the same.
     """

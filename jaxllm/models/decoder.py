@@ -112,6 +112,11 @@ class GenerativeModel(Decoder, Protocol):
         """The device pads the slots of a KV cache to a multiple of this number."""
         ...
 
+    @property
+    def cache_slot_multiple(self) -> int:
+        """Attention takes a KV cache whose slots are a multiple of this number."""
+        ...
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ from jaxllm.models.summary import summary
 from jaxllm.models.weights import is_quantized, parameters, with_parameters
 from jaxllm.nn.block import Stack, StackOutput, shallow_copy
 from jaxllm.nn.linear import Embedding, Linear
-from jaxllm.nn.platform.attention import LANES
+from jaxllm.nn.platform.attention import LANES, SLOT_MULTIPLE
 from jaxllm.parallel.sharding import constrain
 
 C = TypeVar("C", bound=ModelConfig)
@@ -405,6 +405,10 @@ class LanguageModel(Generates, Model[C]):
     def cache_slot_tile(self) -> int:
         # A cache with an axis of heads has its slots in the lanes.
         return LANES if self.decoder_stack.cache_has_head_axis else 1
+
+    @property
+    def cache_slot_multiple(self) -> int:
+        return SLOT_MULTIPLE if self.decoder_stack.blocks[0].attn.has_step_kernel else 1
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
         """A self-attention cache of `capacity` columns, without tokens."""

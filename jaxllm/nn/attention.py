@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache.attention_view import SequenceMask, mask_array
+from jaxllm.cache.attention_view import SequenceMask, SlotIndices, mask_array
 from jaxllm.cache.kv_cache import KV
 from jaxllm.common.errors import UnsupportedError, quoted, warn
 from jaxllm.common.precision import exact_products
@@ -38,11 +38,15 @@ KERNEL_PLATFORMS = {"splash": ("tpu",), "triton": (*GPUS, "rocm"), "cudnn": GPUS
 """Platforms of the kernels of flash attention."""
 BY_PARTS = ("blockwise", *KERNEL_PLATFORMS)
 """Implementations that take masks and biases by their parts, not as arrays."""
-IMPLEMENTATIONS = ("eager", "xla", *BY_PARTS)
+STEP_KERNEL = "mosaic"
+"""The kernel of decode steps on a GPU. Whole sequences take what "auto" selects there."""
+IMPLEMENTATIONS = ("eager", "xla", *BY_PARTS, STEP_KERNEL)
 # PERF(gpu): Triton's kernel has been measured, cuDNN's not; docs/decisions/gpu-programs.md.
 GPU_KERNELS = ("triton", "cudnn")
 """Kernels for GPUs; "auto" selects the first one that JAX has."""
 PLATFORM_KERNELS = {"tpu": ("splash",), **dict.fromkeys(GPUS, GPU_KERNELS)}
+NewColumns = tuple[Float[Array, "B T K H"], Float[Array, "B T K H"], SlotIndices]
+"""Keys and values of new columns, and the cache slots that they are written to."""
 QUERY_BLOCK = 256
 """Queries of a block of `attend_blocks`; fewer are computed by `attend`."""
 
@@ -58,7 +62,8 @@ def implementation_for(name: str, platform: str) -> str:
     >>> implementation_for("auto", "cpu"), implementation_for("auto", "tpu")
     ('eager', 'splash')
     """
-    if platform not in KERNEL_PLATFORMS.get(name, (platform,)):
+    platforms = {**KERNEL_PLATFORMS, STEP_KERNEL: GPUS}
+    if platform not in platforms.get(name, (platform,)):
         kind = "TPUs" if name == "splash" else "GPUs"
         raise UnsupportedError(
             f"attn_implementation: {name} is a kernel for {kind}, and this runs on {platform}; "
@@ -66,14 +71,18 @@ def implementation_for(name: str, platform: str) -> str:
         )
     if name in KERNEL_PLATFORMS:
         import_kernel(name)
+    capabilities = [float(getattr(x, "compute_capability", 9)) for x in jax.local_devices()]
+    if name == STEP_KERNEL and any(int(x) != 9 for x in capabilities):
+        raise UnsupportedError(
+            f"attn_implementation: {name} is a kernel for GPUs of compute capability 9, and this "
+            f"one has {capabilities[0]:g}; choose auto"
+        )
     if name != "auto":
         return name
     if platform not in PLATFORM_KERNELS:
         return "eager"
     # PERF(gpu): Triton and cuDNN need compute capability 8 or later; a T4 has 7.5.
-    if platform == "gpu" and any(
-        float(getattr(device, "compute_capability", 8)) < 8 for device in jax.local_devices()
-    ):
+    if platform == "gpu" and min(capabilities) < 8:
         return "blockwise"
     for kernel in PLATFORM_KERNELS[platform]:
         try:
@@ -318,6 +327,9 @@ class Attention(nnx.Module):
         self.q, self.k, self.v, self.o = q, k, v, o
         self.q_norm, self.k_norm, self.window, self.rope = q_norm, k_norm, window, rope
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.has_step_kernel = implementation == STEP_KERNEL
+        if self.has_step_kernel:
+            implementation = implementation_for("auto", "gpu")
         self.scores, self.dropout_rate, self.implementation = scores, dropout_rate, implementation
 
     def keys_values(
@@ -353,29 +365,41 @@ class Attention(nnx.Module):
         key: jax.Array | None = None,
         want_weights: bool = False,
         used_slots: Int[Array, ""] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B N T S"] | None]:
+        new: NewColumns | None = None,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B N T S"] | None, KV]:
         """Attends from x to the keys and values, and applies the output projection.
 
         Args:
             want_weights: also return the attention weights.
             used_slots: number of the cache's first slots that hold tokens; None: any slot may.
+            new: keys and values that are first written to the cache `kv`, and their slots.
+
+        Returns:
+            The output, the attention weights, and `kv` with what is new.
         """
         key, q_key, o_key = split_key(key, 3)
+        key = key if self.dropout_rate else None
+        is_plain = not want_weights and head_mask is None and key is None
+        kernel = self._step_kernel(x, kv, visible, new) if is_plain else None
+        if new is not None and kernel is None:
+            kv = kv.write(*new)
         q = with_gradient_in_token_order(self.q(x, q_key, self))
         q = split_heads(q, self.heads, is_rotated=rotary is not None)
         q = constrain(q if self.q_norm is None else self.q_norm(q), "rows", None, "heads")
         if rotary is not None:
             q = rotate(q, *rotary)
         weights = None
-        key = key if self.dropout_rate else None
         # Only eager attention returns weights and supports a head mask and dropout.
         eager = {"scores": self.scores, "head_mask": head_mask, "dropout_rate": self.dropout_rate}
-        if isinstance(visible, SequenceMask) and not want_weights:
+        if kernel is None and isinstance(visible, SequenceMask) and not want_weights:
             out = self._attend_sequence(q, kv, visible, bias, eager, key)
         else:
             visible = mask_array(visible)
             bias = bias.array() if isinstance(bias, ColumnBias) else bias
-            if want_weights or head_mask is not None or key is not None:
+            if kernel is not None:
+                plain = partial(attend, scores=self.scores)
+                out, kv = kernel(plain, q, kv, new, visible, bias, scale=self.scores.scale)
+            elif not is_plain:
                 out, weights = attend_with_weights(q, kv, visible, bias, key=key, **eager)
             elif self.implementation == "xla" and self.scores.softcap is None:
                 out = attend_xla(q, kv, visible=visible, bias=bias, scale=self.scores.scale)
@@ -384,7 +408,25 @@ class Attention(nnx.Module):
                 plain = partial(attend, scores=self.scores)
                 out = attend_cache(plain, q, kv, used_slots, **options)
         y = self.o(out.reshape(*out.shape[:2], self.heads * self.head_dim), o_key)
-        return y, (weights if want_weights else None)
+        return y, (weights if want_weights else None), kv
+
+    def _step_kernel(
+        self,
+        x: Float[Array, "B T D"],
+        kv: KV,
+        visible: Bool[Array, "B 1 #T S"] | SequenceMask,
+        new: NewColumns | None,
+    ) -> Callable[..., tuple[Float[Array, "B T N H"], KV]] | None:
+        """The kernel of a decode step; None if there is none of this attention."""
+        if not self.has_step_kernel:
+            return None
+        if isinstance(visible, SequenceMask) and not visible.hides_pads_only:
+            return None
+        # Pallas is imported where it is used only, which takes half a second.
+        from jaxllm.nn.platform.mosaic import attend_or_step, step_applies
+
+        applies = step_applies(self.heads, kv, self.scores, x, new)
+        return attend_or_step if applies else None
 
     def _attend_sequence(
         self,

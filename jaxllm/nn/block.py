@@ -142,13 +142,13 @@ class Block(nnx.Module):
         attn_key, attn_drop, cross_key, cross_drop, mlp_key, mlp_drop, kv_key = keys
         read = self._input_of("attn", x)
         k, v = self.attn.keys_values(read, context.rotary, kv_key)
-        kv = used_slots = None
-        if cache is not None and context.view.write_slots is not None:
-            cache = kv = cache.write(k, v, context.view.write_slots)
-            used_slots = context.view.used_slots
-        if kv is None or cache_is_empty:  # attend to the new positions only
-            kv, used_slots = self.attn.kv_of_sequence(k, v), None
-        y, weights = self.attn(
+        slots = context.view.write_slots
+        new = None if cache is None or slots is None else (k, v, slots)
+        if cache is not None and new is not None and cache_is_empty:
+            cache, new = cache.write(*new), None
+        # Without a cache, and in its first call, queries attend to the new positions only.
+        kv = self.attn.kv_of_sequence(k, v) if cache is None or new is None else cache
+        y, weights, kv = self.attn(
             read,
             kv,
             visible=context.view.visible,
@@ -157,13 +157,15 @@ class Block(nnx.Module):
             head_mask=options.head_mask,
             key=attn_key,
             want_weights=want_weights,
-            used_slots=used_slots,
+            used_slots=None if new is None else context.view.used_slots,
+            new=new,
         )
+        cache = cache if new is None else kv
         x = self._add("attn", read if self.adds_to_norm else x, y, attn_drop)
         cross_weights = None
         if self.cross is not None and cross_kv is not None:
             assert context.cross_visible is not None
-            y, cross_weights = self.cross(
+            y, cross_weights, _ = self.cross(
                 self._input_of("cross", x),
                 cross_kv,
                 visible=context.cross_visible,

@@ -101,6 +101,18 @@ WIDE_ROWS: dict[str, tuple[str, dict[str, Any], int]] = {
 """Family -> field of the number of layers, sizes, and most kernels of a layer for one row."""
 
 
+STEP_KERNELS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "llama": (*WIDE_ROWS["llama"][:2], 11),
+    "gpt2": ("n_layer", {"n_embd": 1600, "n_head": 25, "n_positions": 128}, 10),
+    "t5": (
+        "num_decoder_layers",
+        {"d_model": 2048, "d_kv": 64, "num_heads": 32, "d_ff": 5120, "num_layers": 1},
+        17,
+    ),
+}
+"""As `WIDE_ROWS`, with the kernel of attention and for 64 rows."""
+
+
 @needs_gpu
 @pytest.mark.parametrize("family", tuple(WIDE_ROWS))
 def test_norms_of_a_single_row_are_few_kernels_on_a_gpu(family: str) -> None:
@@ -114,6 +126,22 @@ def test_norms_of_a_single_row_are_few_kernels_on_a_gpu(family: str) -> None:
         return decode.kernels
 
     assert kernels(3) - kernels(1) <= 2 * most
+
+
+@needs_gpu
+@pytest.mark.parametrize("family", tuple(STEP_KERNELS))
+def test_a_step_with_a_kernel_of_attention_is_few_kernels_on_a_gpu(family: str) -> None:
+    """Mosaic compiles it for the GPU. It writes into the cache, which is not copied."""
+    depth, sizes, most = STEP_KERNELS[family]
+
+    def decode(layers: int) -> Any:
+        config = tiny.CONFIGS[family] | sizes | {depth: layers}
+        options = {"program": "decode", "batch": 64, "prompt": 64, "new": 64, "dtype": "bfloat16"}
+        return jaxllm.plan(config, "h100", **options, attn_implementation="mosaic").programs[0]
+
+    small, large = decode(1), decode(3)
+    assert large.kernels - small.kernels <= 2 * most
+    assert large.cache_copies == 0
 
 
 @needs_tpu

@@ -90,6 +90,7 @@ def build_layout(
         with_bucket = request.width + strategy.cache_slots(request.max_new_tokens)
         capacity = tiled_slots(capacity, with_bucket, request.model.cache_slot_tile, new_slots)
     capacity = cache_capacity(config, kind, capacity, needed)
+    capacity += -capacity % request.model.cache_slot_multiple
     return arrays, capacity, chunk_size
 
 

@@ -34,6 +34,8 @@ QUERY_TILE = 8
 """Rows of a tile of a TPU's matrix unit."""
 LANES = 128
 """Columns of a tile."""
+SLOT_MULTIPLE = 8
+"""The slots of a cache that a GPU's kernel of decode steps takes are a multiple of this number."""
 MAX_ROWS_APART = 8
 """Most rows of a device in a decode step on TPUs whose largest scores are an operation of their
 own."""
