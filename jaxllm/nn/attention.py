@@ -49,6 +49,8 @@ NewColumns = tuple[Float[Array, "B T K H"], Float[Array, "B T K H"], SlotIndices
 """Keys and values of new columns, and the cache slots that they are written to."""
 QUERY_BLOCK = 256
 """Queries of a block of `attend_blocks`; fewer are computed by `attend`."""
+MAX_UNROLLED_BLOCKS = 2
+"""Blocks of queries up to which a GPU runs them without a loop."""
 
 
 def implementation_for(name: str, platform: str) -> str:
@@ -226,6 +228,7 @@ def attend_blocks(
     mask: SequenceMask,
     bias: ColumnBias | None,
     key: Array | None,
+    is_on_gpu: bool = False,
 ) -> Float[Array, "B T N H"]:
     """Attention of one block of queries after the other, on any platform.
 
@@ -271,7 +274,10 @@ def attend_blocks(
         )
         return None, out
 
-    _, out = jax.lax.scan(jax.checkpoint(one), None, queries)
+    # PERF(gpu): XLA searches the tiles of equal kernels anew in each loop, which was two thirds of
+    # the time that T5's prefill compiled; docs/decisions/gpu-programs.md.
+    unroll = is_on_gpu and count <= MAX_UNROLLED_BLOCKS
+    _, out = jax.lax.scan(jax.checkpoint(one), None, queries, unroll=unroll)
     return jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *q.shape[2:])[:, :T]
 
 
@@ -448,6 +454,8 @@ class Attention(nnx.Module):
             options = {"mask": mask, "scores": self.scores}
             return attend_flash(self.implementation, q, kv, **options)
         if q.shape[1] > QUERY_BLOCK and not isinstance(bias, jax.Array):
-            return attend_blocks(partial(attend, **eager), q, kv, mask=mask, bias=bias, key=key)
+            is_on_gpu = "gpu" in KERNEL_PLATFORMS.get(self.implementation, ())
+            options = {"mask": mask, "bias": bias, "key": key, "is_on_gpu": is_on_gpu}
+            return attend_blocks(partial(attend, **eager), q, kv, **options)
         bias = bias.array() if isinstance(bias, ColumnBias) else bias
         return attend(q, kv, mask.array(), bias, key=key, **eager)

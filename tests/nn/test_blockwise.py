@@ -122,11 +122,28 @@ def test_blocks_of_queries_equal_eager(masked):
         )
         bias = ColumnBias(table, view.query_columns, view.key_columns)
     assert T > QUERY_BLOCK
-    results = output_and_gradients(layer("blockwise"), q, k, v, mask=view.visible, bias=bias)
-    check(results)
-    assert len(results[0]) == (5 if bias is not None else 4)
-    if masked != "bias":  # the first pads of a row on the left see nothing
-        assert (np.asarray(results[0][0])[0, :50] == 0).all()
+    for implementation in ("blockwise", "triton"):  # float32, which the kernel does not take
+        results = output_and_gradients(layer(implementation), q, k, v, mask=view.visible, bias=bias)
+        check(results)
+        assert len(results[0]) == (5 if bias is not None else 4)
+        if masked != "bias":  # the first pads of a row on the left see nothing
+            assert (np.asarray(results[0][0])[0, :50] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("implementation", "length", "loops"),
+    [("triton", 2, 0), ("cudnn", 2, 0), ("triton", 3, 1), ("splash", 2, 1), ("blockwise", 2, 1)],
+)
+def test_only_a_gpu_runs_two_blocks_of_queries_without_a_loop(implementation, length, loops):
+    q = jnp.zeros((1, length * QUERY_BLOCK, N, 8))  # float32, which the kernels do not take
+    mask = make_view(jnp.ones(q.shape[:2], bool)).visible
+
+    def run(q):
+        options = {"mask": mask, "bias": None, "key": None, "eager": {"scores": Scores(0.5)}}
+        options["eager"] |= {"head_mask": None}
+        return layer(implementation)._attend_sequence(q, KV.from_sequence(q, q), **options)
+
+    assert jax.jit(run).lower(q).as_text().count("stablehlo.while") == loops
 
 
 @pytest.mark.ci
