@@ -117,23 +117,26 @@ def test_columns_beyond_the_cache_are_not_written() -> None:
     assert (written.v == kv.v).all()
 
 
-def test_without_new_columns_it_has_the_derivative_of_the_reference(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("writes", [True, pytest.param(False, marks=pytest.mark.ci)])
+def test_it_has_the_gradients_of_the_reference(
+    writes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mosaic, "INTERPRETER", INTERPRETER)
-    q, kv, visible, _, _ = arrays_of(Case(rows=1, slots=64, writes=False))
+    q, kv, visible, _, new = arrays_of(Case(rows=1, slots=64, writes=writes))
 
     def plain(q: jax.Array, kv: KV, visible: jax.Array, bias: None) -> jax.Array:
         return attend(q, kv, visible, bias, scores=Scores(0.5))
 
     def squares(q: jax.Array, kv: KV, kernel: bool) -> jax.Array:
         if kernel:
-            out, _ = mosaic.attend_or_step(plain, q, kv, None, visible, None, scale=0.5)
+            out, kv = mosaic.attend_or_step(plain, q, kv, new, visible, None, scale=0.5)
         else:
+            kv = kv if new is None else kv.write(*new)
             out = plain(q, kv, visible, None)
-        return (out.astype(jnp.float32) ** 2).sum()
+        return (out.astype(jnp.float32) ** 2).sum() + kv.k.astype(jnp.float32).sum()
 
-    found, expected = (jax.grad(squares, argnums=(0, 1))(q, kv, x) for x in (True, False))
+    gradients = jax.jit(jax.grad(squares, argnums=(0, 1)), static_argnums=2)
+    found, expected = (gradients(q, kv, x) for x in (True, False))
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert jnp.abs(y).max() > 0.1
         # The gradient of the square has the kernel's output as its factor.

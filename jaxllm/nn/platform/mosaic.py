@@ -77,17 +77,16 @@ def attend_or_step(
     scale: float,
 ) -> tuple[Float[Array, "B T N H"], KV]:
     """``attend(q, kv, visible, bias)`` after the new columns are written, and the cache with
-    them. On a GPU the kernel does both. Without new columns it has the derivative of `attend`."""
+    them. On a GPU the kernel does both, with the gradients of `attend`."""
 
     def plain(*arguments: Any) -> tuple[Array, KV]:
         q, kv, visible, bias, new = arguments
         kv = kv if new is None else kv.write(*new)
         return attend(q, kv, visible, bias), kv
 
-    kernel = functools.partial(attend_step, scale=scale, interpreter=INTERPRETER)
-    if new is None:
-        kernel = jax.custom_jvp(kernel)
-        kernel.defjvp(functools.partial(jax.jvp, plain))
+    # Not `custom_jvp`, in which JAX does not compile the references of the kernel.
+    kernel = jax.custom_vjp(functools.partial(attend_step, scale=scale, interpreter=INTERPRETER))
+    kernel.defvjp(functools.partial(jax.vjp, plain), lambda backward, of_out: backward(of_out))
     other = plain if INTERPRETER is None else kernel
     return lax.platform_dependent(q, kv, visible, bias, new, cuda=kernel, default=other)
 
