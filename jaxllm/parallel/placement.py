@@ -163,11 +163,16 @@ def mesh_of(tree: object) -> Mesh | None:
     return None
 
 
-def platform_of_arrays(tree: object) -> str:
-    """Platform of the devices that hold a tree of arrays: "cpu", "gpu" or "tpu". JAX's default one
-    if they are traced, or shapes without a sharding."""
+def device_of_arrays(tree: object) -> Any:
+    """A device that holds a tree of arrays. JAX's default one if they are traced, or shapes without
+    a sharding."""
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)  # None: numpy, or a shape
         if isinstance(sharding, Sharding) and not isinstance(leaf, Tracer):
-            return next(iter(sharding.device_set)).platform
-    return default_device().platform
+            return next(iter(sharding.device_set))
+    return default_device()
+
+
+def platform_of_arrays(tree: object) -> str:
+    """Platform of the devices that hold a tree of arrays: "cpu", "gpu" or "tpu"."""
+    return device_of_arrays(tree).platform

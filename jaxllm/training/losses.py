@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.common.errors import InputError
+from jaxllm.common.hardware import own_memory
 from jaxllm.models.decoder_only import CausalLM, SequenceClassifier, with_rope_per_row
 from jaxllm.models.encoder_decoder import EncoderDecoderLM
 from jaxllm.models.input_checks import IGNORED
@@ -30,7 +31,7 @@ from jaxllm.models.losses import (
 from jaxllm.models.model import Head, Model
 from jaxllm.nn.lora import LoraLinear
 from jaxllm.nn.platform.training import MAX_LOGITS, max_logits
-from jaxllm.parallel.placement import platform_of_arrays
+from jaxllm.parallel.placement import device_of_arrays
 from jaxllm.parallel.sharding import (
     DATA,
     FSDP,
@@ -294,7 +295,8 @@ def loss_for(model: Model[Any], *, label_smoothing: float = 0.0, z_loss: float =
 
 def most_logits(model: Model[Any]) -> int:
     """Most logits that a loss should hold at once on a device that holds the model."""
-    return max_logits(platform_of_arrays(model), model.dtype)
+    device = device_of_arrays(model)
+    return max_logits(device.platform, model.dtype, own_memory(device))
 
 
 def columns_within(limit: int, shape: tuple[int, int], vocab_size: int) -> int:

@@ -359,3 +359,6 @@ def test_a_gpu_holds_more_logits_at_once() -> None:
         MAX_LOGITS
     }
     assert 2 * max_logits("gpu", half) == 4 * max_logits("gpu", single) == 2**31
+    gib = 1 << 30
+    bytes_of = {memory: 2 * max_logits("gpu", half, memory * gib) for memory in (8, 32, 80)}
+    assert bytes_of == {8: gib // 2, 32: gib, 80: 2 * gib}

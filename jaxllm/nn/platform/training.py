@@ -74,11 +74,18 @@ def entry_of_rows(x: Float[Array, "*B V"], index: Int[Array, "*B"]) -> Float[Arr
     return jax.lax.platform_dependent(x, index, tpu=selected, default=gathered)
 
 
-def max_logits(platform: str, dtype: np.dtype) -> int:
-    """Most logits of this dtype that the loss holds at once on a device of a platform."""
+def max_logits(platform: str, dtype: np.dtype, memory: int | None = None) -> int:
+    """Most logits of this dtype that the loss holds at once on a device of a platform.
+
+    Args:
+        memory: bytes of the device's memory; None: unknown.
+    """
+    if platform not in ("gpu", "cuda", "rocm"):
+        return MAX_LOGITS
     # PERF(gpu): each chunk of tokens casts the head, and adds its gradient to a sum in float32,
     # which moves several times the bytes of its logits; docs/decisions/gpu-programs.md.
-    return (1 << 31) // dtype.itemsize if platform in ("gpu", "cuda", "rocm") else MAX_LOGITS
+    most = 1 << 31
+    return (most if memory is None else min(most, max(1 << 29, memory // 32))) // dtype.itemsize
 
 
 def updated_if(condition: Bool[Array, ""], update: Callable[[State], State], state: State) -> State:
