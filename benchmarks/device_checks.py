@@ -33,6 +33,8 @@ from jaxllm.training import (
 ROWS, TOKENS, NEW = 2, 300, 16
 """More tokens than a block of attention has queries (256), and no multiple of one."""
 PADS = 40
+STEPS = 4
+"""Columns that are read by decode steps; the cache has as many slots more, a multiple of 8."""
 FLOAT32_TOLERANCE = 1e-3
 BFLOAT16_TOLERANCE = 0.05
 STEP_TOLERANCE = 0.01
@@ -96,18 +98,51 @@ def all_checks(
     families: Sequence[str], device: Any, attn_implementation: str = "auto"
 ) -> list[Check]:
     """The checks of several families. Threads compile the programs of several at once. Those of
-    the kernel "mosaic", which computes decode steps, compare the kernel itself."""
-    if attn_implementation == "mosaic":
-        return list(step_checks(device))
+    the kernel "mosaic" are of decode steps: of the kernel itself, and of families in bfloat16."""
 
-    def run(family: str) -> list[Check]:
+    def run(name: str) -> list[Check]:
         try:
-            return list(checks(family, device, attn_implementation))
-        except Exception as error:  # which must not hide the other families
-            return [Check(f"{family}: {error}".splitlines()[0], math.nan, 0.0)]
+            if name in STEP_CASES:
+                return list(step_checks(name, device))
+            if attn_implementation == "mosaic":
+                return [cached_check(name, device)]
+            return list(checks(name, device, attn_implementation))
+        except Exception as error:  # which must not hide the others
+            return [Check(f"{name}: {error}".splitlines()[0], math.nan, 0.0)]
 
+    names = families
+    if attn_implementation == "mosaic":
+        names = [*STEP_CASES, *(x for x in families if x not in EXPERTS)]
     with ThreadPoolExecutor(THREADS) as pool:
-        return [check for found in pool.map(run, families) for check in found]
+        return [check for found in pool.map(run, names) for check in found]
+
+
+def cached_check(family: str, device: Any) -> Check:
+    """Compares the last columns of a small model, each read by a decode step."""
+    cpu = jax.local_devices(backend="cpu")[0]
+    ids = np.random.default_rng(0).integers(3, 1000, (ROWS, TOKENS)).astype(np.int32)
+    found = cached_logits(small_model(family, device, "bfloat16", "mosaic"), ids)
+    expected = cached_logits(small_model(family, cpu, "float32"), ids)
+    difference = distance(found, expected)
+    return Check(f"{family}, mosaic: decode steps in bfloat16", difference, BFLOAT16_TOLERANCE)
+
+
+def cached_logits(model: Any, ids: np.ndarray) -> np.ndarray:
+    """Logits of the last STEPS columns, each of which is read alone."""
+    mask, name, source = padding_mask(ids), "input_ids", {}
+    if model.is_encoder_decoder:
+        name, source = "decoder_input_ids", {"input_ids": ids, "attention_mask": mask}
+    cache, found = model.init_cache(ROWS, TOKENS + STEPS, **source), []
+    first = TOKENS - STEPS
+    for columns in (slice(0, first), *(slice(i, i + 1) for i in range(first, TOKENS))):
+        inputs = {
+            name: ids[:, columns],
+            name.replace("input_ids", "attention_mask"): mask[:, columns],
+        }
+        out = model(**inputs, cache=cache)
+        cache = out.cache
+        found.append(np.asarray(out.logits, np.float32))
+    return np.concatenate(found[1:], axis=1)
 
 
 STEP_CASES = {
@@ -121,40 +156,40 @@ STEP_CASES = {
 whether there are new columns, and a bias."""
 
 
-def step_checks(device: Any) -> Iterator[Check]:
+def step_checks(name: str, device: Any) -> Iterator[Check]:
     """Compares the kernel of decode steps on the device with attention on the CPU."""
     random = np.random.default_rng(0)
-    for name, (rows, heads, group, queries, size, slots, is_new, has_bias) in STEP_CASES.items():
-        shapes = {
-            "q": (rows, queries, heads * group, size),
-            "k": (rows * heads, slots, size),
-            "v": (rows * heads, slots, size),
-            "new_k": (rows, queries, heads, size),
-            "new_v": (rows, queries, heads, size),
-        }
-        half = {x: jnp.asarray(random.normal(size=y), jnp.bfloat16) for x, y in shapes.items()}
-        last = random.integers(slots // 2, slots - queries + 1, rows)
-        first = random.integers(0, slots // 4, rows)
-        columns = np.arange(slots)
-        visible = (columns >= first[:, None]) & (columns < last[:, None])
-        visible = np.repeat(visible[:, None], queries, axis=1)
-        for query in range(queries if is_new else 0):
-            visible[np.arange(rows), query, last + query] = True
-        bias = random.normal(size=(1, heads * group, queries, slots)) if has_bias else None
-        bias = None if bias is None else jnp.asarray(bias, jnp.float32)
+    rows, heads, group, queries, size, slots, is_new, has_bias = STEP_CASES[name]
+    shapes = {
+        "q": (rows, queries, heads * group, size),
+        "k": (rows * heads, slots, size),
+        "v": (rows * heads, slots, size),
+        "new_k": (rows, queries, heads, size),
+        "new_v": (rows, queries, heads, size),
+    }
+    half = {x: jnp.asarray(random.normal(size=y), jnp.bfloat16) for x, y in shapes.items()}
+    last = random.integers(slots // 2, slots - queries + 1, rows)
+    first = random.integers(0, slots // 4, rows)
+    columns = np.arange(slots)
+    visible = (columns >= first[:, None]) & (columns < last[:, None])
+    visible = np.repeat(visible[:, None], queries, axis=1)
+    for query in range(queries if is_new else 0):
+        visible[np.arange(rows), query, last + query] = True
+    bias = random.normal(size=(1, heads * group, queries, slots)) if has_bias else None
+    bias = None if bias is None else jnp.asarray(bias, jnp.float32)
 
-        if not is_new:
-            del half["new_k"], half["new_v"]
-        exact = jax.tree.map(lambda x: x.astype(jnp.float32), half)
-        others = (visible[:, None], bias, last.astype(np.int32))
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            expected = jax.jit(step_by_reference)(exact, *others)
-        found = jax.jit(step_by_kernel)(*jax.device_put((half, *others), device))
-        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-        for what, (x, y) in zip(("output", "keys", "values"), pairs, strict=True):
-            difference = distance(np.asarray(x, np.float32), np.asarray(y))
-            tolerance = STEP_TOLERANCE if what == "output" else 0.0
-            yield Check(f"mosaic, {name}: {what}", difference, tolerance)
+    if not is_new:
+        del half["new_k"], half["new_v"]
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), half)
+    others = (visible[:, None], bias, last.astype(np.int32))
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        expected = jax.jit(step_by_reference)(exact, *others)
+    found = jax.jit(step_by_kernel)(*jax.device_put((half, *others), device))
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    for what, (x, y) in zip(("output", "keys", "values"), pairs, strict=True):
+        difference = distance(np.asarray(x, np.float32), np.asarray(y))
+        tolerance = STEP_TOLERANCE if what == "output" else 0.0
+        yield Check(f"mosaic, {name}: {what}", difference, tolerance)
 
 
 def step_by_reference(x: dict[str, Any], visible: Any, bias: Any, last: Any) -> Any:

@@ -75,6 +75,8 @@ def test_models_of_a_config(family):
     auto = jaxllm.auto.AutoModelForSeq2SeqLM if family == "t5" else jaxllm.auto.AutoModelForCausalLM
     model = auto.from_config(config, seed=3)
     same_weights(model, type(model).from_config(config, seed=3))
+    with pytest.raises(UnsupportedError, match="splash is a kernel for TPUs"):
+        type(model).from_config(config, attn_implementation="splash")
     first, other = model.embedding.weight, type(model).from_config(config, seed=4).embedding.weight
     assert not np.array_equal(first, other)
     assert jaxllm.auto.AutoModel.from_config(config).dtype == np.float32

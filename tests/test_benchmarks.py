@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 import tiny
 from paths import ROOT
@@ -146,10 +147,19 @@ def test_the_checks_of_the_kernel_of_decode_steps(
     checks = importlib.import_module("device_checks")
     cases = {"wide": (2, 2, 4, 1, 128, 80, True, False), "beams": (2, 1, 1, 4, 64, 72, True, True)}
     monkeypatch.setattr(checks, "STEP_CASES", cases | {"cross": (2, 2, 1, 4, 64, 64, False, False)})
-    found = list(checks.step_checks(jax.devices()[0]))
+    found = [
+        check for name in checks.STEP_CASES for check in checks.step_checks(name, jax.devices()[0])
+    ]
     assert [check.name.partition(": ")[2] for check in found] == 3 * ["output", "keys", "values"]
     assert all(check.passed for check in found)
     assert 0 < found[0].difference < checks.STEP_TOLERANCE
+    monkeypatch.setattr(checks, "TOKENS", 68)
+    model = checks.small_model("t5", jax.devices()[0], "float32")
+    ids = np.random.default_rng(0).integers(3, 1000, (checks.ROWS, 68)).astype(np.int32)
+    mask = checks.padding_mask(ids)
+    inputs = {"decoder_input_ids": ids, "decoder_attention_mask": mask, "attention_mask": mask}
+    whole = np.asarray(model(ids, **inputs).logits)[:, -checks.STEPS :]
+    np.testing.assert_allclose(checks.cached_logits(model, ids), whole, atol=1e-4)
 
 
 @pytest.mark.slow

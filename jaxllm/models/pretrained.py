@@ -103,8 +103,13 @@ class Pretrained:
             dtypes = jnp.dtype(dtype), jnp.dtype(param_dtype)
         except TypeError as failure:
             raise InputError(f"dtype, param_dtype: {failure}") from None
-        options = Options(
-            *dtypes, attn_implementation, remat, scan_layers, default_device().platform
+        options = Options.on(
+            default_device().platform,
+            attn_implementation=attn_implementation,
+            dtype=dtypes[0],
+            param_dtype=dtypes[1],
+            remat=remat,
+            scan_layers=scan_layers,
         )
         make: Any = cls
         return make(config, options, rngs=nnx.Rngs(seed))

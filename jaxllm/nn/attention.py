@@ -17,12 +17,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache.attention_view import SequenceMask, SlotIndices, mask_array
+from jaxllm.cache.attention_view import SequenceMask, mask_array
 from jaxllm.cache.kv_cache import KV
 from jaxllm.common.errors import UnsupportedError, quoted, warn
 from jaxllm.common.precision import exact_products
 from jaxllm.nn.linear import Linear, declare_axes, dropout, split_key
 from jaxllm.nn.platform.attention import (
+    NewColumns,
     attend_cache,
     head_products,
     largest_scores,
@@ -45,8 +46,6 @@ IMPLEMENTATIONS = ("eager", "xla", *BY_PARTS, STEP_KERNEL)
 GPU_KERNELS = ("triton", "cudnn")
 """Kernels for GPUs; "auto" selects the first one that JAX has."""
 PLATFORM_KERNELS = {"tpu": ("splash",), **dict.fromkeys(GPUS, GPU_KERNELS)}
-NewColumns = tuple[Float[Array, "B T K H"], Float[Array, "B T K H"], SlotIndices]
-"""Keys and values of new columns, and the cache slots that they are written to."""
 QUERY_BLOCK = 256
 """Queries of a block of `attend_blocks`; fewer are computed by `attend`."""
 MAX_UNROLLED_BLOCKS = 2
@@ -71,20 +70,20 @@ def implementation_for(name: str, platform: str) -> str:
             f"attn_implementation: {name} is a kernel for {kind}, and this runs on {platform}; "
             "choose auto, eager or blockwise"
         )
-    if name in KERNEL_PLATFORMS:
+    if name in platforms:
         import_kernel(name)
-    capabilities = [float(getattr(x, "compute_capability", 9)) for x in jax.local_devices()]
-    if name == STEP_KERNEL and any(int(x) != 9 for x in capabilities):
+    capability = own_capability() if platform == "gpu" else None
+    if name == STEP_KERNEL and capability is not None and int(capability) != 9:
         raise UnsupportedError(
             f"attn_implementation: {name} is a kernel for GPUs of compute capability 9, and this "
-            f"one has {capabilities[0]:g}; choose auto"
+            f"one has {capability:g}; choose auto"
         )
     if name != "auto":
         return name
     if platform not in PLATFORM_KERNELS:
         return "eager"
     # PERF(gpu): Triton and cuDNN need compute capability 8 or later; a T4 has 7.5.
-    if platform == "gpu" and min(capabilities) < 8:
+    if capability is not None and capability < 8:
         return "blockwise"
     for kernel in PLATFORM_KERNELS[platform]:
         try:
@@ -94,6 +93,13 @@ def implementation_for(name: str, platform: str) -> str:
         return kernel
     warn_of_blockwise(PLATFORM_KERNELS[platform])
     return "blockwise"
+
+
+def own_capability() -> float | None:
+    """The smallest compute capability of this process's GPUs; None if there is no NVIDIA GPU."""
+    found = [str(getattr(x, "compute_capability", "")) for x in jax.local_devices()]
+    numbers = [float(x) for x in found if x.replace(".", "", 1).isdigit()]
+    return min(numbers, default=None)
 
 
 @cache
@@ -337,6 +343,11 @@ class Attention(nnx.Module):
         if self.has_step_kernel:
             implementation = implementation_for("auto", "gpu")
         self.scores, self.dropout_rate, self.implementation = scores, dropout_rate, implementation
+
+    @property
+    def attn_implementation(self) -> str:
+        """The name that it was made with."""
+        return STEP_KERNEL if self.has_step_kernel else self.implementation
 
     def keys_values(
         self,

@@ -25,6 +25,7 @@ from jaxllm.common.hardware import SHARE_OF_DEVICE
 from jaxllm.models.expert_use import used_shares
 from jaxllm.models.model import BaseModel, LanguageModel, Model
 from jaxllm.models.weights import parameters
+from jaxllm.nn.platform.training import logits_within_memory
 from jaxllm.parallel.placement import put_tree
 from jaxllm.parallel.sharding import FSDP, TENSOR, abstract_mesh, row_shards
 from jaxllm.planning.abstract import (
@@ -304,6 +305,9 @@ def training_bounds(
     tokens = rows * workload.prompt
     blocks = {match[0] for path in params if (match := re.match(r".*\.blocks\.\d+", path))}
     kept = tokens * model.config.width * len(blocks) * model.dtype.itemsize
+    # The logits that the loss holds at once, and their gradient.
+    most = logits_within_memory(chip.platform, model.dtype, chip.memory_bytes)
+    kept += 2 * min(tokens * model.config.vocab_size, most) * model.dtype.itemsize
     counts = TokenCounts(tokens * count, tokens * count * workload.prompt // 2)
     if model.is_encoder_decoder:
         pairs = tokens * count * workload.prompt

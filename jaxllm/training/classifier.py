@@ -46,7 +46,7 @@ def with_classifier(
         param_dtype=weight.dtype,
         remat=model.backbone.stack.remat,
         scan_layers=model.backbone.stack.scan_layers,
-        attn_implementation=model.backbone.stack.blocks[0].attn.implementation,
+        attn_implementation=model.backbone.stack.blocks[0].attn.attn_implementation,
         platform=model.backbone.stack.platform,
     )
     make = FAMILIES[model_type].classes[name]

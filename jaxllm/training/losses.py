@@ -30,7 +30,7 @@ from jaxllm.models.losses import (
 )
 from jaxllm.models.model import Head, Model
 from jaxllm.nn.lora import LoraLinear
-from jaxllm.nn.platform.training import MAX_LOGITS, max_logits
+from jaxllm.nn.platform.training import MAX_LOGITS, logits_within_memory
 from jaxllm.parallel.placement import device_of_arrays
 from jaxllm.parallel.sharding import (
     DATA,
@@ -274,8 +274,18 @@ def rows_right(logits: Float[Array, "B C"], labels: Array, problem: str | None) 
     return jnp.argmax(logits, axis=-1) == labels.reshape(-1)
 
 
-def loss_for(model: Model[Any], *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Loss:
-    """Returns the loss for a model's class, with chunks for the devices that hold the model.
+def loss_for(
+    model: Model[Any],
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    max_logits: int | None = None,
+) -> Loss:
+    """Returns the loss for a model's class.
+
+    Args:
+        max_logits: as in `TokenLoss`; None: what suits the devices that hold the model. Fewer take
+            less memory, and a GPU more time.
 
     Raises:
         InputError: no loss is known for the class, or a classifier has `label_smoothing` or
@@ -287,16 +297,16 @@ def loss_for(model: Model[Any], *, label_smoothing: float = 0.0, z_loss: float =
                 raise InputError(f"{name}: only for language models, but the model is a classifier")
         return ClassificationLoss()
     if isinstance(model, CausalLM):
-        return CausalLoss(label_smoothing, z_loss, most_logits(model))
+        return CausalLoss(label_smoothing, z_loss, max_logits or most_logits(model))
     if isinstance(model, EncoderDecoderLM):
-        return Seq2SeqLoss(label_smoothing, z_loss, most_logits(model))
+        return Seq2SeqLoss(label_smoothing, z_loss, max_logits or most_logits(model))
     raise InputError(f"{type(model).__name__}: has no labels to predict, so no loss")
 
 
 def most_logits(model: Model[Any]) -> int:
     """Most logits that a loss should hold at once on a device that holds the model."""
     device = device_of_arrays(model)
-    return max_logits(device.platform, model.dtype, own_memory(device))
+    return logits_within_memory(device.platform, model.dtype, own_memory(device))
 
 
 def columns_within(limit: int, shape: tuple[int, int], vocab_size: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jaxllm.cache.kv_cache import KV
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.models.build_options import Options
 from jaxllm.nn.attention import Scores, attend, implementation_for
+from jaxllm.training import with_classifier
 
 interpreter = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks")
 params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
@@ -185,7 +187,29 @@ def test_models_decode_with_it(family: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert np.abs(found - exact).max() < 1.5 * np.abs(rounded - exact).max()
 
 
-def test_where_it_runs() -> None:
+class Device:
+    """A device of this process with a compute capability."""
+
+    def __init__(self, compute_capability: str):
+        self.compute_capability = compute_capability
+
+
+def test_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedError, match="mosaic is a kernel for GPUs, and this runs on cpu"):
         implementation_for("mosaic", "cpu")
     assert implementation_for("mosaic", "gpu") == "mosaic"
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device("8.0")])
+    with pytest.raises(UnsupportedError, match=r"of compute capability 9, and this one has 8"):
+        implementation_for("mosaic", "gpu")
+    assert implementation_for("mosaic", "cuda") == "mosaic"  # a plan for a GPU that is not there
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device("gfx942")])
+    assert implementation_for("eager", "gpu") == "eager"
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.mosaic_gpu", None)
+    with pytest.raises(UnsupportedError, match=r"mosaic needs jax\.experimental"):
+        implementation_for("mosaic", "gpu")
+
+
+def test_a_classifier_made_of_a_model_keeps_it() -> None:
+    model = tiny.make("llama", options=Options(attn_implementation="mosaic"))
+    made = with_classifier(model, num_labels=3, key=0)
+    assert made.backbone.stack.blocks[0].attn.attn_implementation == "mosaic"

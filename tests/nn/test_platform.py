@@ -39,7 +39,7 @@ from jaxllm.nn.platform.products import (
 )
 from jaxllm.nn.platform.training import (
     MAX_LOGITS,
-    max_logits,
+    logits_within_memory,
     updated_by_select,
     updated_if,
     updated_in_loop,
@@ -355,10 +355,12 @@ def test_only_a_single_gpu_updates_by_a_select(platform: str, devices: int, loop
 
 def test_a_gpu_holds_more_logits_at_once() -> None:
     half, single = np.dtype(jnp.bfloat16), np.dtype(np.float32)
-    assert {max_logits(platform, x) for platform in ("cpu", "tpu") for x in (half, single)} == {
-        MAX_LOGITS
-    }
-    assert 2 * max_logits("gpu", half) == 4 * max_logits("gpu", single) == 2**31
+    assert {
+        logits_within_memory(platform, x) for platform in ("cpu", "tpu") for x in (half, single)
+    } == {MAX_LOGITS}
+    assert 2 * logits_within_memory("gpu", half) == 4 * logits_within_memory("gpu", single) == 2**31
     gib = 1 << 30
-    bytes_of = {memory: 2 * max_logits("gpu", half, memory * gib) for memory in (8, 32, 80)}
+    bytes_of = {
+        memory: 2 * logits_within_memory("gpu", half, memory * gib) for memory in (8, 32, 80)
+    }
     assert bytes_of == {8: gib // 2, 32: gib, 80: 2 * gib}

@@ -19,6 +19,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxllm.cache.attention_view import SlotIndices
 from jaxllm.cache.kv_cache import KV
 from jaxllm.common.precision import float32_einsum
 from jaxllm.nn.platform.products import at_most, kernel_attention, kernel_usable
@@ -30,6 +31,8 @@ from jaxllm.parallel.sharding import (
     row_shards,
 )
 
+NewColumns = tuple[Float[Array, "B T K H"], Float[Array, "B T K H"], SlotIndices]
+"""Keys and values of new columns, and the cache slots that they are written to."""
 QUERY_TILE = 8
 """Rows of a tile of a TPU's matrix unit."""
 LANES = 128

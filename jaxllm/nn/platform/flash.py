@@ -34,6 +34,7 @@ as many from compute capability 9 on, and half as many before."""
 MODULES = {
     "splash": "jax.experimental.pallas.ops.tpu.splash_attention",
     "triton": "jax.experimental.pallas.ops.gpu.attention",
+    "mosaic": "jax.experimental.pallas.mosaic_gpu",
 }
 """JAX's module of each kernel."""
 INTERPRET = False

@@ -21,9 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache.attention_view import SlotIndices
 from jaxllm.cache.kv_cache import KV
-from jaxllm.nn.platform.attention import SLOT_MULTIPLE
+from jaxllm.nn.platform.attention import SLOT_MULTIPLE, NewColumns
 from jaxllm.parallel.sharding import context_mesh
 
 TILE = 64
@@ -40,18 +39,17 @@ FLOAT32 = jnp.float32
 INTERPRETER: Any = None
 """Parameters of JAX's interpreter of such kernels, in which the tests run it on a CPU."""
 
-NewColumns = tuple[Float[Array, "B T K H"], Float[Array, "B T K H"], SlotIndices]
-"""Keys and values of a new column for each query, and the cache slot of the first one."""
 Sums = tuple[Float[Array, "Q H"], Float[Array, " Q"], Float[Array, " Q"]]
 """Weighted sum of values, largest score and sum of weights of each row of a product."""
 
 
-def step_applies(heads: int, kv: KV, scores: Any, queries: Float[Array, "B T _"], new: Any) -> bool:
+def step_applies(heads: int, kv: KV, scores: Any, x: Float[Array, "B T _"], new: Any) -> bool:
     """True if the kernel computes this attention: that of few queries.
 
     Args:
         heads: number of the queries' heads.
         scores: the layer's `jaxllm.nn.attention.Scores`.
+        x: input of the layer.
         new: `NewColumns`; None: nothing is written.
     """
     if type(kv) is not KV or kv.k.ndim != 3 or context_mesh() is not None:
@@ -59,11 +57,11 @@ def step_applies(heads: int, kv: KV, scores: Any, queries: Float[Array, "B T _"]
     if new is not None and jnp.ndim(new[2]) > 1:
         return False
     rows, capacity, size = kv.k.shape
-    of_head = math.prod(queries.shape[:2]) * heads // rows
-    is_small = queries.dtype == kv.k.dtype and queries.dtype in (jnp.bfloat16, jnp.float16)
+    of_head = math.prod(x.shape[:2]) * heads // rows
+    is_half = x.dtype == kv.k.dtype and x.dtype in (jnp.bfloat16, jnp.float16)
     fits = size in (64, 128) and of_head <= MAX_QUERIES
     in_tiles = capacity >= TILE and capacity % SLOT_MULTIPLE == 0
-    return is_small and fits and in_tiles and scores.softcap is None
+    return is_half and fits and in_tiles and scores.softcap is None
 
 
 def attend_or_step(
@@ -106,8 +104,8 @@ def attend_step(
     """Attention of a few queries to the columns of a cache that are in use, and the cache.
 
     Args:
-        new: columns to write. Those of a row whose first slot is beyond the cache are not written,
-            and then there is no bias. A single one is attended to whether it is visible or not.
+        new: columns to write, and the slots of the first ones. Those of a row whose first slot is
+            beyond the cache are not written. A single one is attended to, visible or not.
     """
     batch, count, heads, size = q.shape
     kv_heads, capacity = kv.k.shape[0] // batch, kv.capacity
@@ -354,8 +352,9 @@ class StepKernel:
             of_query = scores
             if self.biases:
                 biased = row if self.biased_rows else jnp.int32(0)
-                index = biased, head * self.group + g, t % self.biases, refs["slot"][row] + column
-                of_query += refs["bias"][index]
+                # Of a column that is not written, the bias is arbitrary.
+                slot = jnp.minimum(refs["slot"][row] + column, self.capacity - 1)
+                of_query += refs["bias"][biased, head * self.group + g, t % self.biases, slot]
             if self.count > 1:
                 is_seen = jnp.full((QUERIES,), refs["sees_new"][row, t, column]) > 0
                 of_query = jnp.where(is_seen, of_query, HIDDEN)

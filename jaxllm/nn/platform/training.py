@@ -74,11 +74,11 @@ def entry_of_rows(x: Float[Array, "*B V"], index: Int[Array, "*B"]) -> Float[Arr
     return jax.lax.platform_dependent(x, index, tpu=selected, default=gathered)
 
 
-def max_logits(platform: str, dtype: np.dtype, memory: int | None = None) -> int:
+def logits_within_memory(platform: str, dtype: np.dtype, memory: int | None = None) -> int:
     """Most logits of this dtype that the loss holds at once on a device of a platform.
 
     Args:
-        memory: bytes of the device's memory; None: unknown.
+        memory: bytes of the device's memory that JAX uses; None: unknown.
     """
     if platform not in ("gpu", "cuda", "rocm"):
         return MAX_LOGITS

@@ -241,7 +241,7 @@ def set_up(recipe: Recipe, say: Callable[[str], None], rules: int = RULES) -> Se
                 f"optimizer.no_decay: {pattern!r} matches no trained parameter, such as "
                 f"{next(iter(state.params))}"
             )
-    smoothed = {"label_smoothing": recipe.label_smoothing, "z_loss": recipe.z_loss}
+    smoothing = recipe.label_smoothing
     preferences = None if recipe.dpo is None else DPOLoss(recipe.dpo, most_logits(model))
     return Setup(
         recipe=recipe,
@@ -251,7 +251,7 @@ def set_up(recipe: Recipe, say: Callable[[str], None], rules: int = RULES) -> Se
         state=put_tree(state, mesh, tree_shardings(state, mesh)),
         step=make_train_step(
             optimizer,
-            preferences or loss_for(model, **smoothed),
+            preferences or loss_for(model, label_smoothing=smoothing, z_loss=recipe.z_loss),
             accumulation=recipe.accumulation,
             ema_decay=recipe.ema_decay,
             schedule=make_schedule(recipe.optimizer),
