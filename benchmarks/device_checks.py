@@ -127,9 +127,10 @@ def cached_check(family: str, device: Any) -> Check:
     return Check(f"{family}, mosaic: decode steps in bfloat16", difference, BFLOAT16_TOLERANCE)
 
 
-def cached_logits(model: Any, ids: np.ndarray) -> np.ndarray:
+def cached_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
     """Logits of the last STEPS columns, each of which is read alone."""
-    mask, name, source = padding_mask(ids), "input_ids", {}
+    ids, mask = jnp.asarray(tokens), jnp.asarray(padding_mask(tokens) == 1)
+    name, source = "input_ids", {}
     if model.is_encoder_decoder:
         name, source = "decoder_input_ids", {"input_ids": ids, "attention_mask": mask}
     cache, found = model.init_cache(ROWS, TOKENS + STEPS, **source), []
