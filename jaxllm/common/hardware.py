@@ -120,6 +120,13 @@ def own_memory(device: Any) -> int | None:
     return stats.get("bytes_limit")
 
 
+def own_capability() -> float | None:
+    """The smallest compute capability of this process's GPUs; None if there is no NVIDIA GPU."""
+    found = [str(getattr(x, "compute_capability", "")) for x in jax.local_devices()]
+    numbers = [float(x) for x in found if x.replace(".", "", 1).isdigit()]
+    return min(numbers, default=None)
+
+
 def host_memory() -> int:
     """Bytes of memory of this machine."""
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:

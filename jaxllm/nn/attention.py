@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.cache.attention_view import SequenceMask, mask_array
 from jaxllm.cache.kv_cache import KV
 from jaxllm.common.errors import UnsupportedError, quoted, warn
+from jaxllm.common.hardware import own_capability
 from jaxllm.common.precision import exact_products
 from jaxllm.nn.linear import Linear, declare_axes, dropout, split_key
 from jaxllm.nn.platform.attention import (
@@ -93,13 +94,6 @@ def implementation_for(name: str, platform: str) -> str:
         return kernel
     warn_of_blockwise(PLATFORM_KERNELS[platform])
     return "blockwise"
-
-
-def own_capability() -> float | None:
-    """The smallest compute capability of this process's GPUs; None if there is no NVIDIA GPU."""
-    found = [str(getattr(x, "compute_capability", "")) for x in jax.local_devices()]
-    numbers = [float(x) for x in found if x.replace(".", "", 1).isdigit()]
-    return min(numbers, default=None)
 
 
 @cache

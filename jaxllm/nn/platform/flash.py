@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.cache.attention_view import SequenceMask
 from jaxllm.cache.kv_cache import KV
 from jaxllm.common.errors import UnsupportedError
+from jaxllm.common.hardware import own_capability
 from jaxllm.common.precision import precision_of
 from jaxllm.nn.linear import KEPT
 from jaxllm.nn.platform.attention import in_token_order
@@ -85,8 +86,8 @@ def flash_applies(
     is_causal, is_packed = mask.query_columns is not None, mask.query_segments is not None
     sees_all = mask.window is None or mask.window >= queries
     if implementation == "cudnn":
-        gpu = float(getattr(jax.local_devices()[0], "compute_capability", 8))
-        widest = WIDEST_HEAD if gpu >= 9 else WIDEST_HEAD // 2
+        # Programs for a GPU that is not there are for an H100.
+        widest = WIDEST_HEAD if (own_capability() or 9) >= 9 else WIDEST_HEAD // 2
         fits = (sees_all or (is_causal and not is_packed)) and (q.dtype.itemsize == 2 or INTERPRET)
         fits = fits and width % 8 == 0 and width <= widest
     else:
