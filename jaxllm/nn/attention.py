@@ -335,7 +335,7 @@ class Attention(nnx.Module):
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.has_step_kernel = implementation == STEP_KERNEL
         if self.has_step_kernel:
-            implementation = implementation_for("auto", "gpu")
+            implementation = implementation_for("auto", "cuda")
         self.scores, self.dropout_rate, self.implementation = scores, dropout_rate, implementation
 
     @property

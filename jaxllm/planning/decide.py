@@ -79,7 +79,7 @@ class TrainingBounds:
     state_bytes: int
     """Weights, gradients and moments, of one device."""
     activation_bytes: int
-    """Inputs of the blocks, which `remat` keeps, of one device."""
+    """Inputs of the blocks, which `remat` keeps, and logits of the loss, of one device."""
     fits: bool
     step_us: float
     """At least what the FLOPs of a step take."""

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxllm.common.arguments import checked_count
 from jaxllm.common.errors import InputError
 from jaxllm.common.hardware import own_memory
 from jaxllm.models.decoder_only import CausalLM, SequenceClassifier, with_rope_per_row
@@ -288,18 +289,20 @@ def loss_for(
             less memory, and a GPU more time.
 
     Raises:
-        InputError: no loss is known for the class, or a classifier has `label_smoothing` or
-            `z_loss`.
+        InputError: no loss is known for the class, or a classifier has `label_smoothing`, `z_loss`
+            or `max_logits`.
     """
     if isinstance(model, SequenceClassifier):
-        for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
+        only = {"label_smoothing": label_smoothing, "z_loss": z_loss, "max_logits": max_logits}
+        for name, value in only.items():
             if value:
                 raise InputError(f"{name}: only for language models, but the model is a classifier")
         return ClassificationLoss()
+    most = most_logits(model) if max_logits is None else checked_count(max_logits, "max_logits")
     if isinstance(model, CausalLM):
-        return CausalLoss(label_smoothing, z_loss, max_logits or most_logits(model))
+        return CausalLoss(label_smoothing, z_loss, most)
     if isinstance(model, EncoderDecoderLM):
-        return Seq2SeqLoss(label_smoothing, z_loss, max_logits or most_logits(model))
+        return Seq2SeqLoss(label_smoothing, z_loss, most)
     raise InputError(f"{type(model).__name__}: has no labels to predict, so no loss")
 
 

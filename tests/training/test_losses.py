@@ -190,6 +190,11 @@ def test_settings_that_cannot_be():
     with pytest.raises(InputError, match="z_loss: expected 0 or more"):
         CausalLoss(z_loss=-1.0)
     classifier = tiny.make("gpt2", architecture="GPT2ForSequenceClassification")
+    with pytest.raises(InputError, match="max_logits: only for language models"):
+        loss_for(classifier, max_logits=8)
+    with pytest.raises(InputError, match="max_logits: expected an integer of 1 or more, found 0"):
+        loss_for(tiny.cached("llama"), max_logits=0)
+    assert loss_for(tiny.cached("llama"), max_logits=8).max_logits == 8
     with pytest.raises(InputError, match="z_loss: only for language models"):
         loss_for(classifier, z_loss=0.1)
     with pytest.raises(InputError, match="T5EncoderModel: has no labels to predict"):

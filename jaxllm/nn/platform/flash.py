@@ -75,9 +75,9 @@ def flash_applies(
 ) -> bool:
     """True if `attend_flash` computes this mask, for queries of this dtype and width.
 
-    The Pallas kernels compute causal masks. Their window is in columns, and that of this library in
-    real tokens, so that a window has to cover all queries. Their products of float32 are not exact,
-    and cuDNN computes in half precision only. The kernels for GPUs cap no scores.
+    The Pallas kernels compute causal masks. They count a window in columns, and this library counts
+    it in real tokens, so that a window has to cover all queries. Products of float32 are not exact
+    in these kernels, and cuDNN computes in half precision only. The kernels for GPUs cap no scores.
 
     Args:
         scores: the layer's `jaxllm.nn.attention.Scores`.
@@ -149,7 +149,7 @@ def _triton_rows(
     *,
     scores: Any,
 ) -> Float[Array, "B T N H"]:
-    """`attend_flash` of one device's rows and heads, on a GPU."""
+    """`attend_flash` of one device's rows and heads, with Triton's kernel."""
     triton = import_kernel("triton")
     B, T, N, H = q.shape
     missing = -T % TILES[-1]

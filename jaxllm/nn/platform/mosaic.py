@@ -44,7 +44,7 @@ Sums = tuple[Float[Array, "Q H"], Float[Array, " Q"], Float[Array, " Q"]]
 
 
 def step_applies(heads: int, kv: KV, scores: Any, x: Float[Array, "B T _"], new: Any) -> bool:
-    """True if the kernel computes this attention: that of few queries.
+    """True if the kernel computes this attention, which has few queries.
 
     Args:
         heads: number of the queries' heads.
@@ -255,16 +255,21 @@ class StepKernel:
         """The first slot of a tile. The last tile of a cache overlaps the one before."""
         return jnp.minimum(tile * TILE, self.capacity - TILE)
 
+    def buffer(self, tile: Array, first: Array) -> Array:
+        """Number of the buffer of a tile, if `first` is the row's first tile."""
+        return lax.rem(tile - first, jnp.int32(BUFFERS))
+
+    def row_of_bias(self, row: Array) -> Array:
+        """Row of the biases that a row of queries has."""
+        return row if self.biased_rows else jnp.int32(0)
+
     def load(self, refs: dict[str, Any], smem: dict[str, Any]) -> None:
         """Copies the tiles of keys and values, and what belongs to them, into the buffers."""
         cell, row, head, first, stop = self.place(refs)
 
-        def buffer(tile: Array) -> Array:
-            return lax.rem(tile - first, jnp.int32(BUFFERS))
-
         @pl.loop(first, stop)
         def _(tile: Array) -> None:
-            i, every, slots = buffer(tile), slice(None), pl.ds(self.start(tile), TILE)
+            i, every, slots = self.buffer(tile, first), slice(None), pl.ds(self.start(tile), TILE)
 
             @pl.when(tile - first >= BUFFERS)
             def _() -> None:
@@ -273,7 +278,7 @@ class StepKernel:
             parts = {"k": (cell, slots), "v": (cell, slots), "shown": (row, every, slots)}
             if self.biases:
                 own = pl.ds(head * self.group, self.group)
-                parts["bias"] = (row if self.biased_rows else jnp.int32(0), own, every, slots)
+                parts["bias"] = (self.row_of_bias(row), own, every, slots)
             for name, index in parts.items():
                 source, target = refs[name].at[index], smem[name].at[i]
                 plgpu.copy_gmem_to_smem(source, target, smem["loaded"].at[i])
@@ -281,7 +286,7 @@ class StepKernel:
         # Every arrival at a barrier is waited for.
         @pl.loop(jnp.maximum(first, stop - BUFFERS), stop)
         def _(tile: Array) -> None:
-            plgpu.barrier_wait(smem["free"].at[buffer(tile)])
+            plgpu.barrier_wait(smem["free"].at[self.buffer(tile, first)])
 
     def compute(self, refs: dict[str, Any], out_ref: Any, smem: dict[str, Any]) -> None:
         """Attends to the new columns and to all tiles, and writes the output and the columns."""
@@ -297,7 +302,7 @@ class StepKernel:
         sums = self.of_new_columns(q, refs, smem)
 
         def step(tile: Array, sums: Sums) -> Sums:
-            i = lax.rem(tile - first, jnp.int32(BUFFERS))
+            i = self.buffer(tile, first)
             plgpu.barrier_wait(smem["loaded"].at[i])
             sums = self.with_tile(tile, i, q, sums, refs, smem)
             plgpu.barrier_arrive(smem["free"].at[i])
@@ -351,10 +356,10 @@ class StepKernel:
         for i, (t, g) in enumerate(self.places):
             of_query = scores
             if self.biases:
-                biased = row if self.biased_rows else jnp.int32(0)
-                # Of a column that is not written, the bias is arbitrary.
+                # A column that is not written has an arbitrary bias.
                 slot = jnp.minimum(refs["slot"][row] + column, self.capacity - 1)
-                of_query += refs["bias"][biased, head * self.group + g, t % self.biases, slot]
+                own_head = head * self.group + g
+                of_query += refs["bias"][self.row_of_bias(row), own_head, t % self.biases, slot]
             if self.count > 1:
                 is_seen = jnp.full((QUERIES,), refs["sees_new"][row, t, column]) > 0
                 of_query = jnp.where(is_seen, of_query, HIDDEN)
@@ -371,7 +376,7 @@ class StepKernel:
         refs: dict[str, Any],
         smem: dict[str, Any],
     ) -> Sums:
-        """The sums with those of a tile, which is in buffer `i`."""
+        """Adds the sums of a tile, which is in buffer `i`."""
         values, largest, total = sums
         scores = self.product(q, smem["k"].at[i], TILE, transposed=True) * self.scale
         if self.biases:
@@ -406,7 +411,7 @@ class StepKernel:
         return pl.run_scoped(run, accumulator)
 
     def by_query(self, vectors: Sequence[Float[Array, " X"]]) -> Float[Array, "Q X"]:
-        """A matrix for products, of which each query's rows are its vector."""
+        """Makes a matrix for products, in which all rows of a query are the query's vector."""
         shape = (QUERIES, vectors[0].shape[0])
         out = self.in_layout(jnp.zeros(shape, vectors[0].dtype))
         row = self.in_layout(lax.broadcasted_iota(jnp.int32, shape, 0))
